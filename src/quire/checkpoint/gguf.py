@@ -1,0 +1,288 @@
+"""Reads the header of a GGUF file and hands out its tensors as views into the mapped file.
+
+Called by `hf_config` (sizes), the tokenizer (vocabulary) and the worker's loader (weights). Knows the container only: not what
+a key or a tensor means, and not torch. Every count and offset is checked against the file before it is used.
+"""
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from quire.errors import BadModelFileError, ModelNotFoundError, UnsupportedModelError
+
+MAGIC = b"GGUF"
+
+# type -> (elements per block, bytes per block), for the types we can compute with
+BLOCK: dict[str, tuple[int, int]] = {
+    "F32": (1, 4),
+    "F16": (1, 2),
+    "BF16": (1, 2),
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+}
+
+# the number a file holds -> name; those missing from BLOCK are valid but have no code here yet
+_TYPE_NAMES: dict[int, str] = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1",
+    10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K",
+    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
+    24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16",
+    34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+}  # fmt: skip
+
+# Key-value types of the file: scalars as struct codes, then the three with their own rules.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+
+# A file may be sparse and hundreds of gigabytes long, so its own length does not bound the work. These do, and are
+# about ten times what real models have.
+_MAX_HEADER_BYTES = 1 << 28
+_MAX_KEYS = 1 << 16
+_MAX_TENSORS = 1 << 17
+_MAX_ARRAY_ITEMS = 1 << 22  # all arrays of one file together
+_MAX_DIMS = 4
+_MAX_ALIGNMENT = 1 << 20
+_DEFAULT_ALIGNMENT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """One tensor as the file holds it: `shape` is row-major (the file's own order reversed), `offset` from the file's start."""
+
+    name: str
+    type_name: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class GGUFFile:
+    """An open GGUF file; a context manager. `metadata` and `tensors` stay usable after `close()`."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, GGUFTensor]
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._mmap = map_file(self.path)
+        try:
+            self._read_header()
+        except BaseException:
+            self._mmap.close()
+            raise
+
+    def data(self, tensor: GGUFTensor) -> memoryview:
+        """The tensor's bytes in the mapped file: read-only and not copied."""
+        return memoryview(self._mmap)[tensor.offset : tensor.offset + tensor.nbytes]
+
+    def close(self) -> None:
+        try:
+            self._mmap.close()
+        except BufferError:
+            pass  # a view is still in use: the mapping goes when the last one does
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _read_header(self) -> None:
+        cursor = _Cursor(self._mmap, self.path.name)
+        if cursor.take(4) != MAGIC:
+            cursor.fail("it does not begin with the letters GGUF")
+        version = cursor.scalar("I")
+        if version not in (2, 3):
+            big_endian = version & 0xFFFF == 0
+            raise UnsupportedModelError(
+                f"{self.path.name} is a {'big-endian GGUF file' if big_endian else f'GGUF file of version {version}'}: "
+                "convert it to little-endian GGUF version 3."
+            )
+        # The smallest tensor record takes 8 + 4 + 8 + 4 + 8 bytes, the smallest key-value 8 + 1 + 4 + 1.
+        num_tensors = cursor.count("Q", "tensors", least_bytes=32, limit=_MAX_TENSORS)
+        num_keys = cursor.count("Q", "keys", least_bytes=14, limit=_MAX_KEYS)
+        self.metadata = {}
+        for _ in range(num_keys):
+            key = cursor.string()
+            if not key or key in self.metadata:
+                cursor.fail(f"the key {key!r:.80} is empty or occurs twice")
+            self.metadata[key] = cursor.value()
+        records = [cursor.tensor_record() for _ in range(num_tensors)]
+        data_start = _round_up(cursor.position, self._alignment(cursor))
+        self.tensors = {record.name: self._placed(record, data_start, cursor) for record in records}
+        if len(self.tensors) != num_tensors:
+            cursor.fail("two tensors have the same name")
+        self._check_no_overlap(cursor)
+
+    def _alignment(self, cursor: "_Cursor") -> int:
+        alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
+            cursor.fail(f"its alignment {alignment!r:.80} is not a power of two up to {_MAX_ALIGNMENT}")
+        return alignment
+
+    def _placed(self, record: "_Record", data_start: int, cursor: "_Cursor") -> GGUFTensor:
+        """The record with its place in the file, once type, size and place are known to make sense."""
+        label = f"tensor {record.name!r:.80}"
+        type_name = _TYPE_NAMES.get(record.type_id)
+        if type_name is None:
+            cursor.fail(f"{label} has the unknown type number {record.type_id}")
+        if type_name not in BLOCK:
+            raise UnsupportedModelError(
+                f"{self.path.name} holds {type_name} weights; Quire reads {', '.join(BLOCK)}: use a file of one of these types."
+            )
+        elements, block_bytes = BLOCK[type_name]
+        if not record.dims or min(record.dims) == 0:
+            cursor.fail(f"{label} has no elements")
+        if record.dims[0] % elements:
+            cursor.fail(f"{label} has rows of {record.dims[0]}, not a multiple of the {elements} of {type_name}")
+        nbytes = math.prod(record.dims) // elements * block_bytes
+        offset = data_start + record.offset
+        if record.offset % self._alignment(cursor):
+            cursor.fail(f"{label} is not aligned")
+        if offset + nbytes > len(self._mmap):
+            cursor.fail(f"{label} ends at byte {offset + nbytes}, the file at byte {len(self._mmap)}")
+        return GGUFTensor(record.name, type_name, record.dims[::-1], offset, nbytes)
+
+    def _check_no_overlap(self, cursor: "_Cursor") -> None:
+        end = 0
+        for tensor in sorted(self.tensors.values(), key=lambda tensor: tensor.offset):
+            if tensor.offset < end:
+                cursor.fail(f"tensor {tensor.name!r:.80} overlaps another")
+            end = tensor.offset + tensor.nbytes
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """The file mapped read-only; what a view of it holds is paged in when touched."""
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise ModelNotFoundError(f"there is no file {path}.") from None
+    except ValueError:  # mmap's way of saying that there is nothing to map
+        raise BadModelFileError(f"{path.name} is empty: fetch it again.") from None
+    except OSError as error:
+        raise ModelNotFoundError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A tensor's entry in the header, not checked yet; `dims` in the file's order, fastest first."""
+
+    name: str
+    dims: tuple[int, ...]
+    type_id: int
+    offset: int
+
+
+class _Cursor:
+    """Reads the header front to back and fails before reading past its end."""
+
+    def __init__(self, buffer: mmap.mmap, file_name: str) -> None:
+        self._buffer = buffer
+        self._file_name = file_name
+        self._end = min(len(buffer), _MAX_HEADER_BYTES)
+        self._items_left = _MAX_ARRAY_ITEMS
+        self.position = 0
+
+    def fail(self, why: str) -> NoReturn:
+        raise BadModelFileError(f"{self._file_name} is not a usable GGUF file: {why}; fetch it again or use another file.")
+
+    def fail_truncated(self) -> NoReturn:
+        self.fail("it ends in the middle of its header (truncated?)")
+
+    def take(self, num_bytes: int) -> bytes:
+        start = self.position
+        if num_bytes > self._end - start:
+            self.fail_truncated()
+        self.position += num_bytes
+        return self._buffer[start : self.position]
+
+    def scalar(self, code: str) -> int | float:
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+
+    def count(self, code: str, what: str, *, least_bytes: int, limit: int) -> int:
+        """A count of things that take at least `least_bytes` each, so that the file bounds every loop and list."""
+        count = int(self.scalar(code))
+        if count > limit:
+            self.fail(f"it claims {count} {what}, the limit is {limit}")
+        if count * least_bytes > self._end - self.position:
+            self.fail(f"it claims {count} {what}, more than fit into the file (truncated?)")
+        return count
+
+    def string(self) -> str:
+        return self._strings(1)[0]
+
+    def value(self) -> Any:
+        kind = int(self.scalar("I"))
+        if kind == _ARRAY:
+            return self._array()
+        if kind == _STRING:
+            return self.string()
+        if kind == _BOOL:
+            return self._bools(1)[0]
+        if kind in _SCALARS:
+            return self.scalar(_SCALARS[kind])
+        self.fail(f"a key has the unknown type {kind}")
+
+    def tensor_record(self) -> _Record:
+        name = self.string()
+        num_dims = self.count("I", "dimensions", least_bytes=8, limit=_MAX_DIMS)
+        dims = struct.unpack(f"<{num_dims}Q", self.take(8 * num_dims))
+        return _Record(name, dims, int(self.scalar("I")), int(self.scalar("Q")))
+
+    def _array(self) -> list[Any]:
+        kind = int(self.scalar("I"))
+        if kind == _ARRAY:
+            self.fail("it nests arrays in arrays")
+        code = _SCALARS.get(kind, "B")
+        item_bytes = 8 if kind == _STRING else struct.calcsize("<" + code)
+        count = self.count("Q", "array items", least_bytes=item_bytes, limit=self._items_left)
+        self._items_left -= count
+        if kind == _STRING:
+            return self._strings(count)
+        if kind == _BOOL:
+            return self._bools(count)
+        if kind not in _SCALARS:
+            self.fail(f"an array has the unknown type {kind}")
+        return list(struct.unpack(f"<{count}{code}", self.take(count * item_bytes)))
+
+    def _strings(self, count: int) -> list[str]:
+        """Vocabularies have hundreds of thousands of strings: this loop is most of the time a header takes."""
+        buffer, end, position = self._buffer, self._end, self.position
+        read_length = struct.Struct("<Q").unpack_from
+        strings = []
+        try:
+            for _ in range(count):
+                start = position + 8
+                position = start + read_length(buffer, position)[0]
+                if position > end:
+                    self.fail_truncated()
+                strings.append(str(buffer[start:position], "utf-8"))
+        except struct.error:
+            self.fail_truncated()
+        except UnicodeDecodeError:
+            self.fail("a string in its header is not UTF-8")
+        self.position = position
+        return strings
+
+    def _bools(self, count: int) -> list[bool]:
+        raw = self.take(count)
+        if raw.strip(b"\0\1"):
+            self.fail("a boolean is neither 0 nor 1")
+        return [byte == 1 for byte in raw]
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

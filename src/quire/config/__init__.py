@@ -1,0 +1,10 @@
+"""Every knob, declared once and frozen. Anyone may import this; it imports nothing of ours but `errors`.
+
+Command-line flags, `LLM(**kwargs)` and `--help` are generated from these fields (`flags.py`);
+the only place where an "auto" becomes a value is `resolve.py`.
+"""
+
+from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from quire.config.fields import knob
+
+__all__ = ["CacheConfig", "DeviceConfig", "EngineConfig", "ModelConfig", "SchedulerConfig", "knob"]

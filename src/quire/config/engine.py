@@ -1,0 +1,113 @@
+"""The engine's options in four frozen groups, with vLLM's names where the meaning is the same.
+
+Read by everybody; written by nobody after construction. `None` or "auto" stand for a choice that
+`resolve.py` makes once the model and the machine are known.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quire.config.fields import check, knob
+from quire.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, and how its numbers are kept"""
+
+    model: str = knob("smollm2", "name of a built-in model, a Hugging Face folder, a .gguf file, or a hub id")
+    tokenizer: str | None = knob(None, "folder or file of another tokenizer (default: the model's own)")
+    revision: str | None = knob(None, "hub revision (branch, tag or commit) that every fetched file comes from")
+    download_dir: str | None = knob(None, "where files from a hub are kept (default: the hub client's own cache)")
+    load_format: Literal["auto", "dummy"] = knob("auto", "dummy: random weights at the shapes of config.json")
+    dtype: Literal["auto", "bfloat16", "float32"] = knob(
+        "auto", "number type of weights and activations; auto keeps quantized weights packed"
+    )
+    max_model_len: int | None = knob(None, "longest prompt plus answer, in tokens (default: what the model allows)", low=1)
+    seed: int = knob(0, "seed for requests that bring none, and for dummy weights", low=0)
+    chat_template: str | None = knob(None, "a Jinja template, or a file with one, instead of the model's own")
+    skip_tokenizer_init: bool = knob(False, "load no tokenizer: prompts and answers are token ids only")
+    generation_config: Literal["auto", "none"] = knob(
+        "auto", "auto: sampling defaults from the model's generation_config.json; none: OpenAI's defaults"
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged KV cache"""
+
+    block_size: int = knob(16, "tokens per KV block", low=1, high=1024)
+    enable_prefix_caching: bool = knob(True, "reuse the KV blocks of prompts that begin alike")
+    gpu_memory_utilization: float = knob(
+        0.9, "share of the device's memory the engine may use (on a CPU: of what is free, for KV blocks)", low=0.01, high=1.0
+    )
+    kv_cache_memory_bytes: int | None = knob(None, "bytes for KV blocks, e.g. 4G (default: from gpu_memory_utilization)", low=1)
+    num_gpu_blocks_override: int | None = knob(None, "exactly this many KV blocks, for tests and experiments", low=2)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """What runs in a step"""
+
+    max_num_seqs: int = knob(256, "requests running at once", low=1, high=65536)
+    max_num_batched_tokens: int | None = knob(None, "tokens computed in one step (default: 2048)", low=1)
+    scheduling_policy: Literal["fcfs", "priority"] = knob("fcfs", "order of requests: by arrival, or by priority first")
+    pipeline_depth: int | None = knob(None, "steps in flight: 1 waits for each, 2 plans ahead (default: by device)", low=1, high=2)
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), so that every running request can get a token: raise the one or lower the other"
+            )
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """Where it runs"""
+
+    device: Literal["auto", "cpu"] = knob("auto", "the device to compute on")
+    num_threads: int | None = knob(None, "threads for CPU kernels (default: the cores this process may use)", low=1)
+    executor: str = knob("inproc", "how the engine reaches its workers: a file of quire/executor")
+    attention_backend: str = knob("auto", "how attention is computed: a file of quire/layers/attention")
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All options of an engine; built flat with `EngineConfig.from_kwargs(model=…, max_num_seqs=…)`."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    device: DeviceConfig = DeviceConfig()
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":
+        groups = {}
+        for group in dataclasses.fields(cls):
+            own = {f.name for f in dataclasses.fields(group.type)}
+            groups[group.name] = group.type(**{k: kwargs.pop(k) for k in list(kwargs) if k in own})
+        if kwargs:
+            import difflib
+
+            known = [f.name for g in dataclasses.fields(cls) for f in dataclasses.fields(g.type)]
+            name = next(iter(kwargs))
+            close = difflib.get_close_matches(name, known, 1)
+            raise ConfigError(f"unknown option {name!r}" + (f": did you mean {close[0]!r}?" if close else ""))
+        return cls(**groups)
+
+    def replace(self, **kwargs: Any) -> "EngineConfig":
+        """A copy with some options changed, given flat."""
+        flat = {f.name: getattr(getattr(self, g.name), f.name) for g in dataclasses.fields(self) for f in dataclasses.fields(g.type)}
+        return EngineConfig.from_kwargs(**{**flat, **kwargs})

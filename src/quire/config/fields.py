@@ -1,0 +1,71 @@
+"""`knob()`: a dataclass field that knows its help text, choices and bounds, and the check that uses them.
+
+Used by every options class; flags.py reads the metadata. Must not know any particular option.
+"""
+
+import dataclasses
+import math
+import types
+import typing
+from typing import Any
+
+from quire.errors import ConfigError
+
+
+def knob(default: Any, help: str, *, low: float | None = None, high: float | None = None, **extra: Any) -> Any:
+    """A field with its help text; `low` and `high` are inclusive; `extra`: `metavar`, `hidden`, `positional`, `short`."""
+    metadata = {"help": help, "low": low, "high": high, **extra}
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def check(config: Any) -> None:
+    """Every value has its field's type, choice and range, else ConfigError; called from `__post_init__`."""
+    hints = field_types(type(config))
+    for field in dataclasses.fields(config):
+        if "help" in field.metadata:
+            _check_one(field, hints[field.name], getattr(config, field.name))
+
+
+def field_types(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def unwrap(hint: Any) -> tuple[Any, tuple | None, bool]:
+    """(plain type, choices or None, may be None) of a field's annotation."""
+    optional = False
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        args = [a for a in typing.get_args(hint) if a is not type(None)]
+        optional = len(args) < len(typing.get_args(hint))
+        hint = args[0]
+    if typing.get_origin(hint) is typing.Literal:
+        return str, typing.get_args(hint), optional
+    return hint, None, optional
+
+
+def _check_one(field: dataclasses.Field, hint: Any, value: Any) -> None:
+    kind, choices, optional = unwrap(hint)
+    name = field.name
+    if value is None and optional:
+        return
+    if choices is not None:
+        if value not in choices:
+            raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+        return
+    plain = typing.get_origin(kind) or kind
+    if plain is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, plain) or (isinstance(value, bool) and plain is not bool):
+        raise ConfigError(f"{name} must be {_words(plain)}, not {value!r}")
+    if plain is float and not math.isfinite(value):
+        raise ConfigError(f"{name} must be a finite number, not {value!r}")
+    low, high = field.metadata["low"], field.metadata["high"]
+    if low is not None and value < low:
+        raise ConfigError(f"{name} must be at least {low:g}, not {value}")
+    if high is not None and value > high:
+        raise ConfigError(f"{name} must be at most {high:g}, not {value}")
+
+
+def _words(kind: type) -> str:
+    return {int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list"}[kind]

@@ -1,0 +1,83 @@
+"""A request as the core sees it: tokens, how many of them are computed, and its place in the machinery.
+
+Made by `core/engine.py` from an AddRequest, moved about by the scheduler. Must not know text.
+"""
+
+import enum
+
+from quire.kv.manager import RequestBlocks
+from quire.messages import AddRequest
+
+
+class Status(enum.Enum):
+    PARKED = 0  # a choice that waits for its sibling to compute the prompt they share
+    WAITING = 1
+    RUNNING = 2
+    FINISHED = 3
+
+
+class Request:
+    """Requests catch up: whatever is known but not computed is what the next steps compute."""
+
+    __slots__ = (
+        "request_id", "choice_idx", "params", "seed", "priority", "key", "stop_ids", "eos_ids", "bad_words", "cache_salt",
+        "token_ids", "num_prompt_tokens", "max_total_tokens", "num_computed", "num_in_flight", "num_sampling",
+        "status", "row", "blocks", "num_preemptions", "num_prompt_logprobs", "num_cached_tokens", "leader", "followers",
+    )  # fmt: skip
+
+    def __init__(self, message: AddRequest, max_model_len: int) -> None:
+        self.request_id = message.request_id
+        self.choice_idx = message.choice_idx
+        self.params = message.params
+        self.seed = message.seed
+        self.priority = message.priority
+        self.key: tuple[int, int] = (0, 0)  # its place in line, smaller first; set by the policy
+        self.eos_ids = frozenset() if message.params.ignore_eos else frozenset(message.eos_ids)
+        self.stop_ids = frozenset(message.params.stop_token_ids)
+        self.bad_words = message.bad_words
+        self.cache_salt = message.cache_salt
+
+        self.token_ids = message.prompt_token_ids + message.output_token_ids
+        self.num_prompt_tokens = len(message.prompt_token_ids)
+        limit = self.num_prompt_tokens + (message.params.max_tokens or max_model_len)
+        self.max_total_tokens = min(limit, max_model_len)
+
+        self.num_computed = 0  # tokens in the cache by steps that were applied
+        self.num_in_flight = 0  # tokens given to steps not applied yet
+        self.num_sampling = 0  # tokens those steps will choose
+        self.status = Status.WAITING
+        self.row: int | None = None
+        self.blocks: RequestBlocks | None = None
+        self.num_preemptions = 0  # also tells a step's result from before a preemption
+        self.num_prompt_logprobs = 0  # prompt positions whose logprobs were delivered
+        self.num_cached_tokens = 0  # of the first prefix hit
+        self.leader: Request | None = None
+        self.followers: list[Request] = []
+
+    @property
+    def num_planned(self) -> int:
+        return self.num_computed + self.num_in_flight
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that exist here or will, on the device, when steps in flight have run; the last one allowed is never computed."""
+        return min(len(self.token_ids) + self.num_sampling, self.max_total_tokens - 1)
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    def finish_reason(self, token_id: int) -> tuple[str | None, int | None]:
+        """(finish_reason, stop_reason) now that `token_id` is the last token."""
+        if self.num_output_tokens >= self.params.min_tokens:
+            if token_id in self.eos_ids:
+                return "stop", None
+            if token_id in self.stop_ids:
+                return "stop", token_id
+        if len(self.token_ids) >= self.max_total_tokens:
+            return "length", None
+        return None, None

@@ -1,0 +1,241 @@
+"""What runs in the next step, and what a finished step means.
+
+Called by the engine's loop: `plan()` gives some requests some tokens, `apply()` takes the results in. There are no phases: a
+request that knows more tokens than are computed gets tokens, whether they are prompt, answer or both again after
+a preemption. Must not know tensors, text or sockets.
+
+`running` is kept in line order. Going through it in that order, room is always made at the expense of those behind,
+which this plan has not touched yet; so the first in line always moves, and nobody starves.
+"""
+
+import bisect
+import itertools
+
+from quire.config import SchedulerConfig
+from quire.core.pipeline import Entry, Pipeline, PlannedStep
+from quire.core.request import Request, Status
+from quire.core.waiting import POLICIES, WaitingQueue
+from quire.kv.manager import KVManager
+from quire.messages import ChoiceDelta, EngineStats
+from quire.step import RowStart, StepPlan, StepResult
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, kv: KVManager, pipeline: Pipeline) -> None:
+        self.kv = kv
+        self.pipeline = pipeline
+        self.max_tokens = config.max_num_batched_tokens
+        self.line_key = POLICIES[config.scheduling_policy]
+        self.waiting = WaitingQueue()
+        self.running: list[Request] = []
+        self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self.requests: dict[tuple[str, int], Request] = {}
+        self.arrivals = itertools.count()
+        self.step_ids = itertools.count()
+        self.stats = EngineStats()
+
+    # -- coming and going ----------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        request.key = self.line_key(request, next(self.arrivals))
+        request.blocks = self.kv.open(request.token_ids, request.cache_salt)
+        self.requests[request.request_id, request.choice_idx] = request
+        leader = self.requests.get((request.request_id, 0))
+        if leader is not None and leader is not request and leader.num_computed < leader.num_prompt_tokens:
+            request.status, request.leader = Status.PARKED, leader
+            leader.followers.append(request)
+        else:
+            self.waiting.push(request)
+
+    def abort(self, request_id: str, choice_idx: int) -> None:
+        """Forgets the request at once; results it still has in flight are dropped when they come."""
+        request = self.requests.get((request_id, choice_idx))
+        if request is not None:
+            self._finish(request)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests) or bool(self.pipeline.steps)
+
+    # -- planning ------------------------------------------------------------------------------------------------
+
+    def plan(self) -> PlannedStep | None:
+        """The next step, or None when nobody can be given a token now."""
+        step = PlannedStep(StepPlan(-1, [], [], [], [], [], []), [])
+        self._yield_to_priority()
+        preemptions = self.stats.num_preemptions
+        budget = self._continue_running(step, self.max_tokens)
+        if self.stats.num_preemptions == preemptions:  # who was just pushed out would only push back in
+            self._admit_waiting(step, budget)
+        if not step.entries:
+            return None
+        step.plan.step_id = next(self.step_ids)
+        return step
+
+    def _continue_running(self, step: PlannedStep, budget: int) -> int:
+        idx = 0
+        while idx < len(self.running):
+            request = self.running[idx]
+            behind = len(self.running) - idx - 1  # each of them is owed one token of the budget
+            num_tokens = min(request.num_known - request.num_planned, budget - behind)
+            if num_tokens > 0:
+                new_blocks = self._make_room(request, request.num_planned + num_tokens)
+                if new_blocks is not None:
+                    self._give(step, request, num_tokens, new_blocks)
+                    budget -= num_tokens
+                elif request.status is not Status.RUNNING:
+                    continue  # preempted itself: the next one has moved to idx
+            idx += 1
+        return budget
+
+    def _make_room(self, request: Request, num_tokens: int) -> list[list[int]] | None:
+        """Blocks for the request to hold `num_tokens`, preempting from the end of the line if it must."""
+        while (new_blocks := self.kv.grow(request.blocks, num_tokens)) is None:
+            if self.kv.pool.num_limbo:
+                return None  # blocks come free when the step in flight is applied: wait for those
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return None
+        return new_blocks
+
+    def _admit_waiting(self, step: PlannedStep, budget: int) -> None:
+        while budget > 0 and self.free_rows and (request := self.waiting.peek()) is not None:
+            if request.num_in_flight:
+                return  # preempted a moment ago: its last token is not here yet
+            num_cached = self._enter(request)
+            num_tokens = min(request.num_known - num_cached, budget)
+            new_blocks = self.kv.grow(request.blocks, num_cached + num_tokens) if num_cached >= 0 else None
+            if new_blocks is None:
+                self.kv.release(request.blocks, self.pipeline.newest_step)
+                return
+            self.waiting.remove(request, Status.RUNNING)
+            bisect.insort(self.running, request, key=lambda r: r.key)
+            self._start_row(step, request, num_cached)
+            self._give(step, request, num_tokens, [list(table) for table in request.blocks.tables])
+            budget -= num_tokens
+
+    def _enter(self, request: Request) -> int:
+        """The request takes hold of what is cached of it; returns how many tokens, -1 when the rest would not fit."""
+        kv, blocks, leader = self.kv, request.blocks, request.leader
+        if leader is not None and leader.status is Status.RUNNING and not kv.prefix_caching:
+            return kv.fork(leader.blocks, blocks, min(leader.num_computed, request.num_prompt_tokens - 1))
+        skip_hits = request.params.prompt_logprobs is not None and request.num_prompt_logprobs < request.num_prompt_tokens - 1
+        num_cached = 0 if skip_hits else kv.find_prefix(blocks)
+        if not kv.can_admit(blocks, num_cached, self.max_tokens):
+            return -1
+        kv.enter(blocks, num_cached)
+        return num_cached
+
+    def _start_row(self, step: PlannedStep, request: Request, num_cached: int) -> None:
+        request.row = self.free_rows.pop()
+        request.num_computed = num_cached
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = num_cached
+            self.stats.prefix_queries += len(request.token_ids)
+            self.stats.prefix_hits += num_cached
+        step.plan.new_rows.append(
+            RowStart(
+                row=request.row,
+                token_ids=list(request.token_ids),
+                num_prompt_tokens=request.num_prompt_tokens,
+                params=request.params,
+                seed=request.seed,
+                choice_idx=request.choice_idx,
+                stop_ids=sorted(request.eos_ids | request.stop_ids),
+                bad_words=request.bad_words,
+                num_prompt_logprobs=request.num_prompt_logprobs,
+            )
+        )
+
+    def _give(self, step: PlannedStep, request: Request, num_tokens: int, new_blocks: list[list[int]]) -> None:
+        samples = request.num_planned + num_tokens == len(request.token_ids) + request.num_sampling
+        plan = step.plan
+        plan.rows.append(request.row)
+        plan.starts.append(request.num_planned)
+        plan.num_tokens.append(num_tokens)
+        plan.samples.append(samples)
+        plan.new_blocks.append(new_blocks)
+        step.entries.append(Entry(request, num_tokens, samples, request.num_preemptions))
+        request.num_in_flight += num_tokens
+        request.num_sampling += samples
+
+    def _yield_to_priority(self) -> None:
+        """Whoever waits with strictly better priority than the last in line gets that one's place."""
+        while (request := self.waiting.peek()) is not None and self.running and request.key[0] < self.running[-1].key[0]:
+            num_cached = self.kv.find_prefix(request.blocks)
+            if self.free_rows and self.kv.can_admit(request.blocks, num_cached, self.max_tokens):
+                return
+            if self.free_rows and self.kv.pool.num_limbo:
+                return  # blocks are on their way
+            self._preempt(self.running[-1])
+
+    # -- applying ------------------------------------------------------------------------------------------------
+
+    def apply(self, step: PlannedStep, result: StepResult) -> list[ChoiceDelta]:
+        """Takes a step's results in, in the order steps were planned."""
+        deltas = []
+        newest_step = self.pipeline.newest_step
+        for idx, (request, num_tokens, samples, num_preemptions) in enumerate(step.entries):
+            request.num_in_flight -= num_tokens
+            request.num_sampling -= samples
+            if request.status is Status.FINISHED:
+                continue  # aborted, or stopped by the step before: this step's share of it is surplus
+            if num_preemptions == request.num_preemptions:
+                request.num_computed += num_tokens
+                self.kv.advance(request.blocks, request.num_computed, newest_step)
+                if request.followers and request.num_computed >= request.num_prompt_tokens:
+                    self._unpark(request)
+            # A preempted request's tokens are as good as any: only its cache is gone.
+            if samples or idx in result.prompt_logprobs:
+                deltas.append(self._take(request, result, idx))
+        self.kv.step_applied(step.plan.step_id)
+        return deltas
+
+    def _take(self, request: Request, result: StepResult, idx: int) -> ChoiceDelta:
+        delta = ChoiceDelta(request.request_id, request.choice_idx, [], num_cached_tokens=request.num_cached_tokens)
+        delta.prompt_logprobs = result.prompt_logprobs.get(idx, [])
+        request.num_prompt_logprobs += len(delta.prompt_logprobs)
+        for token_id in result.token_ids[idx]:
+            request.token_ids.append(token_id)
+            delta.token_ids.append(token_id)
+            delta.finish_reason, delta.stop_reason = request.finish_reason(token_id)
+            if delta.finish_reason is not None:
+                self._finish(request)
+                break
+        delta.logprobs = result.logprobs.get(idx, [])[: len(delta.token_ids)]
+        return delta
+
+    # -- leaving -------------------------------------------------------------------------------------------------
+
+    def _preempt(self, request: Request) -> None:
+        """Back to its place in the line; what it computed is let go and computed again later."""
+        self._leave_row(request)
+        request.num_computed = 0
+        request.num_preemptions += 1
+        self.stats.num_preemptions += 1
+        self.waiting.push(request)
+
+    def _finish(self, request: Request) -> None:
+        if request.status is Status.RUNNING:
+            self._leave_row(request)
+            request.status = Status.FINISHED
+        elif request.status is Status.WAITING:
+            self.waiting.remove(request, Status.FINISHED)
+        elif request.status is Status.PARKED:
+            request.leader.followers.remove(request)
+            request.status = Status.FINISHED
+        self.requests.pop((request.request_id, request.choice_idx), None)
+        self._unpark(request)
+
+    def _leave_row(self, request: Request) -> None:
+        # In-flight tokens stay counted: their results still come, and num_in_flight keeps it from re-entering before.
+        self.running.remove(request)
+        self.kv.release(request.blocks, self.pipeline.newest_step)
+        self.free_rows.append(request.row)
+        request.row = None
+
+    def _unpark(self, leader: Request) -> None:
+        for follower in leader.followers:
+            self.waiting.push(follower)
+        leader.followers = []

@@ -1,0 +1,48 @@
+"""The contract between core and workers, whatever lies between them: a call, a pipe or a network.
+
+Implemented by the files of this folder, used by `core/`. Steps are launched in order and their results
+come in order; a launch does not wait for the step to finish.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+from quire.config import EngineConfig
+from quire.kv.specs import KVLayout, KVSpec
+from quire.step import StepPlan, StepResult
+
+
+class PendingStep(Protocol):
+    def result(self) -> StepResult:
+        """Waits for the step; raises what the worker raised."""
+
+
+class Executor(ABC):
+    """Starts workers and speaks to them as one."""
+
+    @abstractmethod
+    def __init__(self, config: EngineConfig) -> None:
+        """Loads the model; `config` is resolved."""
+
+    @abstractmethod
+    def kv_specs(self) -> dict[str, KVSpec]:
+        """What each layer caches, by layer name, in order."""
+
+    @abstractmethod
+    def kv_memory_bytes(self) -> int:
+        """Bytes that may be given to KV blocks, now that the weights are in."""
+
+    @abstractmethod
+    def allocate(self, layout: KVLayout) -> None:
+        """Makes the KV tensors and whatever else a step needs."""
+
+    @abstractmethod
+    def forward(self, plan: StepPlan) -> None:
+        """Launches the forward pass of a step."""
+
+    @abstractmethod
+    def sample(self, plan: StepPlan) -> PendingStep:
+        """Launches the choice of tokens for the step whose forward was launched last."""
+
+    def close(self) -> None:
+        """Stops the workers and frees what they hold."""

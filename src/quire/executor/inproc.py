@@ -1,0 +1,39 @@
+"""One worker in this process: the executor of `LLM` and of single-device servers.
+
+The worker is reached by dotted path, so that importing the core never imports torch.
+"""
+
+import importlib
+
+from quire.config import EngineConfig
+from quire.executor.base import Executor, PendingStep
+from quire.kv.specs import KVLayout, KVSpec
+from quire.step import StepPlan
+
+WORKER = "quire.worker.worker"
+
+
+class InprocExecutor(Executor):
+    def __init__(self, config: EngineConfig) -> None:
+        self.worker = importlib.import_module(WORKER).Worker(config)
+
+    def kv_specs(self) -> dict[str, KVSpec]:
+        return self.worker.kv_specs()
+
+    def kv_memory_bytes(self) -> int:
+        return self.worker.kv_memory_bytes()
+
+    def allocate(self, layout: KVLayout) -> None:
+        self.worker.allocate(layout)
+
+    def forward(self, plan: StepPlan) -> None:
+        self.worker.forward(plan)
+
+    def sample(self, plan: StepPlan) -> PendingStep:
+        return self.worker.sample(plan)
+
+    def close(self) -> None:
+        self.worker = None
+
+
+EXECUTOR = InprocExecutor

@@ -1,0 +1,105 @@
+"""The pool of KV blocks: who holds each block, which content each keeps, which is evicted next.
+
+Called by `kv/manager.py` only. A block is always in exactly one state:
+
+    free     nobody holds it; if it has content it stays findable until evicted (least recently used first)
+    held     reference count > 0: in the tables of one or more requests
+    limbo    let go by its last holder while a step in flight still names it; free once that step is applied
+
+Block 0 belongs to nobody: tables point at it where a sliding window has moved on.
+"""
+
+from collections import OrderedDict, deque
+
+NULL_BLOCK = 0
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int, num_groups: int) -> None:
+        self.num_blocks = num_blocks
+        self.ref_counts = [0] * num_blocks
+        self.content: list[tuple[int, bytes] | None] = [None] * num_blocks  # (group, hash) a block can be found by
+        self.cached: list[dict[bytes, int]] = [{} for _ in range(num_groups)]  # per group: hash -> block
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))  # next to be evicted first
+        self.limbo: deque[tuple[int, list[int]]] = deque()  # (step id, blocks), oldest first
+        self.num_limbo = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self.free)
+
+    def take(self, count: int) -> list[int]:
+        """`count` blocks, evicting content; the caller has checked `num_free`."""
+        blocks = []
+        for _ in range(count):
+            block, _ = self.free.popitem(last=False)
+            if self.content[block] is not None:
+                self._forget(block)
+            self.ref_counts[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def share(self, blocks: list[int]) -> None:
+        """One more holder for each block (a prefix hit, a fork); null blocks are skipped."""
+        for block in blocks:
+            if block != NULL_BLOCK:
+                if self.ref_counts[block] == 0:
+                    del self.free[block]
+                self.ref_counts[block] += 1
+
+    def let_go(self, blocks: list[int], step_in_flight: int | None) -> None:
+        """One holder less for each. Earlier entries of `blocks` are evicted earlier: pass tails first.
+
+        With a step in flight, blocks that become free wait in limbo until that step is applied.
+        """
+        freed = []
+        for block in blocks:
+            if block != NULL_BLOCK:
+                self.ref_counts[block] -= 1
+                if self.ref_counts[block] == 0:
+                    freed.append(block)
+        if not freed:
+            return
+        if step_in_flight is None:
+            self._to_free(freed)
+        else:
+            # Findable blocks must not be shared out of limbo: they are not in the free list that share() takes from.
+            self.limbo.append((step_in_flight, freed))
+            self.num_limbo += len(freed)
+
+    def step_applied(self, step_id: int) -> None:
+        """Blocks that waited for this step or an earlier one are free now."""
+        while self.limbo and self.limbo[0][0] <= step_id:
+            _, blocks = self.limbo.popleft()
+            self.num_limbo -= len(blocks)
+            self._to_free(blocks)
+
+    def publish(self, block: int, group: int, content_hash: bytes) -> None:
+        """The block is full and computed: from now on it can be found. The first of equal blocks wins."""
+        if self.content[block] is None and content_hash not in self.cached[group]:
+            self.content[block] = (group, content_hash)
+            self.cached[group][content_hash] = block
+
+    def find(self, group: int, content_hash: bytes) -> int | None:
+        """A block with this content that may be shared now."""
+        block = self.cached[group].get(content_hash)
+        if block is not None and self.ref_counts[block] == 0 and block not in self.free:
+            return None  # in limbo
+        return block
+
+    def forget_all(self) -> None:
+        """Empties the prefix cache; held blocks stay held."""
+        for block, content in enumerate(self.content):
+            if content is not None:
+                self._forget(block)
+
+    def _forget(self, block: int) -> None:
+        group, content_hash = self.content[block]
+        del self.cached[group][content_hash]
+        self.content[block] = None
+
+    def _to_free(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.free[block] = None
+            if self.content[block] is None:
+                self.free.move_to_end(block, last=False)  # nothing to keep: evict before anything findable

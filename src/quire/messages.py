@@ -1,0 +1,58 @@
+"""The structs frontend and core exchange, in process today, over a socket when there is a server.
+
+A choice of a request (`n` > 1) is a core request of its own, named by (request_id, choice_idx). The frontend keeps everything
+needed to send an AddRequest again, with the tokens so far, to a fresh core.
+"""
+
+import msgspec
+
+from quire.params import SamplingParams
+from quire.step import TokenLogprobs
+
+
+class AddRequest(msgspec.Struct, array_like=True, tag="add"):
+    request_id: str
+    choice_idx: int
+    prompt_token_ids: list[int]
+    params: SamplingParams  # complete: max_tokens is a number
+    seed: int
+    eos_ids: list[int] = []
+    output_token_ids: list[int] = []  # generated before an engine restart
+    bad_words: list[list[int]] = []
+    priority: int = 0  # lower runs earlier
+    cache_salt: str = ""
+
+
+class Abort(msgspec.Struct, array_like=True, tag="abort"):
+    request_id: str
+    choice_idx: int | None = None  # None: every choice
+
+
+class ChoiceDelta(msgspec.Struct, array_like=True):
+    """What one choice gained in a step."""
+
+    request_id: str
+    choice_idx: int
+    token_ids: list[int]
+    finish_reason: str | None = None  # "stop" or "length"
+    stop_reason: int | None = None  # the stop token, when it was not eos
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
+    num_cached_tokens: int = 0
+
+
+class EngineStats(msgspec.Struct, array_like=True):
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0  # share of blocks in use
+    num_preemptions: int = 0
+    prefix_queries: int = 0  # tokens looked up since the start
+    prefix_hits: int = 0  # of these, found
+    step_tokens: int = 0
+
+
+class StepOutputs(msgspec.Struct, array_like=True, tag="outputs"):
+    """All that happened in one step, as one message."""
+
+    deltas: list[ChoiceDelta]
+    stats: EngineStats

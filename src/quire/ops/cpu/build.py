@@ -1,0 +1,109 @@
+"""Compiles the C++ kernels of `src/` once with the system compiler and loads them with ctypes.
+
+Called by the modules beside it (linear, attention, elementwise). Knows nothing about what a kernel computes: a source has
+a plain C ABI, needs no torch headers (so it builds in seconds) and may have a twin to fall back on. Nothing here raises.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from quire import env
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "src"
+COMPILE_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-fno-math-errno", "-Wall")
+COMPILE_TIMEOUT_S = 300
+
+
+@functools.cache
+def load(name: str) -> ctypes.CDLL | None:
+    """The compiled `src/<name>.cpp`, or None, with a line in the log that says why, where the twin must run instead."""
+    if not env.native_kernels_allowed():
+        return _unavailable(name, "QUIRE_NATIVE=0")
+    compiler = _find_compiler()
+    if compiler is None:
+        return _unavailable(name, "no C++ compiler found (install g++ or set CXX)")
+    runtime = _openmp_runtime()
+    if runtime is None:
+        return _unavailable(name, "torch has no libgomp to share its threads")
+    try:
+        library = _library_path(name, compiler)
+        if not library.exists():
+            _compile(SOURCES / f"{name}.cpp", library, compiler, runtime)
+        return ctypes.CDLL(str(library))
+    except subprocess.CalledProcessError as error:
+        return _unavailable(name, f"{compiler} failed: {error.stderr.strip()[-2000:]}")
+    except (OSError, subprocess.SubprocessError) as error:
+        return _unavailable(name, str(error))
+
+
+def _unavailable(name: str, reason: str) -> None:
+    logger.info("compiled CPU kernels %r are off, using the torch ones: %s", name, reason)
+
+
+def _find_compiler() -> str | None:
+    wanted = env.compiler()
+    candidates = (wanted,) if wanted else ("g++", "c++", "clang++")
+    return next((path for path in map(shutil.which, candidates) if path), None)
+
+
+@functools.cache
+def _openmp_runtime() -> Path | None:
+    """The libgomp torch has mapped: sharing its file means one pool of threads, which `torch.set_num_threads` rules.
+
+    A second copy would start as many threads again and the two pools would fight over the cores.
+    """
+    try:
+        mapped = {line.split(maxsplit=5)[-1].strip() for line in open("/proc/self/maps") if "libgomp" in line}
+    except OSError:  # not Linux
+        mapped = set()
+    bundled = Path(torch.__file__).parent / "lib"
+    candidates = sorted(Path(path) for path in mapped) + sorted(bundled.glob("libgomp*.so*"))
+    return next(iter(candidates), None)
+
+
+@functools.cache
+def _machine(compiler: str) -> str:
+    """What decides the code `-march=native` gives: the compiler's version and the CPU's model and features."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    try:
+        wanted = ("model name", "flags", "Features", "CPU part")
+        lines = [line for line in open("/proc/cpuinfo").read().splitlines() if line.startswith(wanted)]
+        cpu = "\n".join(sorted(set(lines)))
+    except OSError:
+        cpu = platform.processor()
+    return f"{version}\n{platform.machine()}\n{cpu}"
+
+
+def _library_path(name: str, compiler: str) -> Path:
+    key = hashlib.sha256(_machine(compiler).encode())
+    key.update(" ".join(COMPILE_FLAGS).encode())
+    for source in (SOURCES / f"{name}.cpp", *sorted(SOURCES.glob("*.h"))):
+        key.update(source.read_bytes())
+    return env.cache_dir() / "native" / f"{name}-{key.hexdigest()[:24]}.so"
+
+
+def _compile(source: Path, library: Path, compiler: str, runtime: Path) -> None:
+    """Two processes may compile at once: each works in its own folder and the last rename wins."""
+    logger.info("compiling CPU kernels (once): %s…", source.stem)
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix=f".{source.stem}-") as folder:
+        compiled, linked = Path(folder, "kernel.o"), Path(folder, "kernel.so")
+        # Linked without -fopenmp, which would add the compiler's own libgomp.
+        for command in (
+            [compiler, *COMPILE_FLAGS, "-c", str(source), "-o", str(compiled)],
+            [compiler, "-shared", str(compiled), str(runtime), "-o", str(linked)],
+        ):
+            subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT_S)
+        os.replace(linked, library)

@@ -1,0 +1,140 @@
+"""SamplingParams: how the tokens of one request are chosen, with vLLM's field names.
+
+Built by users and the server's protocol code, carried in messages, read by core, frontend and sampler.
+Must not know anything about models: limits that depend on one (vocabulary, context) are checked by the frontend.
+"""
+
+import math
+
+import msgspec
+
+from quire.errors import RequestError
+
+# Bounds on what one request may cost, checked before anything is allocated for it.
+MAX_N = 128
+MAX_LOGPROBS = 64
+MAX_STOP_STRINGS = 32
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKENS = 256
+MAX_BAD_WORDS = 256
+MAX_LOGIT_BIAS = 1024
+MIN_TEMPERATURE = 1e-5  # anything below samples greedily: dividing by it would overflow
+MAX_TEMPERATURE = 100.0
+SEED_LIMIT = 2**63
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=False):
+    """Parameters of one request. `None` means "the model's default, else OpenAI's"."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: all tokens
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    bad_words: list[str] = []
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        self.stop = list(self.stop or [])
+        self.stop_token_ids = list(self.stop_token_ids or [])
+        self.bad_words = list(self.bad_words or [])
+        self.logit_bias = dict(self.logit_bias or {})
+        self.top_k = 0 if self.top_k in (-1, None) else self.top_k
+        self.verify()
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < MIN_TEMPERATURE
+
+    def verify(self) -> None:
+        """Raises RequestError for the first value out of range."""
+        self._floats()
+        _whole("n", self.n, 1, MAX_N)
+        _whole("top_k", self.top_k, 0, None)
+        _whole("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, None)
+            if self.min_tokens > self.max_tokens:
+                raise RequestError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.seed is not None:
+            _whole("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
+        self._lists()
+
+    def _floats(self) -> None:
+        for name, low, high in (
+            ("temperature", 0.0, MAX_TEMPERATURE),
+            ("top_p", 0.0, 1.0),
+            ("min_p", 0.0, 1.0),
+            ("presence_penalty", -2.0, 2.0),
+            ("frequency_penalty", -2.0, 2.0),
+            ("repetition_penalty", 0.0, 100.0),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+                raise RequestError(f"{name} must be a finite number, not {value!r}")
+            if not low <= value <= high:
+                raise RequestError(f"{name} must be between {low:g} and {high:g}, not {value:g}")
+        if self.top_p == 0.0:
+            raise RequestError("top_p must be greater than 0")
+        if self.repetition_penalty == 0.0:
+            raise RequestError("repetition_penalty must be greater than 0")
+
+    def _lists(self) -> None:
+        _strings("stop", self.stop, MAX_STOP_STRINGS)
+        _strings("bad_words", self.bad_words, MAX_BAD_WORDS)
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            raise RequestError(f"stop_token_ids has {len(self.stop_token_ids)} entries, the limit is {MAX_STOP_TOKENS}")
+        for token_id in self.stop_token_ids:
+            _whole("stop_token_ids", token_id, 0, None)
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings need detokenize=True; use stop_token_ids instead")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError(f"logit_bias has {len(self.logit_bias)} entries, the limit is {MAX_LOGIT_BIAS}")
+        for token_id, bias in self.logit_bias.items():
+            _whole("logit_bias token id", token_id, 0, None)
+            if not isinstance(bias, (int, float)) or not -100.0 <= bias <= 100.0:  # also false for NaN
+                raise RequestError(f"logit_bias values must be between -100 and 100, not {bias!r}")
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise RequestError("allowed_token_ids must not be empty; leave it out to allow every token")
+            for token_id in self.allowed_token_ids:
+                _whole("allowed_token_ids", token_id, 0, None)
+
+
+def _whole(name: str, value: object, low: int, high: int | None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise RequestError(f"{name} must be a whole number, not {value!r}")
+    if value < low or (high is not None and value > high):
+        upper = f" and at most {high}" if high is not None else ""
+        raise RequestError(f"{name} must be at least {low}{upper}, not {value}")
+
+
+def _strings(name: str, values: list, limit: int) -> None:
+    if len(values) > limit:
+        raise RequestError(f"{name} has {len(values)} entries, the limit is {limit}")
+    for value in values:
+        if not isinstance(value, str) or not value:
+            raise RequestError(f"{name} must hold non-empty strings, not {value!r}")
+        if len(value) > MAX_STOP_CHARS:
+            raise RequestError(f"an entry of {name} has {len(value)} characters, the limit is {MAX_STOP_CHARS}")

@@ -1,0 +1,39 @@
+"""A folder is a registry: the name of an extension is the name of its file.
+
+Used wherever a name chosen by a user or a checkpoint becomes code (executors, attention backends, models). Files are listed without
+importing them; literals such as a model's ARCHITECTURES are read from the source, so looking one up imports one file.
+"""
+
+import ast
+import functools
+import importlib
+import pkgutil
+from types import ModuleType
+
+from quire.errors import ConfigError
+
+
+def names(package: str) -> list[str]:
+    """The extensions in a package, by file name; `base` and private files are not extensions."""
+    path = importlib.import_module(package).__path__
+    return sorted(m.name for m in pkgutil.iter_modules(path) if m.name != "base" and not m.name.startswith("_"))
+
+
+def load(package: str, name: str) -> ModuleType:
+    """The module of one extension; ConfigError lists what there is."""
+    if name not in names(package):
+        raise ConfigError(f"there is no {package.rsplit('.', 1)[1]} {name!r}: choose from {', '.join(names(package))}")
+    return importlib.import_module(f"{package}.{name}")
+
+
+@functools.cache
+def literals(package: str, variable: str) -> dict[str, tuple]:
+    """`variable = <literal>` of each extension's file that has it: file name -> value, nothing imported."""
+    path = list(importlib.import_module(package).__path__)[0]
+    found = {}
+    for name in names(package):
+        with open(f"{path}/{name}.py", encoding="utf-8") as file:
+            for node in ast.parse(file.read()).body:
+                if isinstance(node, ast.Assign) and any(getattr(t, "id", None) == variable for t in node.targets):
+                    found[name] = ast.literal_eval(node.value)
+    return found

@@ -1,0 +1,60 @@
+"""StepPlan and StepResult: all that core and workers ever say to each other about a step.
+
+Built by `core/scheduler.py`, carried by `executor/`, read by `worker/`. Plain data, no torch; lists run parallel to `rows`.
+
+Who owns what: the core owns rows, block ids and counts; the worker owns the tokens themselves. A row's tokens arrive once, with
+its RowStart; after that sampled tokens are appended on the device, so step N+1 can be launched before N's tokens are known here.
+"""
+
+import msgspec
+
+from quire.params import SamplingParams
+
+
+class RowStart(msgspec.Struct, array_like=True):
+    """A request takes a row of the worker's persistent batch; whatever was there before is forgotten."""
+
+    row: int
+    token_ids: list[int]  # prompt and what was generated before (a preemption, an engine restart)
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    choice_idx: int
+    stop_ids: list[int]  # forbidden while below min_tokens
+    bad_words: list[list[int]]
+    num_prompt_logprobs: int  # positions whose prompt logprobs were delivered before; 0 on a first start
+
+
+class StepPlan(msgspec.Struct, array_like=True):
+    """One step: `num_tokens[i]` tokens of row `rows[i]`, the first of them at position `starts[i]`."""
+
+    step_id: int
+    new_rows: list[RowStart]
+    rows: list[int]
+    starts: list[int]
+    num_tokens: list[int]
+    samples: list[bool]  # does the last of these tokens choose a next one?
+    new_blocks: list[list[list[int]]]  # per row and group: block ids appended to its table
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.num_tokens)
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Logprobs at one position: the token itself and its rank, then the most likely ones."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 = most likely
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class StepResult(msgspec.Struct, array_like=True):
+    """What a step produced, parallel to its plan's `rows`; 0..k tokens per row."""
+
+    step_id: int
+    token_ids: list[list[int]]
+    logprobs: dict[int, list[TokenLogprobs]] = {}  # index into rows -> one per token
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # index into rows -> one per prompt token computed
