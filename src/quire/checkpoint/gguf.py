@@ -1,7 +1,7 @@
 """Reads the header of a GGUF file and hands out its tensors as views into the mapped file.
 
-Called by `hf_config` (sizes), the tokenizer (vocabulary) and the worker's loader (weights). Knows the container only: not what
-a key or a tensor means, and not torch. Every count and offset is checked against the file before it is used.
+Called by `hf_config` (sizes), the tokenizer (vocabulary) and the worker's loader (weights). Knows the container only:
+not what a key or a tensor means, and not torch. Every count and offset is checked against the file before it is used.
 """
 
 import math
@@ -12,7 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from quire.errors import BadModelFileError, ModelNotFoundError, UnsupportedModelError
+from quire.checkpoint.mapped import MappedFile
+from quire.errors import BadModelFileError, UnsupportedModelError
 
 MAGIC = b"GGUF"
 
@@ -59,7 +60,7 @@ _DEFAULT_ALIGNMENT = 32
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """One tensor as the file holds it: `shape` is row-major (the file's own order reversed), `offset` from the file's start."""
+    """One tensor in the file: `shape` is row-major (the file's own order reversed), `offset` from the file's start."""
 
     name: str
     type_name: str
@@ -76,34 +77,37 @@ class GGUFFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._mmap = map_file(self.path)
+        self._file = MappedFile(self.path)
         try:
             self._read_header()
         except BaseException:
-            self._mmap.close()
+            self._file.close()
             raise
 
     def data(self, tensor: GGUFTensor) -> memoryview:
         """The tensor's bytes in the mapped file: read-only and not copied."""
-        return memoryview(self._mmap)[tensor.offset : tensor.offset + tensor.nbytes]
+        return self._file.view(tensor.offset, tensor.nbytes)
+
+    def forget(self, tensor: GGUFTensor) -> None:
+        """Once the tensor was read: its pages no longer count as this process's memory."""
+        self._file.forget(tensor.offset, tensor.nbytes)
 
     def close(self) -> None:
-        try:
-            self._mmap.close()
-        except BufferError:
-            pass  # a view is still in use: the mapping goes when the last one does
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _read_header(self) -> None:
-        cursor = _Cursor(self._mmap, self.path.name)
+        cursor = _Cursor(self._file.raw, self.path.name)
         if cursor.take(4) != MAGIC:
             cursor.fail("it does not begin with the letters GGUF")
-        version = cursor.scalar("I")
+        version = cursor.integer("I")
         if version not in (2, 3):
             big_endian = version & 0xFFFF == 0
             raise UnsupportedModelError(
@@ -140,19 +144,17 @@ class GGUFFile:
             cursor.fail(f"{label} has the unknown type number {record.type_id}")
         if type_name not in BLOCK:
             raise UnsupportedModelError(
-                f"{self.path.name} holds {type_name} weights; Quire reads {', '.join(BLOCK)}: use a file of one of these types."
+                f"{self.path.name} holds {type_name} weights: use a file of the types Quire reads, {', '.join(BLOCK)}."
             )
         elements, block_bytes = BLOCK[type_name]
-        if not record.dims or min(record.dims) == 0:
-            cursor.fail(f"{label} has no elements")
         if record.dims[0] % elements:
             cursor.fail(f"{label} has rows of {record.dims[0]}, not a multiple of the {elements} of {type_name}")
         nbytes = math.prod(record.dims) // elements * block_bytes
         offset = data_start + record.offset
         if record.offset % self._alignment(cursor):
             cursor.fail(f"{label} is not aligned")
-        if offset + nbytes > len(self._mmap):
-            cursor.fail(f"{label} ends at byte {offset + nbytes}, the file at byte {len(self._mmap)}")
+        if offset + nbytes > len(self._file.raw):
+            cursor.fail(f"{label} ends at byte {offset + nbytes}, the file at byte {len(self._file.raw)}")
         return GGUFTensor(record.name, type_name, record.dims[::-1], offset, nbytes)
 
     def _check_no_overlap(self, cursor: "_Cursor") -> None:
@@ -161,19 +163,6 @@ class GGUFFile:
             if tensor.offset < end:
                 cursor.fail(f"tensor {tensor.name!r:.80} overlaps another")
             end = tensor.offset + tensor.nbytes
-
-
-def map_file(path: Path) -> mmap.mmap:
-    """The file mapped read-only; what a view of it holds is paged in when touched."""
-    try:
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        raise ModelNotFoundError(f"there is no file {path}.") from None
-    except ValueError:  # mmap's way of saying that there is nothing to map
-        raise BadModelFileError(f"{path.name} is empty: fetch it again.") from None
-    except OSError as error:
-        raise ModelNotFoundError(f"{path} cannot be read: {error.strerror}.") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +186,7 @@ class _Cursor:
         self.position = 0
 
     def fail(self, why: str) -> NoReturn:
-        raise BadModelFileError(f"{self._file_name} is not a usable GGUF file: {why}; fetch it again or use another file.")
+        raise BadModelFileError(f"{self._file_name} is not usable: {why}; fetch it again or use another GGUF file.")
 
     def fail_truncated(self) -> NoReturn:
         self.fail("it ends in the middle of its header (truncated?)")
@@ -209,12 +198,15 @@ class _Cursor:
         self.position += num_bytes
         return self._buffer[start : self.position]
 
-    def scalar(self, code: str) -> int | float:
+    def scalar(self, code: str) -> Any:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+
+    def integer(self, code: str) -> int:
+        return int(self.scalar(code))
 
     def count(self, code: str, what: str, *, least_bytes: int, limit: int) -> int:
         """A count of things that take at least `least_bytes` each, so that the file bounds every loop and list."""
-        count = int(self.scalar(code))
+        count = self.integer(code)
         if count > limit:
             self.fail(f"it claims {count} {what}, the limit is {limit}")
         if count * least_bytes > self._end - self.position:
@@ -225,7 +217,7 @@ class _Cursor:
         return self._strings(1)[0]
 
     def value(self) -> Any:
-        kind = int(self.scalar("I"))
+        kind = self.integer("I")
         if kind == _ARRAY:
             return self._array()
         if kind == _STRING:
@@ -240,10 +232,12 @@ class _Cursor:
         name = self.string()
         num_dims = self.count("I", "dimensions", least_bytes=8, limit=_MAX_DIMS)
         dims = struct.unpack(f"<{num_dims}Q", self.take(8 * num_dims))
-        return _Record(name, dims, int(self.scalar("I")), int(self.scalar("Q")))
+        if math.prod(dims) == 0 or not dims:
+            self.fail(f"tensor {name!r:.80} has no elements")
+        return _Record(name, dims, self.integer("I"), self.integer("Q"))
 
     def _array(self) -> list[Any]:
-        kind = int(self.scalar("I"))
+        kind = self.integer("I")
         if kind == _ARRAY:
             self.fail("it nests arrays in arrays")
         code = _SCALARS.get(kind, "B")

@@ -1,7 +1,7 @@
 """A model's config in Hugging Face's vocabulary, whichever kind of file it comes from.
 
-Called by the frontend and by the worker's builder, with what `find` found. Knows the keys of config.json and of GGUF and how one
-becomes the other; not what a model does with them. Code that a model's folder brings (`auto_map`) is never run.
+Called by the frontend and by the worker's builder, with what `find` found. Knows the keys of config.json and of GGUF
+and how one becomes the other; not what a model does with them. Code that a folder brings (`auto_map`) is never run.
 """
 
 import json
@@ -34,8 +34,9 @@ _LIMITS = {
 
 
 def read_config(files: ModelFiles) -> dict[str, Any]:
-    """config.json's dict, or a GGUF header's as such; RoPE is always told as `rope_theta` and `rope_scaling` (None or a dict
-    with `rope_type`), the checkpoint's precision as `dtype`.
+    """config.json's dict, or what it would be for a GGUF file.
+
+    In one spelling: RoPE as `rope_theta` and `rope_scaling` (None or a dict with `rope_type`), precision as `dtype`.
     """
     if files.kind == "gguf":
         with GGUFFile(files.path) as gguf:
@@ -43,13 +44,13 @@ def read_config(files: ModelFiles) -> dict[str, Any]:
     config = _read_json(files.path / "config.json")
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not all(isinstance(a, str) for a in architectures):
-        raise BadModelFileError(f"{files.name}/config.json names no architectures: it is not a language model's config.")
+        raise BadModelFileError(f"{files.name}/config.json names no architectures: use a language model's config.")
     _use_one_spelling(config)
     return _checked(config, f"{files.name}/config.json")
 
 
 def read_generation_config(files: ModelFiles) -> dict[str, Any]:
-    """The model's own sampling defaults and end tokens in generation_config.json's vocabulary; empty where it has none."""
+    """The model's sampling defaults and end tokens, in generation_config.json's vocabulary; empty if it has none."""
     if files.kind == "gguf":
         with GGUFFile(files.path) as gguf:
             return generation_config_from_gguf(gguf)
@@ -81,10 +82,10 @@ def _use_one_spelling(config: dict[str, Any]) -> None:
     rope = config.get("rope_parameters")
     # A model with several kinds of layers has one dict per kind instead: its model file reads those.
     if isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values()):
-        scaling = {key: value for key, value in config.pop("rope_parameters").items() if key != "rope_theta"}
+        del config["rope_parameters"]
+        config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
         if "rope_theta" in rope:
             config["rope_theta"] = rope["rope_theta"]
-        config["rope_scaling"] = scaling
     scaling = config.get("rope_scaling")
     if isinstance(scaling, dict):
         if "type" in scaling:
@@ -97,18 +98,18 @@ def _checked(config: dict[str, Any], source: str) -> dict[str, Any]:
     for key, limit in _LIMITS.items():
         value = config.get(key)
         if value is not None and (type(value) is not int or not 0 < value <= limit):
-            raise BadModelFileError(f"{source} gives {key} as {value!r:.80}, which is not a whole number from 1 to {limit}.")
+            raise BadModelFileError(f"{source} gives {key} as {value!r:.80}, not a whole number from 1 to {limit}.")
     for key in ("rms_norm_eps", "rope_theta"):
         value = config.get(key)
         if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
-            raise BadModelFileError(f"{source} gives {key} as {value!r:.80}, which is not a positive number.")
+            raise BadModelFileError(f"{source} gives {key} as {value!r:.80}, not a positive number.")
     num_heads, num_kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if num_heads and num_kv_heads and num_heads % num_kv_heads:
-        raise BadModelFileError(f"{source} gives {num_heads} attention heads, not a multiple of its {num_kv_heads} KV heads.")
+        raise BadModelFileError(f"{source} gives {num_heads} heads, not a multiple of its {num_kv_heads} KV heads.")
     return config
 
 
-# ---- GGUF: one row per architecture -------------------------------------------------------------------------------------
+# ---- GGUF: one row per architecture ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +170,8 @@ GGUF_ARCHITECTURES: dict[str, _GGUFArchitecture] = {
     "llama": _GGUFArchitecture("LlamaForCausalLM", "llama", _COMMON_KEYS, _COMMON_TENSORS, permutes_qk=True),
 }
 
-# Llama 3.1 and later: what the converter computed from the "llama3" scaling, one divisor of the frequency per rotated pair. The
-# parameters themselves are not in the file, so the config says `rope_type: gguf_factors` and carries the factors.
+# Llama 3.1 and later: what the converter computed from the "llama3" scaling, one divisor of the frequency per rotated
+# pair. Its parameters are not in the file, so the config says `rope_type: gguf_factors` and carries the factors.
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -179,13 +180,14 @@ def gguf_architecture(gguf: GGUFFile) -> _GGUFArchitecture:
     if not isinstance(name, str):
         raise BadModelFileError(f"{gguf.path.name} names no architecture: fetch it again or use another file.")
     if name not in GGUF_ARCHITECTURES:
+        known = ", ".join(GGUF_ARCHITECTURES)
         raise UnsupportedModelError(
-            f"{gguf.path.name} is a GGUF file of the architecture {name!r:.80}; Quire reads {', '.join(GGUF_ARCHITECTURES)}."
+            f"{gguf.path.name} has the architecture {name!r:.80}: Quire reads GGUF files of {known}."
         )
     if gguf.metadata.get("split.count", 0) not in (0, 1):
-        raise UnsupportedModelError(f"{gguf.path.name} is one part of several: join them with llama-gguf-split --merge.")
+        raise UnsupportedModelError(f"{gguf.path.name} is one of several parts: join them, `llama-gguf-split --merge`.")
     if gguf.metadata.get(f"{name}.expert_count", 0):
-        raise UnsupportedModelError(f"{gguf.path.name} is a mixture of experts, which Quire does not read from GGUF yet.")
+        raise UnsupportedModelError(f"{gguf.path.name} is a mixture of experts: Quire cannot read those from GGUF yet.")
     return GGUF_ARCHITECTURES[name]
 
 
@@ -198,7 +200,7 @@ def config_from_gguf(gguf: GGUFFile) -> dict[str, Any]:
         if (value := meta.get(f"{prefix}.{gguf_key}")) is not None:
             config[hf_key] = _same_in_all_layers(value, gguf)
     if missing := [key for key in _REQUIRED if key not in config]:
-        raise BadModelFileError(f"{gguf.path.name} lacks {prefix}.{row.keys[missing[0]]}: fetch it again or use another file.")
+        raise BadModelFileError(f"{gguf.path.name} lacks {prefix}.{row.keys[missing[0]]}: use another file.")
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     config.setdefault("rope_theta", 10000.0)
     config["sliding_window"] = config.get("sliding_window") or None
@@ -235,7 +237,7 @@ def _same_in_all_layers(value: Any, gguf: GGUFFile) -> Any:
     if not isinstance(value, list):
         return value
     if not value or any(other != value[0] for other in value):
-        raise UnsupportedModelError(f"{gguf.path.name} has layers of different sizes, which Quire does not read from GGUF yet.")
+        raise UnsupportedModelError(f"{gguf.path.name} has layers of different sizes: Quire cannot read those yet.")
     return value[0]
 
 
@@ -249,7 +251,7 @@ def _rope(gguf: GGUFFile, prefix: str, head_dim: int) -> dict[str, Any]:
     meta = gguf.metadata
     rotary_dim = meta.get(f"{prefix}.rope.dimension_count", head_dim)
     if type(rotary_dim) is not int or not 0 < rotary_dim <= head_dim:
-        raise BadModelFileError(f"{gguf.path.name} rotates {rotary_dim!r:.80} of {head_dim} dimensions: use another file.")
+        raise BadModelFileError(f"{gguf.path.name} rotates {rotary_dim!r:.80} of {head_dim} dimensions.")
     rope: dict[str, Any] = {"rope_scaling": _rope_scaling(gguf, prefix, rotary_dim)}
     if rotary_dim != head_dim:
         rope["partial_rotary_factor"] = rotary_dim / head_dim
@@ -286,7 +288,7 @@ def _rope_scaling(gguf: GGUFFile, prefix: str, rotary_dim: int) -> dict[str, Any
 def _rope_factors(gguf: GGUFFile, rotary_dim: int) -> list[float]:
     tensor = gguf.tensors[_ROPE_FACTORS]
     if tensor.type_name != "F32" or tensor.shape != (rotary_dim // 2,):
-        raise BadModelFileError(f"{gguf.path.name} has {_ROPE_FACTORS} of type {tensor.type_name} and shape {tensor.shape}.")
+        raise BadModelFileError(f"{gguf.path.name} has {_ROPE_FACTORS} as {tensor.type_name} of shape {tensor.shape}.")
     factors = list(struct.unpack(f"<{rotary_dim // 2}f", gguf.data(tensor)))
     if not all(0 < factor < math.inf for factor in factors):
         raise BadModelFileError(f"{gguf.path.name} has RoPE factors that are not positive numbers: use another file.")
@@ -313,12 +315,11 @@ def gguf_name_to_hf(name: str, architecture: str = "llama") -> str | None:
 def unpermute_rows(num_rows: int, num_heads: int) -> list[int]:
     """For each row of the HF weight, which stored row it is: `hf = stored[unpermute_rows(...)]`.
 
-    Files of the architectures with `permutes_qk` hold the rows of attn_q and attn_k (weights and biases) in the order of interleaved
-    RoPE: within each head, rows i and i + head_dim/2, which rotate together, are stored as 2i and 2i + 1. Whoever loads such a file
-    into a model that rotates halves, as Hugging Face's do, must undo it, with `num_heads` being that of q or of k. Rows are whole
-    blocks of quantized types, so packed weights can be reordered as they are.
+    Architectures with `permutes_qk` store the rows of attn_q and attn_k (weights and biases) in the order of
+    interleaved RoPE: within each head, rows i and i + head_dim/2, which rotate together, are stored as 2i and 2i + 1.
+    Whoever loads such a file into a model that rotates halves, as Hugging Face's do, must undo it, with `num_heads`
+    being that of q or of k. A row is a whole number of blocks, so packed weights can be reordered as they are.
     """
     head_dim = num_rows // num_heads
-    return [
-        head * head_dim + 2 * pair + half for head in range(num_heads) for half in range(2) for pair in range(head_dim // 2)
-    ]
+    one_head = [2 * pair + half for half in range(2) for pair in range(head_dim // 2)]
+    return [head * head_dim + row for head in range(num_heads) for row in one_head]

@@ -22,7 +22,10 @@ class ModelConfig:
     download_dir: str | None = knob(None, "where files from a hub are kept (default: the hub client's own cache)")
     load_format: Literal["auto", "dummy"] = knob("auto", "dummy: random weights at the shapes of config.json")
     dtype: Literal["auto", "bfloat16", "float32"] = knob(
-        "auto", "number type of weights and activations; auto keeps quantized weights packed"
+        "auto", "number type of weights and activations; auto: bfloat16, with quantized weights kept packed"
+    )
+    quantization: Literal["auto", "none", "gguf"] = knob(
+        "auto", "gguf keeps weights packed as the file has them, none turns them into dtype when loading; auto goes by dtype"
     )
     max_model_len: int | None = knob(None, "longest prompt plus answer, in tokens (default: what the model allows)", low=1)
     seed: int = knob(0, "seed for requests that bring none, and for dummy weights", low=0)

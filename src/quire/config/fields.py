@@ -13,7 +13,7 @@ from quire.errors import ConfigError
 
 
 def knob(default: Any, help: str, *, low: float | None = None, high: float | None = None, **extra: Any) -> Any:
-    """A field with its help text; `low` and `high` are inclusive; `extra`: `metavar`, `hidden`, `positional`, `short`."""
+    """A field with its help text; `low` and `high` are inclusive; `extra`: `metavar`, `hidden`, `positional` (True or "?")."""
     metadata = {"help": help, "low": low, "high": high, **extra}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)

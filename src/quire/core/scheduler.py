@@ -44,6 +44,7 @@ class Scheduler:
         if leader is not None and leader is not request and leader.num_computed < leader.num_prompt_tokens:
             request.status, request.leader = Status.PARKED, leader
             leader.followers.append(request)
+            self.kv.pin(leader.blocks, leader.num_prompt_tokens - 1)
         else:
             self.waiting.push(request)
 
@@ -211,6 +212,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Back to its place in the line; what it computed is let go and computed again later."""
         self._leave_row(request)
+        request.blocks.pinned = None  # memory is short: siblings will have to compute the prompt themselves
         request.num_computed = 0
         request.num_preemptions += 1
         self.stats.num_preemptions += 1

@@ -17,12 +17,13 @@ from quire.kv.specs import KVLayout
 class RequestBlocks:
     """One request's block tables (one per group) and how far each has been published and dropped."""
 
-    __slots__ = ("tokens", "tables", "num_published", "num_dropped", "chains", "capacity", "next_advance")
+    __slots__ = ("tokens", "tables", "num_published", "num_dropped", "chains", "capacity", "next_advance", "pinned")
 
     def __init__(self, tokens: list[int], salt: str, block_sizes: Sequence[int]) -> None:
         self.tokens = tokens  # the request's own list: it grows as tokens are generated
         root = root_hash(salt)
         self.chains = {size: HashChain(root, size) for size in set(block_sizes)}
+        self.pinned: int | None = None  # a fork may still start here: keep what it would need
         self.reset(len(block_sizes))
 
     def reset(self, num_groups: int) -> None:
@@ -101,6 +102,10 @@ class KVManager:
         self.live[id(child)] = child
         return length
 
+    def pin(self, blocks: RequestBlocks, num_tokens: int) -> None:
+        """Windows that move on keep what a fork after the first `num_tokens` needs."""
+        blocks.pinned = num_tokens // self.hit_unit * self.hit_unit
+
     # -- growing -------------------------------------------------------------------------------------------------
 
     def grow(self, blocks: RequestBlocks, num_tokens: int) -> list[list[int]] | None:
@@ -131,7 +136,8 @@ class KVManager:
                     if table[idx] != NULL_BLOCK:
                         self.pool.publish(table[idx], group_idx, hashes[idx])
                 blocks.num_published[group_idx] = full
-            first, sinks = self._needed_range(group_idx, num_computed)
+            needed_at = num_computed if blocks.pinned is None else min(num_computed, blocks.pinned)
+            first, sinks = self._needed_range(group_idx, needed_at)
             start = max(blocks.num_dropped[group_idx], sinks)
             if first > start:
                 self.pool.let_go(table[start:first], step_in_flight)

@@ -22,7 +22,7 @@ from quire import env
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "src"
-COMPILE_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-fno-math-errno", "-Wall")
+COMPILE_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC")
 COMPILE_TIMEOUT_S = 300
 
 
@@ -38,7 +38,7 @@ def load(name: str) -> ctypes.CDLL | None:
     if runtime is None:
         return _unavailable(name, "torch has no libgomp to share its threads")
     try:
-        library = _library_path(name, compiler)
+        library = _library_path(name, compiler, runtime)
         if not library.exists():
             _compile(SOURCES / f"{name}.cpp", library, compiler, runtime)
         return ctypes.CDLL(str(library))
@@ -86,9 +86,8 @@ def _machine(compiler: str) -> str:
     return f"{version}\n{platform.machine()}\n{cpu}"
 
 
-def _library_path(name: str, compiler: str) -> Path:
-    key = hashlib.sha256(_machine(compiler).encode())
-    key.update(" ".join(COMPILE_FLAGS).encode())
+def _library_path(name: str, compiler: str, runtime: Path) -> Path:
+    key = hashlib.sha256("\n".join((_machine(compiler), runtime.name, *COMPILE_FLAGS)).encode())
     for source in (SOURCES / f"{name}.cpp", *sorted(SOURCES.glob("*.h"))):
         key.update(source.read_bytes())
     return env.cache_dir() / "native" / f"{name}-{key.hexdigest()[:24]}.so"

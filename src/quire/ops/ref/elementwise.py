@@ -27,9 +27,7 @@ def silu_mul(x_T2F: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def rope(
-    q_THD: Tensor, k_TKD: Tensor, cos_sin: Tensor, positions_T: Tensor, interleaved: bool = False
-) -> None:
+def rope(q_THD: Tensor, k_TKD: Tensor, cos_sin: Tensor, positions_T: Tensor, interleaved: bool = False) -> None:
     """Rotate, in place, the first rot_dim dims of each head. `cos_sin` is float32 [positions, rot_dim]: cos, then sin.
 
     A pair is (i, i + rot_dim/2), or (2i, 2i + 1) when `interleaved`. q and k may be views of one fused row.
@@ -39,8 +37,10 @@ def rope(
         rotated = x[..., : cos_sin.shape[1]]
         halves = rotated.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else rotated.chunk(2, -1)
         x1, x2 = (half.float() for half in halves)
-        halves[0].copy_(x1 * cos - x2 * sin)
-        halves[1].copy_(x2 * cos + x1 * sin)
+        # Both sides before either copy: in float32 x1 and x2 are views of what is written.
+        turned = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+        for half, new in zip(halves, turned, strict=True):
+            half.copy_(new)
 
 
 def rope_and_write(

@@ -1,7 +1,7 @@
-"""GGUF's block formats as plain floats, in torch: what a stored block means, bit for bit as the format's own tools read it.
+"""GGUF's block formats as plain floats, in torch: what a stored block means, bit for bit as the format's tools read it.
 
-Called by the loader, and the oracle of every kernel that computes on packed blocks. Knows bytes and scales, not files or tensors'
-names.
+Called by the loader, and the oracle of every kernel that computes on packed blocks. Knows bytes and scales, not files
+or tensors' names.
 """
 
 import math
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from quire.checkpoint.gguf import BLOCK
 
-# Elements converted at a time: small enough that all temporaries stay in a core's cache, large enough to hide torch's overhead.
-_CHUNK_ELEMENTS = 1 << 17
+# Elements converted at a time. Temporaries stay in a core's cache, and torch runs operations of up to this size on the
+# calling thread: waking its pool for each would cost more than the work, many times more on a busy machine.
+_CHUNK_ELEMENTS = 1 << 15
 
 
 def dequantize(
@@ -23,9 +24,9 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`raw`, the uint8 bytes of a tensor of `type_name`, as floats of `shape`, computed in float32 and then rounded to `dtype`.
+    """`raw`, the bytes of a tensor of `type_name`, as floats of `shape`: computed in float32, then rounded to `dtype`.
 
-    With `out`, a contiguous tensor of `shape`, the values are written there (in its own dtype) and no other memory is needed.
+    With `out`, a contiguous tensor of `shape`, values are written there, in its dtype, and little else is allocated.
     """
     elements, block_bytes = BLOCK[type_name]
     num_blocks = raw.numel() // block_bytes
@@ -44,8 +45,8 @@ def dequantize(
     return out
 
 
-# Below, N counts blocks; every reader takes uint8 [N, block bytes]. Products and sums are kept apart (no fused multiply-add): each
-# rounds once, as in the format's definition.
+# Below, N counts blocks; every reader takes uint8 [N, block bytes]. Products and sums are kept apart (no fused
+# multiply-add): each rounds once, as in the format's definition.
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
@@ -55,8 +56,9 @@ def _half(blocks: Tensor, start: int) -> Tensor:
 
 def _fields(packed: Tensor, bits: int) -> Tensor:
     """All fields of `bits` bits, lowest first: uint8 [..., K] -> [..., 8 / bits, K]."""
-    mask = (1 << bits) - 1
-    return torch.stack([(packed >> shift) & mask for shift in range(0, 8, bits)], dim=-2)
+    packed = packed.contiguous()
+    mask, top = (1 << bits) - 1, 8 - bits
+    return torch.stack([*((packed >> shift) & mask for shift in range(0, top, bits)), packed >> top], dim=-2)
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
@@ -71,8 +73,9 @@ def _q4_1(blocks: Tensor) -> Tensor:
 
 def _five_bits(high: Tensor, low: Tensor) -> Tensor:
     """Q5_0 and Q5_1: bit i of the 32 in `high` [N, 4] is the fifth bit of quant i."""
-    fifth = _fields(high, 1).transpose(1, 2).flatten(1)
-    return _fields(low, 4).flatten(1) | (fifth << 4)
+    words = high.clone(memory_format=torch.contiguous_format).view(torch.int32)  # a clone: an aligned start
+    fifth = words >> torch.arange(32, dtype=torch.int32, device=high.device)
+    return _fields(low, 4).flatten(1) | ((fifth & 1) << 4).to(torch.uint8)
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
@@ -89,8 +92,8 @@ def _q8_0(blocks: Tensor) -> Tensor:
     return blocks[:, 2:].view(torch.int8) * _half(blocks, 0)
 
 
-# The K types have 256 elements in 8 or 16 groups with a small scale (and minimum) each, times one float16 per block. Quants come
-# in runs of 32 bytes: field 0 of all 32, then field 1 of all 32, and so on.
+# The K types have 256 elements in 8 or 16 groups with a small scale (and minimum) each, times one float16 per block.
+# Quants come in runs of 32 bytes: field 0 of all 32, then field 1 of all 32, and so on.
 
 
 def _runs(packed: Tensor, bits: int, group: int) -> Tensor:
@@ -116,8 +119,8 @@ def _q3_k(blocks: Tensor) -> Tensor:
 def _scales_and_minimums(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Q4_K and Q5_K: float32 [N, 8, 1] each, from two float16 and eight pairs of 6-bit numbers in 12 bytes.
 
-    Groups 0-3 have their six bits in bytes 0-3 (scales) and 4-7 (minimums); groups 4-7 have the low four bits in the halves of
-    bytes 8-11 and the high two bits above those of groups 0-3.
+    Groups 0-3 have their six bits in bytes 0-3 (scales) and 4-7 (minimums); groups 4-7 have the low four bits in the
+    halves of bytes 8-11 and the high two bits above those of groups 0-3.
     """
     scales, minimums, low = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([scales & 63, (low & 15) | ((scales >> 6) << 4)], dim=1)

@@ -14,9 +14,10 @@
 //
 // A row's result never depends on the other rows of the call within one path, nor on the number of threads.
 
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+
 #include <immintrin.h>
 #include <omp.h>
-#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -24,7 +25,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <type_traits>
 
 namespace {
 
@@ -81,7 +81,7 @@ struct Scratch {
         return memory;
     }
 };
-thread_local Scratch rows_scratch, tiles_scratch, tail_scratch;
+thread_local Scratch rows_scratch, panel_scratch;
 
 struct Range {
     int begin, end;
@@ -312,9 +312,26 @@ inline const void* unpack(const Weight& w, int64_t block, __m512i* tile) {
     return tile;
 }
 
-struct TileRows {
-    const uint16_t* rows;  // 16 rows, all readable
-    int first_row, num_rows;
+// Rows of x as AMX A tiles, [row tile][block][16 rows][32], rows beyond the last zero. Each thread copies its share.
+void tile_rows(const Job& job, int k, uint16_t* tiles) {
+    const int num_blocks = k / kBlock;
+    const Range mine = my_share((job.rows + kLanes - 1) / kLanes * num_blocks);
+    for (int unit = mine.begin; unit < mine.end; ++unit) {
+        const int first = unit / num_blocks * kLanes;
+        const uint16_t* from = job.x + int64_t(first) * k + unit % num_blocks * kBlock;
+        uint16_t* to = tiles + int64_t(unit) * kLanes * kBlock;
+        for (int r = 0; r < kLanes; ++r)
+            _mm512_store_si512(to + r * kBlock, first + r < job.rows ? _mm512_loadu_si512(from + int64_t(r) * k)
+                                                                     : _mm512_setzero_si512());
+    }
+}
+
+// One panel against up to four row tiles.
+struct Strip {
+    const uint16_t* x;  // the first row tile
+    int first_row, panel;
+    __m512i* tiles;  // the panel in bf16
+    bool fresh;      // not there yet
 };
 
 #ifdef __AMX_BF16__
@@ -336,16 +353,17 @@ void configure_tiles() {
     _tile_loadconfig(&config);
 }
 
+void release_tiles() { _tile_release(); }
+
 inline void compiler_fence() { asm volatile("" ::: "memory"); }  // tile loads do not tell the compiler that they read
 
-// Up to four row tiles against a panel, accumulators in tiles 0 to 3. `fresh`: the panel is not in scratch yet.
 template <int Bits, int Tiles>
-void multiply_panel(const Weight& w, const Job& job, const TileRows* rows, int panel, __m512i* tiles, bool fresh) {
+void multiply(const Weight& w, const Job& job, const Strip& strip) {
     const int num_blocks = w.k / kBlock;
-    const int64_t first_block = int64_t(panel) * num_blocks, stride = w.k * 2;
+    const int64_t first_block = int64_t(strip.panel) * num_blocks, tile_stride = int64_t(w.k) * kLanes;
     const auto make = [&](int b) -> const void* {
-        if (fresh || Bits == 16) return unpack<Bits>(w, first_block + b, tiles + b * kLanes);
-        return tiles + b * kLanes;
+        if (strip.fresh || Bits == 16) return unpack<Bits>(w, first_block + b, strip.tiles + b * kLanes);
+        return strip.tiles + b * kLanes;
     };
     _tile_zero(0);
     if constexpr (Tiles > 1) _tile_zero(1);
@@ -353,63 +371,65 @@ void multiply_panel(const Weight& w, const Job& job, const TileRows* rows, int p
     if constexpr (Tiles > 3) _tile_zero(3);
     const void* next = make(0);
     for (int b = 0; b < num_blocks; ++b) {
+        const uint16_t* x = strip.x + b * kLanes * kBlock;
         compiler_fence();
         _tile_loadd(6, next, 64);
-        _tile_loadd(4, rows[0].rows + b * kBlock, stride);
+        _tile_loadd(4, x, 64);
         _tile_dpbf16ps(0, 4, 6);
         if constexpr (Tiles > 1) {
-            _tile_loadd(5, rows[1].rows + b * kBlock, stride);
+            _tile_loadd(5, x + tile_stride, 64);
             _tile_dpbf16ps(1, 5, 6);
         }
         if constexpr (Tiles > 2) {
-            _tile_loadd(4, rows[2].rows + b * kBlock, stride);
+            _tile_loadd(4, x + 2 * tile_stride, 64);
             _tile_dpbf16ps(2, 4, 6);
         }
         if constexpr (Tiles > 3) {
-            _tile_loadd(5, rows[3].rows + b * kBlock, stride);
+            _tile_loadd(5, x + 3 * tile_stride, 64);
             _tile_dpbf16ps(3, 5, 6);
         }
         if (b + 1 < num_blocks) next = make(b + 1);  // runs beside the tile products
     }
-    alignas(64) float sums[Tiles][kLanes][kLanes];
+    alignas(64) float sums[Tiles * kLanes][kLanes];
     _tile_stored(0, sums[0], 64);
-    if constexpr (Tiles > 1) _tile_stored(1, sums[1], 64);
-    if constexpr (Tiles > 2) _tile_stored(2, sums[2], 64);
-    if constexpr (Tiles > 3) _tile_stored(3, sums[3], 64);
+    if constexpr (Tiles > 1) _tile_stored(1, sums[kLanes], 64);
+    if constexpr (Tiles > 2) _tile_stored(2, sums[2 * kLanes], 64);
+    if constexpr (Tiles > 3) _tile_stored(3, sums[3 * kLanes], 64);
     compiler_fence();
-    for (int t = 0; t < Tiles; ++t)
-        for (int r = 0; r < rows[t].num_rows; ++r)
-            store_outputs(w, job, rows[t].first_row + r, panel, _mm512_load_ps(sums[t][r]));
+    const int num_rows = std::min(Tiles * kLanes, job.rows - strip.first_row);
+    for (int r = 0; r < num_rows; ++r)
+        store_outputs(w, job, strip.first_row + r, strip.panel, _mm512_load_ps(sums[r]));
 }
 
 #else
 
 bool amx_allowed() { return true; }
 void configure_tiles() {}
+void release_tiles() {}
 
 // Without AMX: the same walk with VDPBF16PS.
 template <int Bits, int Tiles>
-void multiply_panel(const Weight& w, const Job& job, const TileRows* rows, int panel, __m512i* tiles, bool fresh) {
-    const int num_blocks = w.k / kBlock;
-    const int64_t first_block = int64_t(panel) * num_blocks;
-    if (fresh && Bits != 16)
-        for (int b = 0; b < num_blocks; ++b) unpack<Bits>(w, first_block + b, tiles + b * kLanes);
-    const __m512i* panel_tiles = Bits == 16 ? static_cast<const __m512i*>(unpack<Bits>(w, first_block, tiles)) : tiles;
+void multiply(const Weight& w, const Job& job, const Strip& strip) {
+    const int num_blocks = w.k / kBlock, num_rows = std::min(Tiles * kLanes, job.rows - strip.first_row);
+    const int64_t first_block = int64_t(strip.panel) * num_blocks;
+    if (strip.fresh && Bits != 16)
+        for (int b = 0; b < num_blocks; ++b) unpack<Bits>(w, first_block + b, strip.tiles + b * kLanes);
+    const auto* panel = Bits == 16 ? reinterpret_cast<const __m512i*>(w.data) + first_block * kLanes : strip.tiles;
     constexpr int kAtOnce = 8;
-    for (int t = 0; t < Tiles; ++t) {
-        for (int first = 0; first < rows[t].num_rows; first += kAtOnce) {
-            __m512 sums[kAtOnce] = {};
-            for (int pair = 0; pair < w.k / 2; ++pair) {
-                const __m512i weights = _mm512_loadu_si512(panel_tiles + pair);
-                for (int r = 0; r < kAtOnce; ++r) {
-                    int32_t two;
-                    std::memcpy(&two, rows[t].rows + int64_t(first + r) * w.k + 2 * pair, 4);
-                    sums[r] = _mm512_dpbf16_ps(sums[r], (__m512bh)weights, (__m512bh)_mm512_set1_epi32(two));
-                }
+    for (int first = 0; first < num_rows; first += kAtOnce) {
+        __m512 sums[kAtOnce] = {};
+        const uint16_t* x = strip.x + first / kLanes * int64_t(w.k) * kLanes + first % kLanes * kBlock;
+        for (int pair = 0; pair < w.k / 2; ++pair) {
+            const __m512i weights = _mm512_loadu_si512(panel + pair);
+            const uint16_t* values = x + pair / kLanes * kLanes * kBlock + pair % kLanes * 2;
+            for (int r = 0; r < kAtOnce; ++r) {
+                int32_t two;
+                std::memcpy(&two, values + r * kBlock, 4);
+                sums[r] = _mm512_dpbf16_ps(sums[r], (__m512bh)weights, (__m512bh)_mm512_set1_epi32(two));
             }
-            for (int r = 0; r < kAtOnce && first + r < rows[t].num_rows; ++r)
-                store_outputs(w, job, rows[t].first_row + first + r, panel, sums[r]);
         }
+        for (int r = 0; r < kAtOnce && first + r < num_rows; ++r)
+            store_outputs(w, job, strip.first_row + first + r, strip.panel, sums[r]);
     }
 }
 
@@ -421,40 +441,30 @@ inline int rows_at_once(int k) { return std::max<int>(64, (1 << 20) / (2 * k) / 
 template <int Bits>
 void many_rows(const Weight& w, const Job& job) {
     const int num_panels = (w.n + kLanes - 1) / kLanes, num_tiles = (job.rows + kLanes - 1) / kLanes;
-    const int tail = job.rows % kLanes, tiles_at_once = rows_at_once(w.k) / kLanes;
+    const int tiles_at_once = rows_at_once(w.k) / kLanes;
+    auto* x = static_cast<uint16_t*>(rows_scratch.get(size_t(num_tiles) * kLanes * w.k * 2));
 #pragma omp parallel
     {
+        tile_rows(job, w.k, x);
+#pragma omp barrier
         configure_tiles();
         const Range mine = my_share(num_panels);
-        auto* tiles = static_cast<__m512i*>(tiles_scratch.get(size_t(w.k) * kLanes * 2));
-        uint16_t* padded = nullptr;
-        if (tail) {  // the last row tile must be readable to its end
-            padded = static_cast<uint16_t*>(tail_scratch.get(size_t(w.k) * kLanes * 2));
-            std::memcpy(padded, job.x + int64_t(num_tiles - 1) * kLanes * w.k, size_t(tail) * w.k * 2);
-            std::memset(padded + size_t(tail) * w.k, 0, size_t(kLanes - tail) * w.k * 2);
-        }
+        auto* tiles = static_cast<__m512i*>(panel_scratch.get(size_t(w.k) * kLanes * 2));
         for (int first = 0; first < num_tiles; first += tiles_at_once) {
             const int last = std::min(num_tiles, first + tiles_at_once);
             for (int panel = mine.begin; panel < mine.end; ++panel) {
                 for (int tile = first; tile < last; tile += 4) {
-                    const int num = std::min(4, last - tile);
-                    TileRows rows[4];
-                    for (int i = 0; i < num; ++i) {
-                        const int at = (tile + i) * kLanes;
-                        const bool is_tail = tail && tile + i == num_tiles - 1;
-                        rows[i] = {is_tail ? padded : job.x + int64_t(at) * w.k, at, is_tail ? tail : kLanes};
+                    const Strip strip = {x + int64_t(tile) * kLanes * w.k, tile * kLanes, panel, tiles, tile == first};
+                    switch (last - tile) {
+                        case 1: multiply<Bits, 1>(w, job, strip); break;
+                        case 2: multiply<Bits, 2>(w, job, strip); break;
+                        case 3: multiply<Bits, 3>(w, job, strip); break;
+                        default: multiply<Bits, 4>(w, job, strip);
                     }
-                    const bool fresh = tile == first;
-                    if (num == 4) multiply_panel<Bits, 4>(w, job, rows, panel, tiles, fresh);
-                    if (num == 3) multiply_panel<Bits, 3>(w, job, rows, panel, tiles, fresh);
-                    if (num == 2) multiply_panel<Bits, 2>(w, job, rows, panel, tiles, fresh);
-                    if (num == 1) multiply_panel<Bits, 1>(w, job, rows, panel, tiles, fresh);
                 }
             }
         }
-#ifdef __AMX_BF16__
-        _tile_release();
-#endif
+        release_tiles();
     }
 }
 
@@ -597,13 +607,9 @@ void run(const Weight& w, const Job& job, int few) {
 
 extern "C" {
 
-// 1 where the calling machine runs these kernels: AVX-512 with BF16 and VNNI, and AMX where compiled for it.
+// 1 where these kernels may run. Must come before any other call: it asks the system for the use of AMX.
 int quire_linear_supported() {
-#ifdef __AVX512BF16__
-    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") && amx_allowed();
-#else
-    return 0;
-#endif
+    return amx_allowed();
 }
 
 int quire_linear(const Weight* w, const void* x, int rows, void* out, int out_is_f32, const void* bias, int few) {
@@ -644,3 +650,9 @@ void quire_pack_dense(const Weight* w, const void* weight) {
     }
 }
 }
+
+#else
+
+extern "C" int quire_linear_supported() { return 0; }
+
+#endif

@@ -1,0 +1,42 @@
+# Quire on a fresh machine with Python 3.11 or later, pip and make: each target does all its own set-up.
+#
+#   make chat    talk to the default model          make test    run the tests
+#   make bench   compare with peers on this CPU     make clean   remove what these made
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: chat test lint bench clean
+
+chat: $(VENV)/.installed
+	@$(BIN)/quire chat
+
+test: $(VENV)/.installed-test lint
+	@$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.installed-test
+	@$(BIN)/ruff check src tests benchmarks examples
+
+bench: $(VENV)/.installed-test
+	@$(BIN)/python benchmarks/cpu.py
+
+clean:
+	rm -rf $(VENV) build src/*.egg-info .pytest_cache .hypothesis .ruff_cache
+
+$(VENV)/bin/python:
+	@echo "Setting up a virtual environment in $(VENV) …"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or later: make PYTHON=python3.11 …")'
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -q --upgrade pip
+
+# Without an NVIDIA GPU the CPU build of torch is enough; `make TORCH=torch==2.12.1` chooses a version.
+$(VENV)/.installed: pyproject.toml $(VENV)/bin/python
+	@echo "Installing Quire and what it needs (torch is large: this takes a minute) …"
+	@$(BIN)/python -m pip install -q --progress-bar=on $(TORCH) -e .
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml $(VENV)/bin/python
+	@echo "Installing Quire, what it needs and what its tests need (torch is large: this takes a minute) …"
+	@$(BIN)/python -m pip install -q --progress-bar=on $(TORCH) -e '.[test]'
+	@touch $@ $(VENV)/.installed

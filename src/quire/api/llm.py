@@ -1,0 +1,160 @@
+"""LLM: the engine in one object, for programs and notebooks.
+
+The public way in for offline use; the CLI is written on it. Knows prompts and outputs; how they are made is behind `frontend/`.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from quire.config import EngineConfig
+from quire.errors import RequestError
+from quire.frontend.chat import encode_chat
+from quire.frontend.inproc import InprocClient
+from quire.frontend.inputs import InputProcessor, Prompt
+from quire.frontend.model import Model
+from quire.frontend.requests import RequestState
+from quire.messages import Abort
+from quire.outputs import RequestOutput
+from quire.params import SamplingParams
+from quire.utils.signals import interrupts_deferred
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """`LLM("smollm2").generate(["Hello"], SamplingParams(max_tokens=20))`; options are those of `quire.config`."""
+
+    def __init__(self, model: str = "smollm2", **options: Any) -> None:
+        self._start(EngineConfig.from_kwargs(model=model, **options))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> "LLM":
+        llm = cls.__new__(cls)
+        llm._start(config)
+        return llm
+
+    def _start(self, config: EngineConfig) -> None:
+        self.model = Model.open(config)
+        self.inputs = InputProcessor(self.model)
+        self.client: InprocClient | None = InprocClient(self.model.config)
+        self.request_ids = itertools.count()
+
+    # -- asking --------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """One output per prompt, in their order. A prompt is text, token ids, or a dict with either."""
+        prompts = [prompts] if _is_one(prompts) else list(prompts)
+        params = self._params_for(len(prompts), sampling_params)
+        priorities = list(priority) if priority is not None else [0] * len(prompts)
+        if len(priorities) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts need as many priorities, not {len(priorities)}")
+        # All are checked before the first is started.
+        requests = [self._request(*each) for each in zip(prompts, params, priorities)]
+        bar = tqdm(total=len(requests), desc="Requests", unit="req", disable=not use_tqdm, dynamic_ncols=True)
+        with bar:
+            for request in self._run(requests, bar):
+                bar.update(request.finished)
+        return [request.output() for request in requests]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """One output per conversation; `template_options` as in `encode_chat` of `frontend/chat.py`."""
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+        prompts = [self.encode_chat(conversation, **template_options) for conversation in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """One request, as it grows: an output after every step that added to it."""
+        request = self._request(prompt, self._params_for(1, sampling_params)[0], 0)
+        for changed in self._run([request]):
+            yield changed.output()
+
+    def encode_chat(self, messages: Messages, **template_options: Any) -> list[int]:
+        """The token ids of a conversation, by the model's chat template."""
+        return encode_chat(self.model.need_tokenizer("a chat"), self.model.template, messages, **template_options)
+
+    def get_tokenizer(self):
+        return self.model.need_tokenizer("this")
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return self.model.default_params()
+
+    # -- living --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Frees weights and cache; the object cannot be used afterwards."""
+        if self.client is not None:
+            self.client.close()
+            self.client = None
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # -- doing ---------------------------------------------------------------------------------------------------
+
+    def _params_for(self, count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+        if params is None:
+            params = self.model.default_params()
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise RequestError(f"{count} prompts need one SamplingParams or {count} of them, not {len(params)}")
+        return list(params)
+
+    def _request(self, prompt: Prompt, params: SamplingParams, priority: int) -> RequestState:
+        return self.inputs.request(str(next(self.request_ids)), prompt, params, priority)
+
+    def _run(self, requests: list[RequestState], bar: tqdm | None = None) -> Iterator[RequestState]:
+        """Drives the core until all requests are finished, giving each one whenever it changed."""
+        if self.client is None:
+            raise RequestError("this LLM is closed: make a new one")
+        live = {request.request_id: request for request in requests}
+        num_tokens = 0
+        try:
+            with interrupts_deferred() as raise_if_interrupted:
+                for request in requests:
+                    for message in request.messages:
+                        self.client.add(message)
+                while live:
+                    outputs = self.client.step()
+                    raise_if_interrupted()
+                    for delta in outputs.deltas:
+                        request = live.get(delta.request_id)
+                        if request is None:
+                            continue
+                        abort = request.take(delta)
+                        if abort is not None:
+                            self.client.abort(abort)
+                        num_tokens += len(delta.token_ids)
+                        if request.finished:
+                            del live[delta.request_id]
+                        yield request
+                    if bar is not None and num_tokens:
+                        bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False)
+        finally:
+            for request_id in live:  # stopped early: by Ctrl-C, an error, or a stream nobody reads any more
+                self.client.abort(Abort(request_id))
+
+
+def _is_one(prompts: Any) -> bool:
+    """Whether this is a single prompt and not a list of them."""
+    if isinstance(prompts, (str, Mapping)):
+        return True
+    return isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)

@@ -1,0 +1,40 @@
+"""A file mapped into memory read-only: bytes are paged in when touched and can be let go again.
+
+Called by the readers of GGUF and safetensors. Knows nothing of formats.
+"""
+
+import mmap
+from pathlib import Path
+
+from quire.errors import BadModelFileError, ModelNotFoundError
+
+
+class MappedFile:
+    """`raw` is the mapping itself, for parsing; weights are handed out as views, which outlive `close()`."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with path.open("rb") as file:
+                self.raw = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            raise ModelNotFoundError(f"there is no file {path}.") from None
+        except ValueError:  # mmap's way of saying that there is nothing to map
+            raise BadModelFileError(f"{path.name} is empty: fetch it again.") from None
+        except OSError as error:
+            raise ModelNotFoundError(f"{path} cannot be read: {error.strerror}.") from None
+
+    def view(self, offset: int, num_bytes: int) -> memoryview:
+        return memoryview(self.raw)[offset : offset + num_bytes]
+
+    def forget(self, offset: int, num_bytes: int) -> None:
+        """Gives whole pages in this range back to the system, which counts them as ours once read; views stay valid."""
+        start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        num_bytes = (offset + num_bytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        if num_bytes > 0:
+            self.raw.madvise(mmap.MADV_DONTNEED, start, num_bytes)
+
+    def close(self) -> None:
+        try:
+            self.raw.close()
+        except BufferError:
+            pass  # a view is still in use: the mapping goes when the last one does

@@ -1,0 +1,101 @@
+"""Command-line flags generated from options classes: one knob, one flag, one line of help.
+
+Used by every command of the CLI, and by programs that want the engine's flags beside their own (examples/own_flags.py).
+An options class is a dataclass whose fields are `knob()`s; its docstring heads its section in --help.
+"""
+
+import argparse
+import dataclasses
+import re
+import typing
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from quire.config.engine import EngineConfig
+from quire.config.fields import field_types, unwrap
+from quire.errors import ConfigError
+
+Options = TypeVar("Options")
+
+_SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+class Parser(argparse.ArgumentParser):
+    """Reads flags; mistakes become ConfigError, so that every error of a command leaves by one door."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", _HelpFormatter)
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=110)
+
+
+def add_flags(parser: argparse.ArgumentParser, options: type) -> None:
+    """Adds the flags of an options class, in a section of its own; EngineConfig brings its four."""
+    if options is EngineConfig:
+        for group in dataclasses.fields(EngineConfig):
+            add_flags(parser, group.type)
+        return
+    section = parser.add_argument_group((options.__doc__ or options.__name__).strip().splitlines()[0])
+    hints = field_types(options)
+    for field in dataclasses.fields(options):
+        if "help" in field.metadata and not field.metadata.get("hidden"):
+            _add_flag(section, field, hints[field.name])
+
+
+def from_args(options: type[Options], args: argparse.Namespace) -> Options:
+    """The options class filled from parsed flags; flags of other classes are ignored."""
+    if options is EngineConfig:
+        given = {f.name for g in dataclasses.fields(EngineConfig) for f in dataclasses.fields(g.type)}
+        return EngineConfig.from_kwargs(**{k: v for k, v in vars(args).items() if k in given})
+    names = {f.name for f in dataclasses.fields(options)}
+    return options(**{k: v for k, v in vars(args).items() if k in names})
+
+
+def _add_flag(section: Any, field: dataclasses.Field, hint: Any) -> None:
+    kind, choices, _ = unwrap(hint)
+    default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+    text = field.metadata["help"].replace("%", "%%")
+    # Only what was typed ends up in the namespace: defaults stay with the class.
+    common: dict[str, Any] = {"default": argparse.SUPPRESS}
+    if default not in (None, "", [], False) and "default:" not in text:
+        text += f" (default: {'on' if default is True else default})"
+    common["help"] = text
+    if positional := field.metadata.get("positional"):
+        common |= {"choices": choices} if choices is not None else {}
+        section.add_argument(field.name, nargs=None if positional is True else positional, metavar=field.metadata.get("metavar"), **common)
+        return
+    name = "--" + field.name.replace("_", "-")
+    if kind is bool:
+        section.add_argument(name, action=argparse.BooleanOptionalAction if default else "store_true", **common)
+        return
+    common["metavar"] = field.metadata.get("metavar") or _metavar(kind)
+    if choices is not None:
+        common |= {"choices": choices, "metavar": "{" + ",".join(choices) + "}"}
+    elif typing.get_origin(kind) is list:
+        common |= {"nargs": "+", "type": _reader(typing.get_args(kind)[0], field.name)}
+    else:
+        common["type"] = _reader(kind, field.name)
+    section.add_argument(name, **common)
+
+
+def _metavar(kind: Any) -> str:
+    return {int: "N", float: "X"}.get(kind, "TEXT")
+
+
+def _reader(kind: type, name: str) -> Callable[[str], Any]:
+    return size if kind is int and name.endswith("_bytes") else kind
+
+
+def size(text: str) -> int:
+    """Bytes from 512, 4G, 4GiB, 1.5g: powers of 1024."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write 512M or 4G")
+    return int(float(match[1]) * _SIZES[match[2]])

@@ -1,0 +1,44 @@
+"""The only place where "auto" becomes a value.
+
+Called once by the ways in, when the model's files are found and its config is read; everybody behind gets the
+result. Pure: the same inputs give the same config.
+"""
+
+from typing import Any
+
+from quire.config.engine import EngineConfig
+from quire.errors import ConfigError
+
+DEFAULT_CONTEXT_TOKENS = 2048  # for configs that do not say
+DEFAULT_STEP_TOKENS = 2048
+
+
+def resolve(config: EngineConfig, path: str, kind: str, hf_config: dict[str, Any], num_cores: int) -> EngineConfig:
+    """`path` and `kind` ("gguf" or "hf") of the model's files, its config in Hugging Face's words, cores to compute on."""
+    model, scheduler = config.model, config.scheduler
+    if model.quantization == "gguf" and kind != "gguf":
+        raise ConfigError("quantization gguf needs a .gguf file: leave --quantization out for this model")
+    if model.quantization == "gguf" and model.dtype == "float32":
+        raise ConfigError("packed weights compute in bfloat16: leave out --quantization gguf or --dtype float32")
+    packed = kind == "gguf" and model.dtype == "auto" if model.quantization == "auto" else model.quantization == "gguf"
+    return config.replace(
+        model=path,
+        dtype="bfloat16" if model.dtype == "auto" else model.dtype,
+        quantization="gguf" if packed else "none",
+        max_model_len=_max_model_len(model.max_model_len, hf_config),
+        device="cpu",
+        num_threads=config.device.num_threads or num_cores,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens or max(DEFAULT_STEP_TOKENS, scheduler.max_num_seqs),
+        pipeline_depth=scheduler.pipeline_depth or 1,  # a CPU computes in submit(): planning ahead gains nothing
+    )
+
+
+def _max_model_len(asked: int | None, hf_config: dict[str, Any]) -> int:
+    limit = hf_config.get("max_position_embeddings") or DEFAULT_CONTEXT_TOKENS
+    scaling = hf_config.get("rope_scaling") or {}
+    if scaling.get("rope_type") in ("linear", "dynamic", "yarn") and scaling.get("factor"):
+        original = scaling.get("original_max_position_embeddings")
+        limit = max(limit, int((original or limit) * scaling["factor"]))
+    if asked is not None and asked > limit:
+        raise ConfigError(f"max_model_len {asked} is more than the model's {limit} positions: lower --max-model-len")
+    return asked or limit

@@ -1,0 +1,341 @@
+"""Conversations to prompts: checks messages, renders the model's chat template in a sandbox, and encodes the result.
+
+Called by the frontend for every chat request; the template is compiled once. What a message says stays text, even where it spells a
+special token: only what the template itself writes is parsed. Must not know sampling, requests or the server's protocols.
+"""
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from quire.errors import ConfigError, RequestError
+from quire.frontend.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+# What a template finds under these names is ours to say; some are arguments of other engines' template functions.
+RESERVED_NAMES = frozenset(
+    {
+        "messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+        "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+        "tokenizer_kwargs", "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token",
+        "raise_exception", "strftime_now", "range", "dict", "namespace", "cycler", "joiner", "lipsum", "self", "loop",
+    }
+)  # fmt: skip
+
+_MAX_RENDERED_CHARS = 1 << 25  # far above any context; stops a template that loops
+_MAX_DEPTH = 32  # of JSON inside a message
+_ROLE = re.compile(r"[\w.-]{1,64}")
+_SENTINELS = re.compile("[\U00100000-\U0010fffd]")  # a private-use plane: no text has a reason to hold them, some may
+
+
+class ChatTemplate:
+    """A compiled template; `source` is None for a model that has none. Safe to share between threads."""
+
+    def __init__(self, source: str | None, bos_token: str = "", eos_token: str = "", **special_tokens: str) -> None:
+        self._special_tokens = {**special_tokens, "bos_token": bos_token, "eos_token": eos_token}
+        self._template = None
+        self._own_sentinels = set(_SENTINELS.findall(source or ""))
+        if source is not None:
+            try:
+                self._template = _environment().from_string(source)
+            except (jinja2.TemplateError, ValueError, RecursionError) as error:
+                raise ConfigError(f"the chat template is broken: {error}; give another with --chat-template.") from None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, source: str | None = None) -> "ChatTemplate":
+        """The tokenizer's own template, or `source` with the tokenizer's special tokens."""
+        return cls(source if source is not None else tokenizer.chat_template, **tokenizer.special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt as text. With `continue_final_message` it ends where the last message ends."""
+        conversation = _Conversation.checked(messages, tools, template_kwargs)
+        return self._render(conversation, add_generation_prompt, continue_final_message)
+
+    def _render(self, conversation: "_Conversation", add_generation_prompt: bool, continue_final_message: bool) -> str:
+        if self._template is None:
+            raise RequestError("this model has no chat template: give one with --chat-template or send a plain prompt.")
+        end = ""
+        if continue_final_message:
+            if add_generation_prompt:
+                raise RequestError("add_generation_prompt and continue_final_message exclude each other: set one of them.")
+            (end,) = conversation.unused_sentinels(1, self._own_sentinels)
+            conversation = conversation.with_end(end)
+        text = self._run(
+            **conversation.template_kwargs,
+            **self._special_tokens,
+            messages=conversation.messages,
+            tools=conversation.tools,
+            add_generation_prompt=add_generation_prompt,
+        )
+        if not end:
+            return text
+        if end not in text:
+            raise RequestError("the chat template leaves out the final message, so it cannot be continued.")
+        return text[: text.rindex(end)]
+
+    def _run(self, **variables: Any) -> str:
+        chunks, num_chars = [], 0
+        try:
+            for chunk in self._template.generate(**variables):
+                chunks.append(chunk)
+                num_chars += len(chunk)
+                if num_chars > _MAX_RENDERED_CHARS:
+                    raise RequestError(f"the chat template wrote more than {_MAX_RENDERED_CHARS} characters: send less.")
+        except RequestError:
+            raise
+        except _RefusedError as error:
+            raise RequestError(f"the chat template refuses these messages: {error}") from None
+        except jinja2.TemplateError as error:
+            raise RequestError(f"the chat template cannot render these messages: {error}") from None
+        except Exception as error:  # a template can do anything Python can, and its messages may hold addresses
+            raise RequestError(f"the chat template cannot render these messages ({type(error).__name__}).") from None
+        return "".join(chunks)
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """The prompt as token ids: special tokens are those the template writes, never those a message spells."""
+    conversation = _Conversation.checked(messages, tools, template_kwargs)
+    spellings = tokenizer.special_pattern
+    if not any(map(spellings.search, conversation.texts)):
+        text = template._render(conversation, add_generation_prompt, continue_final_message)
+        return tokenizer.encode(text, add_special_tokens=False)
+    marks = conversation.unused_sentinels(2, template._own_sentinels)
+    marked = conversation.mapped(lambda text: spellings.sub(rf"{marks[0]}\g<0>{marks[1]}", text))
+    text = template._render(marked, add_generation_prompt, continue_final_message)
+    return _encode_marked(tokenizer, spellings, text, marks)
+
+
+def _encode_marked(tokenizer: Tokenizer, spellings: re.Pattern[str], text: str, marks: Sequence[str]) -> list[int]:
+    """Encodes text whose marked spellings are plain, without the marks.
+
+    The text is cut only at the template's own special tokens, so that a plain spelling is tokenized together with its surroundings.
+    Templates may cut or drop marked text; so a mark also says that no special token reaches across it.
+    """
+    clean, mark_positions, plain_ends = _unmark(text, marks)
+    ids: list[int] = []
+    start = gap_start = position = 0  # of text not encoded yet, of the text after the last special token, of the search
+    while True:
+        match = spellings.search(clean, position)
+        if match is not None and (match.start() in plain_ends or _inside(mark_positions, *match.span())):
+            position = plain_ends.get(match.start(), match.start() + 1)
+            continue
+        gap_end = match.start() if match is not None else len(clean)
+        if _inside(mark_positions, gap_start - 1, gap_end + 1):
+            ids += tokenizer.encode(clean[start:gap_start], add_special_tokens=False)
+            ids += tokenizer.encode_as_text(clean[gap_start:gap_end])
+            start = gap_end
+        if match is None:
+            return ids + tokenizer.encode(clean[start:], add_special_tokens=False)
+        gap_start = position = match.end()
+
+
+def _unmark(text: str, marks: Sequence[str]) -> tuple[str, list[int], dict[int, int]]:
+    """The text without marks, where they were, and start -> end of what stood between two."""
+    parts = re.split(f"([{''.join(marks)}])", text)
+    positions: list[int] = []
+    plain_ends: dict[int, int] = {}
+    position, opened_at = 0, None
+    for part in parts:
+        if part == marks[0]:
+            opened_at = position
+            positions.append(position)
+        elif part == marks[1]:
+            if opened_at is not None:
+                plain_ends[opened_at] = position
+            opened_at = None
+            positions.append(position)
+        else:
+            position += len(part)
+    return "".join(parts[::2]), positions, plain_ends
+
+
+def _inside(positions: Sequence[int], start: int, end: int) -> bool:
+    """Whether one of the sorted `positions` lies strictly between the two."""
+    idx = bisect_right(positions, start)
+    return idx < len(positions) and positions[idx] < end
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """What the user sent, checked: every string in it is text a tokenizer can take."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    template_kwargs: dict[str, Any]
+    texts: tuple[str, ...]  # all strings in the above
+
+    @classmethod
+    def checked(cls, messages: Any, tools: Any, template_kwargs: Any) -> "_Conversation":
+        if not isinstance(messages, (list, tuple)) or not messages:
+            raise RequestError("messages must be a list with at least one message.")
+        checked_messages = [_message(idx, message) for idx, message in enumerate(messages)]
+        if tools is not None and (not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools)):
+            raise RequestError("tools must be a list of objects.")
+        if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
+            raise RequestError("the arguments of the chat template must be an object.")
+        for name in template_kwargs or {}:
+            if not isinstance(name, str) or not name.isidentifier() or name in RESERVED_NAMES:
+                raise RequestError(f"the chat template takes no argument {name!r:.80}: the name is reserved or not an identifier.")
+        texts: list[str] = []
+
+        def check(text: str) -> str:
+            if "\0" in text:
+                raise RequestError("messages must not hold null characters.")
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise RequestError("messages must not hold lone surrogates (half of a UTF-16 pair).") from None
+            texts.append(text)
+            return text
+
+        return cls(
+            _map_texts(checked_messages, check),
+            _map_texts(list(tools), check) if tools else None,
+            _map_texts(dict(template_kwargs or {}), check),
+            tuple(texts),
+        )
+
+    def mapped(self, change: Callable[[str], str]) -> "_Conversation":
+        return _Conversation(
+            _map_texts(self.messages, change),
+            _map_texts(self.tools, change),
+            {name: _map_texts(value, change) for name, value in self.template_kwargs.items()},
+            tuple(map(change, self.texts)),
+        )
+
+    def with_end(self, mark: str) -> "_Conversation":
+        """With a mark after the final message, so that its end is found in the rendered text."""
+        content = self.messages[-1].get("content")
+        if not isinstance(content, str):
+            raise RequestError("continue_final_message needs a final message with text in it.")
+        messages = [*self.messages[:-1], {**self.messages[-1], "content": content + mark}]
+        return _Conversation(messages, self.tools, self.template_kwargs, self.texts)
+
+    def unused_sentinels(self, count: int, taken: set[str]) -> list[str]:
+        """Characters that occur nowhere in the conversation or the template."""
+        used = taken.union(*map(_SENTINELS.findall, self.texts))
+        free = [char for code in range(0x100000, 0x100000 + len(used) + count) if (char := chr(code)) not in used]
+        return free[:count]
+
+
+def _message(idx: int, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not all(isinstance(key, str) for key in message):
+        raise RequestError(f"message {idx} must be an object with role and content.")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not _ROLE.fullmatch(role):
+        raise RequestError(f"the role of message {idx} must be a word such as user, not {role!r:.80}.")
+    checked = dict(message)
+    if content is None and not message.get("tool_calls"):
+        raise RequestError(f"message {idx} has no content.")
+    if content is not None:
+        checked["content"] = _content(idx, content)
+    if message.get("tool_calls"):
+        checked["tool_calls"] = _tool_calls(idx, message["tool_calls"])
+    return checked
+
+
+def _content(idx: int, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, (list, tuple)):
+        raise RequestError(f"the content of message {idx} must be a string or a list of text parts.")
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            raise RequestError(
+                f'the content of message {idx} has a part of type {kind!r:.80}: only {{"type": "text", "text": ...}} is supported.'
+            )
+    return "\n".join(part["text"] for part in content)
+
+
+def _tool_calls(idx: int, calls: Any) -> list[dict[str, Any]]:
+    """OpenAI's protocol sends a call's arguments as a string of JSON, templates want the object in it."""
+    if not isinstance(calls, (list, tuple)) or not all(isinstance(call, Mapping) for call in calls):
+        raise RequestError(f"the tool_calls of message {idx} must be a list of objects.")
+    checked = []
+    for call in map(dict, calls):
+        function = call.get("function")
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+            try:
+                arguments = json.loads(function["arguments"] or "{}")
+            except (ValueError, RecursionError):
+                raise RequestError(f"the arguments of a tool call in message {idx} are not JSON.") from None
+            call["function"] = {**function, "arguments": arguments}
+        checked.append(call)
+    return checked
+
+
+def _map_texts(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
+    """A copy of plain JSON with every string changed, keys of objects too."""
+    if isinstance(value, str):
+        return change(value)
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if depth > _MAX_DEPTH:
+        raise RequestError(f"messages are nested deeper than {_MAX_DEPTH} levels: flatten them.")
+    if isinstance(value, Mapping):
+        return {_map_texts(key, change, _MAX_DEPTH): _map_texts(item, change, depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_map_texts(item, change, depth + 1) for item in value]
+    raise RequestError(f"messages must hold plain JSON values, not {type(value).__name__}.")
+
+
+class _RefusedError(jinja2.TemplateError):
+    """A template's own `raise_exception`."""
+
+
+class _GenerationTag(Extension):
+    """{% generation %} marks the assistant's words for training; here only its body counts."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Jinja's own would escape HTML and non-ASCII characters, which models have not seen."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise _RefusedError(message)

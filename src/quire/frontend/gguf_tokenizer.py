@@ -1,0 +1,292 @@
+"""Builds a `tokenizers.Tokenizer` from the metadata of a GGUF file, which holds a vocabulary but only names its rules.
+
+Called by `tokenizer.py` alone. Knows the tokenizer kinds of GGUF; must not know the file's container, chat templates or
+requests. The rules are those of the models' own tokenizer.json files.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from quire.errors import BadModelFileError, QuireError, UnsupportedModelError
+
+# tokenizer.ggml.token_type
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+
+_SPACE = "▁"  # how SentencePiece vocabularies write a space
+
+# GGUF files carry no generation_config.json, and many name only one of the tokens that end a turn.
+_TURN_ENDS = frozenset(
+    {
+        "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>",
+        "<turn|>", "<|return|>", "<|call|>", "<｜end▁of▁sentence｜>", "<EOT>", "[EOT]", "<end_of_utterance>",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """How byte-level text is cut into words before merging: each pattern cuts what the one before it left."""
+
+    patterns: tuple[str, ...]
+    nfc: bool = False
+    whole_words: bool = False  # a word that is a token is taken as it is, merges or not
+    add_bos: bool = False  # where the file does not say
+
+
+def _words(numbers: str, letters: str = r"\p{L}") -> str:
+    """The pattern family GPT-4 began: contractions, words, numbers, punctuation, line ends, spaces."""
+    return (
+        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?{letters}+|{numbers}"
+        rf"| ?[^\s{letters.strip('[]')}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+def _cased_words(numbers: str, *, contractions: str) -> str:
+    """The pattern family GPT-4o began: like `_words`, and a word also ends where lower case turns into upper case."""
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    head = r"[^\r\n\p{L}\p{N}]?"
+    return (
+        rf"{head}{upper}*{lower}+{contractions}|{head}{upper}+{lower}*{contractions}|{numbers}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+# DeepSeek LLM lists the letters that have case one by one, as of an old Unicode version. As numbers: some of them
+# turn into others where an editor normalizes.
+_CASED_LETTERS = (
+    "A-Za-z\u00B5\u00C0-\u00D6\u00D8-\u00F6\u00F8-\u01BA\u01BC-\u01BF\u01C4-\u0293\u0295-\u02AF\u0370-\u0373\u0376"
+    "\u0377\u037B-\u037D\u037F\u0386\u0388-\u038A\u038C\u038E-\u03A1\u03A3-\u03F5\u03F7-\u0481\u048A-\u052F"
+    "\u0531-\u0556\u10A0-\u10C5\u13A0-\u13F5\u13F8-\u13FD\u1C90-\u1CBA\u1CBD-\u1CBF\u1D00-\u1D2B\u1D6B-\u1D77"
+    "\u1D79-\u1D9A\u1E00-\u1F15\u1F18-\u1F1D\u1F20-\u1F45\u1F48-\u1F4D\u1F50-\u1F57\u1F59\u1F5B\u1F5D\u1F5F-\u1F7D"
+    "\u1F80-\u1FB4\u1FB6-\u1FBC\u1FBE\u1FC2-\u1FC4\u1FC6-\u1FCC\u1FD0-\u1FD3\u1FD6-\u1FDB\u1FE0-\u1FEC\u1FF2-\u1FF4"
+    "\u1FF6-\u1FFC\u2102\u2107\u210A-\u2113\u2115\u2119-\u211D\u2124\u2126\u2128\u212A-\u212D\u212F-\u2134\u2139"
+    "\u213C-\u213F\u2145-\u2149\u214E\u2183\u2184\u2C00-\u2C7B\u2C7E-\u2CE4\u2CEB-\u2CEE\u2CF2\u2CF3\uA640-\uA66D"
+    "\uA680-\uA69B\uA722-\uA76F\uA771-\uA787\uA78B-\uA78E\uAB70-\uABBF\uFB00-\uFB06\uFB13-\uFB17\uFF21-\uFF3A"
+    "\uFF41-\uFF5A\U00010400-\U0001044F\U000104B0-\U000104D3\U000104D8-\U000104FB\U00010C80-\U00010CB2"
+    "\U00010CC0-\U00010CF2\U000118A0-\U000118DF\U0001E900-\U0001E943"
+)
+_EAST_ASIAN = "[\u4E00-\u9FA5\u0800-\u4E00\uAC00-\uD7FF]+"
+
+_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_GPT2 = _Rule((_GPT2_WORDS,))
+_NEOX = _Rule((_GPT2_WORDS,), nfc=True)
+_DIGITS = _Rule((r"\p{N}", _GPT2_WORDS))
+_GPT4 = _Rule((_words(r"\p{N}{1,3}"),))
+_LLAMA3 = replace(_GPT4, whole_words=True, add_bos=True)
+_GLM4 = replace(_GPT4, whole_words=True)
+_QWEN2 = _Rule((_words(r"\p{N}"),), nfc=True)
+_GPT4O = _Rule((_cased_words(r"\p{N}{1,3}", contractions="(?i:'s|'t|'re|'ve|'m|'ll|'d)?"),))
+_FALCON_PUNCTUATION = r"[\p{P}\$\+<=>\^~\|`]+"
+_DEEPSEEK_LLM_PUNCTUATION = "\\s?[!-/:-~\uFF01-\uFF0F\uFF1A-\uFF5E\u2018-\u201F\u3000-\u3002]+"
+
+# tokenizer.ggml.pre -> rule. Every rule is checked against expected ids or against the model's own tokenizer.json.
+_RULES: dict[str, _Rule] = {
+    "gpt-2": _GPT2,
+    "phi-2": _GPT2,
+    "mpt": _NEOX,
+    "olmo": _NEOX,
+    "starcoder": _DIGITS,
+    "refact": _DIGITS,
+    "smollm": _DIGITS,
+    "command-r": replace(_DIGITS, nfc=True),
+    "falcon": _Rule((_FALCON_PUNCTUATION, _GPT2_WORDS, "[0-9]{3}")),
+    # What llama.cpp does where a file names no rule, as files before April 2024 do.
+    "default": _Rule((_FALCON_PUNCTUATION.replace("`", ""), _GPT2_WORDS, r"\p{N}+", "[0-9]{3}")),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "dbrx": _GPT4,
+    "chatglm-bpe": _GLM4,
+    "glm4": _GLM4,
+    "gpt-4o": _GPT4O,
+    "llama4": _GPT4O,
+    "tekken": _Rule((_cased_words(r"\p{N}", contractions=""),), whole_words=True, add_bos=True),
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    # Its tokenizer.json also composes characters (NFC), llama.cpp's expected ids do not; GGUF files are made for those.
+    "qwen35": _Rule((_words(r"\p{N}", letters=r"[\p{L}\p{M}]"),)),
+    "deepseek-llm": _Rule(
+        ("[\r\n]", rf"\s?[{_CASED_LETTERS}]+", _DEEPSEEK_LLM_PUNCTUATION, r"\s+$", _EAST_ASIAN, r"\p{N}+")
+    ),
+    "deepseek-coder": _Rule(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}")),
+    "deepseek-v3": _Rule(
+        (
+            r"\p{N}{1,3}",
+            "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+            r"[!-/:-~&&[^A-Za-z]][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        )
+    ),
+}
+
+
+@dataclass(frozen=True)
+class GGUFVocabulary:
+    """A tokenizer and what else the file says about its tokens."""
+
+    tokenizer: Tokenizer
+    bos_token_id: int | None
+    eos_token_id: int | None
+    turn_end_ids: frozenset[int]  # every token that ends an answer, `eos_token_id` included
+    prefix_ids: tuple[int, ...]  # put before a prompt
+    suffix_ids: tuple[int, ...]  # put after a prompt
+    special_tokens: dict[str, str]  # "bos_token" -> its spelling, for chat templates
+
+
+def build(metadata: Mapping[str, Any]) -> GGUFVocabulary:
+    """The tokenizer a GGUF file describes; `metadata` is the whole of its key-value pairs."""
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind is None:
+        raise BadModelFileError("this GGUF file holds no tokenizer: name one with --tokenizer.")
+    if kind not in _BUILDERS:
+        known = ", ".join(sorted(_BUILDERS))
+        raise UnsupportedModelError(
+            f"this GGUF file has a tokenizer of kind {kind!r:.40}, known are {known}: name a tokenizer.json with --tokenizer."
+        )
+    fields = _Fields(metadata)
+    try:
+        tokenizer, add_bos = _BUILDERS[kind](fields)
+    except QuireError:
+        raise
+    except Exception as error:  # merges that name no tokens and the like: `tokenizers` raises plain Exception
+        raise BadModelFileError(f"the tokenizer in this GGUF file is damaged ({error}): use another file.") from None
+    _add_special(tokenizer, fields)
+    bos, eos = fields.token_id("bos"), fields.token_id("eos")
+    turn_ends = {fields.token_id(name) for name in ("eos", "eot", "eom")} - {None}
+    turn_ends |= {idx for idx in fields.of_type(CONTROL) if fields.tokens[idx] in _TURN_ENDS}
+    if "<|return|>" in fields.vocab:  # harmony: <|end|> ends a message there, not the answer
+        turn_ends.discard(fields.vocab.get("<|end|>"))
+    return GGUFVocabulary(
+        tokenizer=tokenizer,
+        bos_token_id=bos,
+        eos_token_id=eos,
+        turn_end_ids=frozenset(turn_ends),
+        prefix_ids=(bos,) if bos is not None and fields.flag("add_bos_token", add_bos) else (),
+        suffix_ids=(eos,) if eos is not None and fields.flag("add_eos_token", False) else (),
+        special_tokens={
+            f"{name}_token": fields.tokens[idx]
+            for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+            if (idx := fields.token_id(key)) is not None
+        },
+    )
+
+
+class _Fields:
+    """The tokenizer's part of the metadata, with its types checked."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self._metadata = metadata
+        self.tokens: list[str] = self.strings("tokens")
+        self.vocab = dict(zip(self.tokens, range(len(self.tokens)), strict=True))
+        if not self.tokens or len(self.vocab) != len(self.tokens):
+            raise BadModelFileError("the vocabulary in this GGUF file is empty or names a token twice: use another file.")
+        types = self._array("token_type", int) or [NORMAL] * len(self.tokens)
+        if len(types) != len(self.tokens):
+            raise BadModelFileError("this GGUF file has not as many token types as tokens: use another file.")
+        self._types = types
+
+    def strings(self, name: str) -> list[str]:
+        return self._array(name, str)
+
+    def scores(self) -> list[float]:
+        scores = self._array("scores", float)
+        if len(scores) != len(self.tokens):
+            raise BadModelFileError("this GGUF file has not as many token scores as tokens: use another file.")
+        return scores
+
+    def of_type(self, *types: int) -> Iterator[int]:
+        return (idx for idx, kind in enumerate(self._types) if kind in types)
+
+    def token_id(self, name: str) -> int | None:
+        value = self._get(f"{name}_token_id")
+        return value if isinstance(value, int) and 0 <= value < len(self.tokens) else None
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._get(name)
+        return default if value is None else bool(value)
+
+    def pre(self) -> str:
+        return str(self._get("pre") or "default")
+
+    def _get(self, name: str) -> Any:
+        return self._metadata.get(f"tokenizer.ggml.{name}")
+
+    def _array(self, name: str, kind: type) -> list[Any]:
+        values = self._get(name)
+        if values is None:
+            return []
+        if not isinstance(values, list) or not all(isinstance(value, kind) for value in values[:1]):
+            raise BadModelFileError(f"tokenizer.ggml.{name} of this GGUF file is not a list of {kind.__name__}: use another file.")
+        return values
+
+
+def _byte_level(fields: _Fields) -> tuple[Tokenizer, bool]:
+    """gpt2: BPE over bytes that are written as printable characters."""
+    name = fields.pre()
+    rule = _RULES.get(name)
+    if rule is None:
+        raise UnsupportedModelError(
+            f"this GGUF file cuts text by the rule {name!r:.40}, which Quire does not know: name a tokenizer.json with --tokenizer."
+        )
+    merges = [tuple(merge.split(" ", 1)) for merge in fields.strings("merges")]
+    tokenizer = Tokenizer(models.BPE(fields.vocab, merges, ignore_merges=rule.whole_words))
+    if rule.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, rule.add_bos
+
+
+def _sentencepiece(fields: _Fields) -> tuple[Tokenizer, bool]:
+    """llama: SentencePiece's BPE, which merges the neighbours whose union has the best score."""
+    return _text_bpe(fields, _merges_by_score(fields), add_space_prefix=fields.flag("add_space_prefix", True)), True
+
+
+def _gemma4(fields: _Fields) -> tuple[Tokenizer, bool]:
+    """gemma4: the same with listed merges; lines are merged one by one."""
+    merges = [(merge[:cut], merge[cut + 1 :]) for merge in fields.strings("merges") if (cut := merge.find(" ", 1)) > 0]
+    tokenizer = _text_bpe(fields, merges, add_space_prefix=fields.flag("add_space_prefix", False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
+    return tokenizer, True
+
+
+def _text_bpe(fields: _Fields, merges: list[tuple[str, str]], *, add_space_prefix: bool) -> Tokenizer:
+    """BPE over characters, bytes only where a character is no token."""
+    unknown_id = fields.token_id("unknown")
+    unknown = fields.tokens[unknown_id] if unknown_id is not None else None
+    tokenizer = Tokenizer(models.BPE(fields.vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    steps: list[normalizers.Normalizer] = [normalizers.Prepend(_SPACE)] if add_space_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    back = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if add_space_prefix else back)
+    return tokenizer
+
+
+def _merges_by_score(fields: _Fields) -> list[tuple[str, str]]:
+    """Every way to make a token out of two, best score first. Only normal tokens: text must not add up to a control token."""
+    tokens, scores = fields.tokens, fields.scores()
+    normal = {tokens[idx]: idx for idx in fields.of_type(NORMAL, UNUSED)}
+    merges: list[tuple[str, str]] = []
+    for token in sorted(normal, key=lambda token: -scores[normal[token]]):
+        cuts = range(1, len(token))
+        pairs = [(token[:cut], token[cut:]) for cut in cuts if token[:cut] in normal and token[cut:] in normal]
+        if len(pairs) > 1:
+            pairs.sort(key=lambda pair: (normal[pair[0]], normal[pair[1]]))
+        merges += pairs
+    return merges
+
+
+_Builder = Callable[[_Fields], tuple[Tokenizer, bool]]
+_BUILDERS: dict[str, _Builder] = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma4}
+
+
+def _add_special(tokenizer: Tokenizer, fields: _Fields) -> None:
+    """Control tokens are matched only where special tokens are parsed, user-defined ones always."""
+    user_defined = [fields.tokens[idx] for idx in fields.of_type(USER_DEFINED)]
+    control = [fields.tokens[idx] for idx in fields.of_type(CONTROL, UNKNOWN)]
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in user_defined])
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])

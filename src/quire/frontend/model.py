@@ -1,0 +1,81 @@
+"""What the frontend knows of a model: its files, config, tokenizer, template and sampling defaults.
+
+Opened once by each way in, before an engine is started; no torch, no weights.
+"""
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from quire.checkpoint.find import ModelFiles, find
+from quire.checkpoint.hf_config import read_config, read_generation_config
+from quire.config import EngineConfig
+from quire.config.resolve import resolve
+from quire.errors import ConfigError, RequestError
+from quire.frontend.chat import ChatTemplate
+from quire.frontend.tokenizer import Tokenizer
+from quire.params import SamplingParams
+
+# generation_config.json's names that mean the same here
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass
+class Model:
+    config: EngineConfig  # resolved: what the engine is started with
+    files: ModelFiles
+    hf_config: dict[str, Any]
+    generation: dict[str, Any]
+    tokenizer: Tokenizer | None  # None with --skip-tokenizer-init
+    template: ChatTemplate | None
+
+    @classmethod
+    def open(cls, config: EngineConfig) -> "Model":
+        options = config.model
+        files = find(options.model, revision=options.revision, download_dir=options.download_dir)
+        hf_config = read_config(files)
+        resolved = resolve(config, str(files.path), files.kind, hf_config, len(os.sched_getaffinity(0)))
+        tokenizer = template = None
+        if not options.skip_tokenizer_init:
+            tokenizer = Tokenizer.from_path(options.tokenizer) if options.tokenizer else Tokenizer.from_files(files)
+            template = ChatTemplate.of(tokenizer, _template_source(options.chat_template))
+        return cls(resolved, files, hf_config, read_generation_config(files), tokenizer, template)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.hf_config["vocab_size"]
+
+    @property
+    def max_model_len(self) -> int:
+        return self.config.model.max_model_len
+
+    @cached_property
+    def eos_ids(self) -> list[int]:
+        found = set(self.tokenizer.eos_token_ids) if self.tokenizer else set()
+        for source in (self.generation, self.hf_config):
+            ids = source.get("eos_token_id")
+            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        return sorted(i for i in found if isinstance(i, int) and 0 <= i < self.vocab_size)
+
+    def default_params(self, **changes: Any) -> SamplingParams:
+        """The model's own sampling defaults, else OpenAI's."""
+        usable = self.generation if self.config.model.generation_config == "auto" else {}
+        defaults = {name: usable[name] for name in _DEFAULTS if usable.get(name) is not None}
+        return SamplingParams(**{**defaults, **changes})
+
+    def need_tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(f"{what} needs a tokenizer, and skip_tokenizer_init is set: give token ids, or leave it out")
+        return self.tokenizer
+
+
+def _template_source(option: str | None) -> str | None:
+    """A template itself, or a file with one; what looks like neither is an error."""
+    if option is None or "{" in option:
+        return option
+    try:
+        return Path(option).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the chat template {option!r:.200} cannot be read: {error}") from None

@@ -1,0 +1,145 @@
+"""The truth about a live request: prompt, parameters, seed, every token so far, and the text they make.
+
+Fed with the core's deltas, read by whoever answers the user. Everything needed to start the request again on a fresh core is here.
+"""
+
+import time
+
+from quire.frontend.detokenize import Detokenizer
+from quire.frontend.stop import StopStream, StopStrings
+from quire.frontend.tokenizer import Tokenizer
+from quire.messages import Abort, AddRequest, ChoiceDelta
+from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from quire.params import SamplingParams
+from quire.step import TokenLogprobs
+
+
+class RequestState:
+    def __init__(
+        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, messages: list[AddRequest],
+        tokenizer: Tokenizer | None,
+    ) -> None:  # fmt: skip
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.messages = messages  # what started it, one per choice
+        self.tokenizer = tokenizer
+        self.metrics = RequestMetrics(arrival_time=time.monotonic())
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        strings = StopStrings(params.stop)
+        self.choices = [ChoiceState(idx, params, strings, tokenizer) for idx in range(params.n)]
+        self.num_unfinished = params.n
+
+    @property
+    def finished(self) -> bool:
+        return self.num_unfinished == 0
+
+    def take(self, delta: ChoiceDelta) -> Abort | None:
+        """Takes a delta in; an Abort comes back when the text ended where the core could not see it."""
+        choice, now = self.choices[delta.choice_idx], time.monotonic()
+        if choice.finish_reason is not None:
+            return None  # what was under way when a stop string ended it
+        self.prompt_logprobs += delta.prompt_logprobs
+        if delta.choice_idx == 0 and delta.num_cached_tokens:
+            self.metrics.num_cached_tokens = delta.num_cached_tokens
+        if delta.token_ids:
+            self.metrics.first_token_time = self.metrics.first_token_time or now
+            self.metrics.last_token_time = now
+        choice.take(delta)
+        if choice.finish_reason is None:
+            return None
+        self.num_unfinished -= 1
+        if self.finished:
+            self.metrics.finished_time = now
+        return Abort(self.request_id, delta.choice_idx) if delta.finish_reason is None else None
+
+    def output(self) -> RequestOutput:
+        """A snapshot for the user."""
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=self._prompt_logprobs(),
+            outputs=[choice.output() for choice in self.choices],
+            finished=self.finished,
+            metrics=self.metrics,
+            num_cached_tokens=self.metrics.num_cached_tokens,
+        )
+
+    def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        if self.params.prompt_logprobs is None:
+            return None
+        return [None, *(logprob_dict(entry, self.tokenizer) for entry in self.prompt_logprobs)]
+
+
+class ChoiceState:
+    """One of a request's answers, as it grows."""
+
+    def __init__(self, index: int, params: SamplingParams, stops: StopStrings, tokenizer: Tokenizer | None) -> None:
+        self.index = index
+        self.params = params
+        self.tokenizer = tokenizer
+        self.token_ids: list[int] = []
+        self.texts: list[str] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.detokenizer = self.stop_stream = None
+        if tokenizer is not None and params.detokenize:
+            self.detokenizer = Detokenizer(
+                tokenizer,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
+            self.stop_stream = StopStream(stops, include_stop=params.include_stop_str_in_output, min_tokens=params.min_tokens)
+
+    def take(self, delta: ChoiceDelta) -> None:
+        stopped_by_token = delta.finish_reason == "stop" and not self.params.include_stop_str_in_output
+        num_shown = len(delta.token_ids) - stopped_by_token  # the token that stopped it is no part of the text
+        for idx, token_id in enumerate(delta.token_ids):
+            self.token_ids.append(token_id)
+            if self.detokenizer is not None and idx < num_shown:
+                text = self.detokenizer.feed((token_id,))
+                if text:
+                    self.texts.append(self.stop_stream.feed(text, len(self.token_ids)))
+                if self.stop_stream.matched is not None:
+                    self.finish_reason, self.stop_reason = "stop", self.stop_stream.matched
+                    self.logprobs += delta.logprobs[: idx + 1]
+                    return
+        self.logprobs += delta.logprobs
+        if delta.finish_reason is not None:
+            self._finish(delta)
+
+    def _finish(self, delta: ChoiceDelta) -> None:
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        if self.detokenizer is not None:
+            self.texts.append(self.stop_stream.feed(self.detokenizer.flush(), len(self.token_ids)))
+            if self.stop_stream.matched is not None:
+                self.finish_reason, self.stop_reason = "stop", self.stop_stream.matched
+            self.texts.append(self.stop_stream.flush())
+
+    def output(self) -> CompletionOutput:
+        self.texts = ["".join(self.texts)]
+        wanted = self.params.logprobs is not None
+        return CompletionOutput(
+            index=self.index,
+            text=self.texts[0],
+            token_ids=list(self.token_ids),
+            cumulative_logprob=sum(entry.logprob for entry in self.logprobs) if wanted else None,
+            logprobs=[logprob_dict(entry, self.tokenizer) for entry in self.logprobs] if wanted else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """One position's logprobs by token id: the most likely ones and the token that was there."""
+
+    def word(token_id: int) -> str | None:
+        return tokenizer.decode([token_id], skip_special_tokens=False) if tokenizer is not None else None
+
+    found = {entry.token_id: Logprob(entry.logprob, entry.rank, word(entry.token_id))}
+    for rank, (token_id, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs), 1):
+        found.setdefault(token_id, Logprob(logprob, rank, word(token_id)))
+    return found

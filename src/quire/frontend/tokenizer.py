@@ -1,0 +1,201 @@
+"""Text to token ids and back, on Hugging Face's `tokenizers` alone: no transformers, no torch.
+
+Made once per model by the frontend and shared by all threads; nothing changes after construction. Must not know requests, chat
+messages or generation settings.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from quire.checkpoint.find import ModelFiles
+from quire.checkpoint.gguf import GGUFFile
+from quire.errors import BadModelFileError, ModelNotFoundError, RequestError
+from quire.frontend import gguf_tokenizer
+from quire.frontend.detokenize import Detokenizer, Pieces
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A vocabulary with its rules, its special tokens and its chat template."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+        prefix_ids: Sequence[int] = (),
+        suffix_ids: Sequence[int] = (),
+        chat_template: str | None = None,
+    ) -> None:
+        backend.no_truncation()  # some files cut or pad every text to the length of some training run
+        backend.no_padding()
+        self.backend = backend
+        self.special_tokens = dict(special_tokens or {})  # "bos_token" -> its spelling
+        self.chat_template = chat_template
+        self._prefix_ids, self._suffix_ids = list(prefix_ids), list(suffix_ids)
+        added = backend.get_added_tokens_decoder()
+        self.added_ids = frozenset(added)
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
+        self.bos_token_id = self._named_id("bos_token")
+        eos = self._named_id("eos_token")
+        self.eos_token_ids = frozenset(eos_token_ids) if eos_token_ids is not None else frozenset({eos} - {None})
+        self.pieces = Pieces.of(backend)  # None where the decoder is of another kind
+
+    @classmethod
+    def from_files(cls, files: ModelFiles) -> "Tokenizer":
+        return cls.from_path(files.path)
+
+    @classmethod
+    def from_path(cls, path: Path | str) -> "Tokenizer":
+        """From a folder with tokenizer.json, a tokenizer.json by itself or a GGUF file."""
+        path = Path(path).expanduser()
+        if path.is_dir():
+            return cls._from_folder(path, path / "tokenizer.json")
+        if path.suffix == ".json":
+            return cls._from_folder(path.parent, path)
+        with GGUFFile(path) as file:
+            return cls.from_gguf(file.metadata)
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
+        """From the key-value pairs of a GGUF file."""
+        vocabulary = gguf_tokenizer.build(metadata)
+        chat_template = metadata.get("tokenizer.chat_template")
+        return cls(
+            vocabulary.tokenizer,
+            special_tokens=vocabulary.special_tokens,
+            eos_token_ids=sorted(vocabulary.turn_end_ids),
+            prefix_ids=vocabulary.prefix_ids,
+            suffix_ids=vocabulary.suffix_ids,
+            chat_template=chat_template if isinstance(chat_template, str) else None,
+        )
+
+    @classmethod
+    def _from_folder(cls, folder: Path, tokenizer_file: Path) -> "Tokenizer":
+        if not tokenizer_file.is_file():
+            raise ModelNotFoundError(f"{folder.name} holds no tokenizer.json: name a tokenizer with --tokenizer.")
+        try:
+            backend = Backend.from_file(str(tokenizer_file))
+        except Exception as error:  # `tokenizers` raises plain Exception for everything
+            raise BadModelFileError(f"{tokenizer_file.name} of {folder.name} cannot be used: {error}.") from None
+        config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+        _add_missing_tokens(backend, config.get("added_tokens_decoder"))
+        special_tokens = {name: spelling for name in _NAMED_TOKENS if (spelling := _spelling(config.get(name)))}
+        return cls(backend, special_tokens=special_tokens, chat_template=_chat_template(folder, config))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a raw prompt or of a rendered template: spellings of special tokens become those tokens."""
+        ids = _encode(self.backend, text, add_special_tokens)
+        return [*self._prefix_ids, *ids, *self._suffix_ids] if add_special_tokens else ids
+
+    def encode_as_text(self, text: str) -> list[int]:
+        """Ids of text that nobody vouches for: spellings of special tokens stay text, nothing is added."""
+        return _encode(self._text_backend, text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        if self.pieces is None:
+            return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        detokenizer = Detokenizer(self, skip_special_tokens=skip_special_tokens)
+        return detokenizer.feed(token_ids) + detokenizer.flush()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to the text, for logprobs and the like; special tokens give their spelling."""
+        if self.pieces is not None:
+            return self.pieces[token_id]
+        return self.backend.decode([token_id], skip_special_tokens=False).encode()
+
+    def token_id(self, spelling: str) -> int | None:
+        return self.backend.token_to_id(spelling)
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self.special_ids
+
+    @cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Finds special tokens in text as `encode` does: the first, and the longest of those that begin there."""
+        spellings = filter(None, map(self.backend.id_to_token, self.special_ids))
+        longest_first = sorted(spellings, key=lambda spelling: (-len(spelling), spelling))
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    @cached_property
+    def _text_backend(self) -> Backend:
+        """A second backend on the same model: the switch belongs to the object, and others are encoding with the first."""
+        backend = Backend(self.backend.model)
+        if self.backend.normalizer is not None:
+            backend.normalizer = self.backend.normalizer
+        if self.backend.pre_tokenizer is not None:
+            backend.pre_tokenizer = self.backend.pre_tokenizer
+        in_id_order = [token for _, token in sorted(self.backend.get_added_tokens_decoder().items())]
+        for special, tokens in groupby(in_id_order, key=lambda token: token.special):
+            backend.add_special_tokens(list(tokens)) if special else backend.add_tokens(list(tokens))
+        backend.encode_special_tokens = True
+        return backend
+
+    def _named_id(self, name: str) -> int | None:
+        spelling = self.special_tokens.get(name)
+        return self.backend.token_to_id(spelling) if spelling else None
+
+
+def _encode(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
+    try:
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+    except TypeError:
+        raise RequestError("the text must be a string without lone surrogates (half of a UTF-16 pair).") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError):
+        raise BadModelFileError(f"{path.name} of {path.parent.name} is not readable JSON: fetch it again.") from None
+    if not isinstance(value, dict):
+        raise BadModelFileError(f"{path.name} of {path.parent.name} is not a JSON object: fetch it again.")
+    return value
+
+
+def _spelling(token: Any) -> str | None:
+    """Files write a token as a string or as an object with its flags."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _add_missing_tokens(backend: Backend, listed: Any) -> None:
+    """tokenizer_config.json may list tokens tokenizer.json lacks; those that would get another id than listed are left out."""
+    if not isinstance(listed, dict):
+        return
+    numbered = [(int(key), token) for key, token in listed.items() if str(key).isdecimal() and _spelling(token)]
+    for token_id, token in sorted(numbered, key=lambda item: item[0]):
+        next_id = backend.get_vocab_size(with_added_tokens=True)
+        if backend.token_to_id(token["content"]) is None and token_id == next_id:
+            flags = {flag: bool(token.get(flag, False)) for flag in ("special", "normalized", "lstrip", "rstrip", "single_word")}
+            added = AddedToken(token["content"], **flags)
+            backend.add_special_tokens([added]) if flags["special"] else backend.add_tokens([added])
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """A file of its own comes first; a list of named templates has one called default."""
+    try:
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError):
+        raise BadModelFileError(f"chat_template.jinja of {folder.name} is not readable text: fetch it again.") from None
+    template = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None

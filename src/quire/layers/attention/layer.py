@@ -1,0 +1,64 @@
+"""The attention layer: rotates, writes new keys and values into the cache, attends.
+
+Used by models. It says what it caches (`kv_spec`); its cache tensor, group and backend are attached by the worker.
+
+Shape letters: T tokens of the step, H query heads, K key/value heads, D head size.
+"""
+
+from dataclasses import dataclass, field
+from types import ModuleType
+
+from torch import Tensor, nn
+
+from quire.kv.specs import Full, KVSpec, Sliding
+from quire.layers.rope import Rope
+from quire.ops.ref.attention import AttentionTables
+
+
+@dataclass
+class StepContext:
+    """What every attention layer reads in a step; refilled by the runner before each forward. Lists run over groups."""
+
+    tables: list[AttentionTables] = field(default_factory=list)
+    slots_T: list[Tensor] = field(default_factory=list)
+
+
+class Attention(nn.Module):
+    # Attached by the worker: how to compute, where the cache is, which group's tables to read.
+    backend: ModuleType
+    context: StepContext
+    group_idx: int
+    cache: Tensor
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        rope: Rope,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
+        self.rope = rope
+        self.scale = head_size**-0.5 if scale is None else scale
+        self.window = window or 0
+
+    def kv_spec(self, dtype_bytes: int) -> KVSpec:
+        if self.window:
+            return Sliding(self.num_kv_heads, self.head_size, dtype_bytes, self.window)
+        return Full(self.num_kv_heads, self.head_size, dtype_bytes)
+
+    def forward(self, qkv_TX: Tensor, positions_T: Tensor) -> Tensor:
+        """`qkv_TX`: q, k and v of each token side by side; returns [T, H * D]."""
+        heads = qkv_TX.view(qkv_TX.shape[0], -1, self.head_size)
+        q_THD, k_TKD, v_TKD = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), 1)
+        self.backend.rope_and_write(
+            q_THD, k_TKD, v_TKD, self.rope.cos_sin, positions_T, self.cache, self.context.slots_T[self.group_idx]
+        )
+        out = self.backend.paged_attention(
+            q_THD, self.cache, self.context.tables[self.group_idx], scale=self.scale, window=self.window
+        )
+        return out.view(qkv_TX.shape[0], self.num_heads * self.head_size)

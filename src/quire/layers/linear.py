@@ -1,0 +1,31 @@
+"""Linear layers: sizes and shards here, numbers in the quantization method that is attached to each.
+
+Used by models. Must not know how weights are stored.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from quire.quant.base import LinearMethod
+
+
+class Linear(nn.Module):
+    """y = x W^T + b. Several out_features are shards of one fused product, stacked in order."""
+
+    method: LinearMethod  # attached by worker/build.py
+
+    def __init__(self, in_features: int, *out_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.shard_sizes = out_features
+        self.bias = nn.Parameter(torch.empty(sum(out_features)), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.method.apply(x, self.bias)
+
+
+class LMHead(Linear):
+    """Hidden states to float32 logits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.method.apply(x, self.bias, torch.float32)

@@ -1,0 +1,128 @@
+"""Rotary position embedding: the frequencies of each scaling, as a table over positions.
+
+A model makes one Rope per kind of layer; its table is derived, so the worker fills it after building (`materialize`). Scalings
+are pure functions of the config, one each, by the name config.json gives them.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.errors import UnsupportedModelError
+
+
+class Rope(nn.Module):
+    """`cos_sin` [positions, rotary_dim] float32: cosines, then sines, of each pair's angle."""
+
+    cos_sin: Tensor
+
+    def __init__(self, rotary_dim: int, theta: float, scaling: dict[str, Any] | None, max_positions: int) -> None:
+        """`max_positions`: what the model was trained for (config.json's max_position_embeddings)."""
+        super().__init__()
+        self.rotary_dim, self.theta, self.max_positions = rotary_dim, theta, max_positions
+        self.scaling = scaling or {"rope_type": "default"}
+        if self.scaling.get("rope_type") not in SCALINGS:
+            raise UnsupportedModelError(
+                f"RoPE scaling {self.scaling.get('rope_type')!r} is not supported: {', '.join(SCALINGS)} are"
+            )
+
+    def materialize(self, num_positions: int, device: torch.device) -> None:
+        positions = torch.arange(num_positions, dtype=torch.int64)
+        try:
+            angles, magnitude = SCALINGS[self.scaling["rope_type"]](self, positions)
+        except KeyError as error:
+            raise UnsupportedModelError(f"rope_scaling lacks {error.args[0]!r}: the model's config.json is incomplete") from None
+        table = torch.cat((angles.cos() * magnitude, angles.sin() * magnitude), 1)
+        self.register_buffer("cos_sin", table.to(torch.float32).to(device), persistent=False)
+
+    def inverse_frequencies(self, theta: float | None = None) -> Tensor:
+        exponents = torch.arange(0, self.rotary_dim, 2, dtype=torch.int64).float() / self.rotary_dim
+        return 1.0 / ((theta or self.theta) ** exponents)
+
+
+# Each scaling returns (angles [positions, rotary_dim / 2], factor on cosines and sines).
+Scaling = Callable[[Rope, Tensor], tuple[Tensor, float]]
+
+
+def _outer(positions: Tensor, frequencies: Tensor) -> Tensor:
+    return positions.float()[:, None] * frequencies[None, :]
+
+
+def _default(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
+    return _outer(positions, rope.inverse_frequencies()), 1.0
+
+
+def _linear(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
+    return _outer(positions, rope.inverse_frequencies() / rope.scaling["factor"]), 1.0
+
+
+def _dynamic(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
+    """NTK scaling that grows with the length. A token is rotated as if it were the last: so the table is a function of the
+    position alone, whatever the chunks, and equals the original implementation's when it generates token by token."""
+    factor, dim = rope.scaling["factor"], rope.rotary_dim
+    trained = rope.scaling.get("original_max_position_embeddings") or rope.max_positions
+    lengths = (positions + 1).clamp(min=trained).double()
+    thetas = rope.theta * ((factor * lengths / trained) - (factor - 1)) ** (dim / (dim - 2))
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).double() / dim
+    frequencies = 1.0 / thetas[:, None] ** exponents[None, :]
+    return positions.float()[:, None] * frequencies.float(), 1.0
+
+
+def _llama3(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
+    """Long waves are stretched, short ones kept, those between blended."""
+    scaling, frequencies = rope.scaling, rope.inverse_frequencies()
+    trained, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    waves = 2 * math.pi / frequencies
+    blend = (trained / waves - low) / (high - low)
+    blended = (1 - blend) * frequencies / factor + blend * frequencies
+    stretched = torch.where(waves > trained / low, frequencies / factor, frequencies)
+    between = (waves >= trained / high) & (waves <= trained / low)
+    return _outer(positions, torch.where(between, blended, stretched)), 1.0
+
+
+def _yarn(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
+    """Pairs that turn often within the trained length keep their frequency, slow ones are interpolated, a ramp between."""
+    scaling, dim = rope.scaling, rope.rotary_dim
+    trained, factor = scaling.get("original_max_position_embeddings") or rope.max_positions, scaling["factor"]
+
+    def pair_turning(times: float) -> float:
+        return dim * math.log(trained / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = pair_turning(scaling.get("beta_fast") or 32)
+    high = pair_turning(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = ((torch.arange(dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    frequencies = rope.inverse_frequencies()
+    return _outer(positions, frequencies / factor * ramp + frequencies * (1 - ramp)), _yarn_magnitude(scaling, factor)
+
+
+def _yarn_magnitude(scaling: dict[str, Any], factor: float) -> float:
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if scaling.get("attention_factor") is not None:
+        return scaling["attention_factor"]
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return magnitude(scaling["mscale"]) / magnitude(scaling["mscale_all_dim"])
+    return magnitude(1.0)
+
+
+def _gguf_factors(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
+    """GGUF files carry llama3 scaling as one divisor per pair."""
+    return _outer(positions, rope.inverse_frequencies() / torch.tensor(rope.scaling["factors"])), 1.0
+
+
+SCALINGS: dict[str, Scaling] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "gguf_factors": _gguf_factors,
+}

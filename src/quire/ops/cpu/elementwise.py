@@ -1,0 +1,93 @@
+"""Fused elementwise kernels on the CPU: same functions, same meaning as `ops/ref/elementwise.py`.
+
+Called by `layers`, which asks `supported()` first. Takes float32 and bfloat16, rows contiguous inside; knows nothing of
+models. `rope_and_write` writes the cache of `ops/cpu/attention.py`, whose block layout is not the twin's.
+"""
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from quire.ops.cpu.build import load
+
+_PTR, _INT = ctypes.c_void_p, ctypes.c_int64
+
+
+@functools.cache
+def _kernels() -> ctypes.CDLL | None:
+    library = load("elementwise")
+    if library is not None:
+        library.quire_rms_norm.argtypes = [ctypes.c_int, *[_PTR] * 3, _INT, *[_PTR] * 2, _INT, _INT, ctypes.c_float]
+        library.quire_silu_mul.argtypes = [ctypes.c_int, _PTR, _PTR, _INT, _INT]
+        library.quire_rope_and_write.argtypes = [ctypes.c_int, *[_PTR] * 7, *[_INT] * 10]
+        for function in (library.quire_rms_norm, library.quire_silu_mul, library.quire_rope_and_write):
+            function.restype = None
+    return library
+
+
+def supported(dtype: torch.dtype) -> bool:
+    """Whether the compiled kernels exist on this machine and take this dtype."""
+    return dtype in (torch.float32, torch.bfloat16) and _kernels() is not None
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Returns (normed, residual): the residual stream after adding x, and its norm. Without a residual, x is it."""
+    rows, width = x_TD.shape
+    normed = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    total = x_TD if residual_TD is None else torch.empty_like(normed)
+    _kernels().quire_rms_norm(
+        x_TD.dtype == torch.bfloat16, normed.data_ptr(), total.data_ptr(), x_TD.data_ptr(), x_TD.stride(0),
+        None if residual_TD is None else residual_TD.data_ptr(), weight_D.data_ptr(), rows, width, eps,
+    )  # fmt: skip
+    return normed, total
+
+
+def silu_mul(x_T2F: Tensor) -> Tensor:
+    """silu(gate) * up, where a row is all of gate and then all of up."""
+    rows, width = x_T2F.shape[0], x_T2F.shape[1] // 2
+    out = x_T2F.new_empty(rows, width)
+    _kernels().quire_silu_mul(x_T2F.dtype == torch.bfloat16, out.data_ptr(), x_T2F.data_ptr(), rows, width)
+    return out
+
+
+def rope(q_THD: Tensor, k_TKD: Tensor, cos_sin: Tensor, positions_T: Tensor, interleaved: bool = False) -> None:
+    """Rotate, in place, the first rot_dim dims of each head: see the twin."""
+    _rope(q_THD, k_TKD, None, cos_sin, positions_T, None, None, interleaved)
+
+
+def rope_and_write(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    cos_sin: Tensor,
+    positions_T: Tensor,
+    cache: Tensor,
+    slots_T: Tensor,
+    interleaved: bool = False,
+) -> None:
+    """`rope` in place on q and k, and k and v into the cache, in one pass."""
+    _rope(q_THD, k_TKD, v_TKD, cos_sin, positions_T, cache, slots_T, interleaved)
+
+
+def _rope(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor | None,
+    cos_sin: Tensor,
+    positions_T: Tensor,
+    cache: Tensor | None,
+    slots_T: Tensor | None,
+    interleaved: bool,
+) -> None:
+    num_tokens, num_heads, head_size = q_THD.shape
+    v_ptr, v_stride = (None, 0) if v_TKD is None else (v_TKD.data_ptr(), v_TKD.stride(0))
+    cache_ptr, slots_ptr, block_size = (
+        (None, None, 0) if cache is None else (cache.data_ptr(), slots_T.data_ptr(), cache.shape[2])
+    )
+    _kernels().quire_rope_and_write(
+        q_THD.dtype == torch.bfloat16, q_THD.data_ptr(), k_TKD.data_ptr(), v_ptr, cos_sin.data_ptr(),
+        positions_T.data_ptr(), slots_ptr, cache_ptr, num_tokens, num_heads, k_TKD.shape[1], head_size,
+        cos_sin.shape[1], q_THD.stride(0), k_TKD.stride(0), v_stride, block_size, interleaved,
+    )  # fmt: skip

@@ -1,0 +1,110 @@
+"""Linear layers with packed weights (4, 8 or 16 bits) on compiled kernels; twin: `ops/ref/packed.py`.
+
+Called by quantization methods, hundreds of times per token, so a call costs microseconds. Knows nothing about models,
+files or layers. Where `supported()` is False everything here still works, on the twin.
+"""
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from quire.errors import ConfigError
+from quire.ops.cpu import build
+from quire.ops.ref import packed
+from quire.ops.ref.packed import PackedWeight, concat, packable
+
+__all__ = ["PackedWeight", "concat", "linear", "pack_dense", "pack_gguf", "packable", "supported"]
+
+# Up to this many rows integer products beat unpacking to bf16 tiles (benchmarks/cpu_linear.py).
+FEW_ROWS = {4: 8, 8: 8, 16: 0}
+
+
+class _Weight(ctypes.Structure):
+    """Mirrors `Weight` in src/linear.cpp."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("mins", ctypes.c_void_p),
+        ("n", ctypes.c_int32),
+        ("k", ctypes.c_int32),
+        ("bits", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("zero", ctypes.c_int32),
+        ("wide_scales", ctypes.c_int32),
+    ]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    library = build.load("linear")
+    if library is None or not library.quire_linear_supported():
+        return None
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    library.quire_linear.argtypes = (pointer, pointer, integer, pointer, integer, pointer, integer)
+    library.quire_pack_gguf.argtypes = (pointer, ctypes.c_char_p, pointer)
+    library.quire_pack_dense.argtypes = (pointer, pointer)
+    return library
+
+
+def supported() -> bool:
+    """Whether the compiled kernels run here: AVX-512 with BF16 and VNNI, AMX where there is, and a compiler."""
+    return _library() is not None
+
+
+def _native(w: PackedWeight) -> int:
+    """The address of the kernels' view of a weight; kept with it, as are the tensors it points into."""
+    view = w.__dict__.get("_native")
+    if view is None:
+        scales, mins = (0 if part is None else part.data_ptr() for part in (w.scales, w.mins))
+        wide = int(w.scales is not None and w.scales.dtype == torch.float32)
+        view = _Weight(w.data.data_ptr(), scales, mins, w.n, w.k, w.bits, w.group, w.zero, wide)
+        w.__dict__["_native"] = view
+        w.__dict__["_address"] = ctypes.addressof(view)
+    return w.__dict__["_address"]
+
+
+def pack_gguf(type_name: str, raw: Tensor, n: int, k: int) -> PackedWeight:
+    """Packs the raw bytes of a GGUF tensor of type `type_name`, which may be a read-only memory map."""
+    library = _library()
+    if library is None:
+        return packed.pack_gguf(type_name, raw, n, k)
+    w = packed.empty_gguf(type_name, raw, n, k)
+    if library.quire_pack_gguf(_native(w), type_name.encode(), raw.data_ptr()) != 0:
+        raise ConfigError(f"the compiled kernels do not know the GGUF type {type_name}")
+    return w
+
+
+def pack_dense(weight: Tensor) -> PackedWeight:
+    """Keeps a float weight [n, k] as bf16."""
+    library = _library()
+    if library is None:
+        return packed.pack_dense(weight)
+    w = packed.empty_dense(weight)
+    source = weight.to(torch.bfloat16).contiguous()
+    library.quire_pack_dense(_native(w), source.data_ptr())
+    return w
+
+
+def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """x [T, k] in bf16 times the weight, plus a float32 bias: [T, n] in bf16 or float32."""
+    library = _library()
+    if library is None:
+        return packed.linear(x, w, bias, out_dtype)
+    rows, k = x.shape
+    if k != w.k or x.dtype is not torch.bfloat16 or not x.is_contiguous():
+        raise ConfigError(f"a packed linear layer needs contiguous bfloat16 [rows, {w.k}], got {x.dtype} {tuple(x.shape)}")
+    out = torch.empty((rows, w.n), dtype=out_dtype)
+    wide = out_dtype is torch.float32
+    if not wide and out_dtype is not torch.bfloat16:
+        raise ConfigError(f"a packed linear layer gives bfloat16 or float32, not {out_dtype}")
+    if rows == 0:
+        return out
+    if bias is not None:
+        bias = bias.to(torch.float32).contiguous()
+    library.quire_linear(
+        _native(w), x.data_ptr(), rows, out.data_ptr(), wide, None if bias is None else bias.data_ptr(), FEW_ROWS[w.bits]
+    )
+    return out

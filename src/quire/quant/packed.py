@@ -1,0 +1,45 @@
+"""Weights in the compiled CPU kernels' own order: 4 or 8 bits as the GGUF file has them, else bfloat16.
+
+One form serves a single row (read packed, at the speed of memory) and many (unpacked tile by tile on the way to the matrix
+unit), so nothing is kept twice.
+"""
+
+import torch
+from torch import Tensor
+
+from quire.ops.cpu import linear
+from quire.quant.base import LinearMethod, RawTensor
+
+
+class Packed(LinearMethod):
+    def __init__(self, in_features: int, shard_sizes: tuple[int, ...], dtype: torch.dtype, keep_quantized: bool) -> None:
+        super().__init__(in_features, shard_sizes, dtype, keep_quantized)
+        self.shards: list[linear.PackedWeight | None] = [None] * len(shard_sizes)
+        self.pieces: list[linear.PackedWeight] = []  # the shards, neighbours of one form joined
+
+    def load(self, shard_idx: int, tensor: RawTensor) -> None:
+        rows, columns = tensor.shape
+        if self.keep_quantized and linear.packable(tensor.type_name, rows, columns):
+            self.shards[shard_idx] = linear.pack_gguf(tensor.type_name, tensor.raw, rows, columns)
+        else:
+            self.shards[shard_idx] = linear.pack_dense(tensor.dense(self.dtype))
+
+    def finish(self) -> None:
+        for shard in self.shards:
+            if self.pieces and linear.joinable(self.pieces[-1], shard):
+                shard = linear.concat([self.pieces.pop(), shard])
+            self.pieces.append(shard)
+        self.shards = []
+
+    def apply(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+        if len(self.pieces) == 1:
+            return linear.linear(x, self.pieces[0], bias, out_dtype or x.dtype)
+        y = torch.cat([linear.linear(x, piece, None, out_dtype or x.dtype) for piece in self.pieces], -1)
+        return y if bias is None else y + bias
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+METHOD = Packed

@@ -1,0 +1,145 @@
+"""SamplingRows: what each row of the worker's persistent batch asks of the sampler, as columns beside the batch's tokens.
+
+The worker sets a row when a request joins and clears it when it leaves; the sampler reads. Knows nothing of logits or steps.
+Dense parameters are tensors on the device, sparse ones (ids of tokens) live under their row in dictionaries, whose keys also
+say which rows use what: a stage that no row of a step needs is skipped.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.params import SamplingParams
+
+FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+INTS = ("seed", "choice_idx", "top_k", "min_tokens", "prompt_len")
+
+
+class SamplingRows:
+    """Columns over `num_rows` rows; each name of FLOATS and INTS is a tensor [num_rows]."""
+
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    repetition_penalty: Tensor
+    seed: Tensor
+    choice_idx: Tensor
+    top_k: Tensor
+    min_tokens: Tensor
+    prompt_len: Tensor
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self._floats = torch.zeros(len(FLOATS), num_rows, device=device)
+        self._ints = torch.zeros(len(INTS), num_rows, dtype=torch.int64, device=device)
+        for names, table in ((FLOATS, self._floats), (INTS, self._ints)):
+            for name, column in zip(names, table, strict=True):
+                setattr(self, name, column)
+        # Rows that use a feature; a row in none of these takes the argmax of its logits.
+        self.random: set[int] = set()  # temperature > 0: the others are greedy
+        self.tempered: set[int] = set()  # random, with a temperature other than 1
+        self.restricted: set[int] = set()  # random, with top_k, top_p or min_p
+        self.penalized: set[int] = set()
+        self.num_logprobs: dict[int, int] = {}
+        self.allowed: dict[int, tuple[Tensor]] = {}  # token ids [N]
+        self.bias: dict[int, tuple[Tensor, Tensor]] = {}  # token ids [N], what is added [N]
+        self.bad_words: dict[int, tuple[Tensor, Tensor]] = {}  # beginnings [N, L] padded with -1 in front, last ids [N]
+        self.late: dict[int, tuple[Tensor]] = {}  # token ids [N], forbidden before min_tokens
+
+    def set(
+        self,
+        row: int,
+        params: SamplingParams,
+        *,
+        seed: int,
+        choice_idx: int = 0,
+        prompt_len: int,
+        bad_word_ids: Sequence[Sequence[int]] = (),
+        stop_ids: Iterable[int] = (),
+    ) -> None:
+        """`seed` is drawn by the frontend where the user gave none; `stop_ids` are all that end the request (also EOS)."""
+        self.clear(row)
+        self._floats[:, row] = torch.tensor([getattr(params, name) for name in FLOATS], device=self.device)
+        ints = [seed, choice_idx, params.top_k, params.min_tokens, prompt_len]
+        self._ints[:, row] = torch.tensor(ints, device=self.device)
+        if not params.greedy:
+            self.random.add(row)
+            if params.temperature != 1.0:
+                self.tempered.add(row)
+            if 0 < params.top_k < self.vocab_size or params.top_p < 1.0 or params.min_p > 0.0:
+                self.restricted.add(row)
+        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
+            self.penalized.add(row)
+        if params.logprobs is not None:
+            self.num_logprobs[row] = min(params.logprobs, self.vocab_size)
+        self._set_sparse(row, params, bad_word_ids, stop_ids)
+
+    def _set_sparse(
+        self, row: int, params: SamplingParams, bad_word_ids: Sequence[Sequence[int]], stop_ids: Iterable[int]
+    ) -> None:
+        # An id outside of the vocabulary is never sampled, so dropping it changes nothing, and it cannot harm other rows.
+        if params.allowed_token_ids is not None:
+            self.allowed[row] = (self._tensor(sorted({i for i in params.allowed_token_ids if self._valid(i)})),)
+        bias = {i: float(value) for i, value in params.logit_bias.items() if self._valid(i)}
+        if bias:
+            self.bias[row] = self._tensor(list(bias)), torch.tensor(list(bias.values()), device=self.device)
+        words = [word for word in bad_word_ids if word and self._valid(word[-1])]
+        if words:
+            width = max(map(len, words)) - 1
+            beginnings = [[-1] * (width + 1 - len(word)) + list(word[:-1]) for word in words]
+            last = self._tensor([word[-1] for word in words])
+            self.bad_words[row] = self._tensor(beginnings).view(len(words), width), last
+        late = sorted({i for i in stop_ids if self._valid(i)})
+        if params.min_tokens and late:
+            self.late[row] = (self._tensor(late),)
+
+    def clear(self, row: int) -> None:
+        """Leaves the row greedy and bare."""
+        for users in (self.random, self.tempered, self.restricted, self.penalized):
+            users.discard(row)
+        for table in (self.num_logprobs, self.allowed, self.bias, self.bad_words, self.late):
+            table.pop(row, None)
+        self._floats[:, row] = 0.0
+        self._ints[:, row] = 0
+
+    def edits(self, rows: Sequence[int]) -> bool:
+        """Whether any of the rows has its logits changed before the argmax."""
+        in_step = set(rows)
+        tables = (self.penalized, self.allowed, self.bias, self.bad_words, self.late)
+        return any(not in_step.isdisjoint(table) for table in tables)
+
+    def _valid(self, token_id: int) -> bool:
+        return 0 <= token_id < self.vocab_size
+
+    def _tensor(self, values: list) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+def users(rows: Sequence[int], table: Collection[int]) -> list[int]:
+    """Places in the step, not in the batch, of the rows that are in `table`."""
+    return [i for i, row in enumerate(rows) if row in table] if table else []
+
+
+def entries(rows: Sequence[int], table: dict[int, tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Everything the step's rows have in `table`, as flat columns; the first says the place in the step, [N]."""
+    places = users(rows, table)
+    parts = [table[rows[i]] for i in places]
+    lengths = [len(part[0]) for part in parts]
+    device = parts[0][0].device
+    place_N = torch.tensor(places, device=device).repeat_interleave(
+        torch.tensor(lengths, device=device), output_size=sum(lengths)
+    )
+    return place_N, *map(_stack, zip(*parts, strict=True))
+
+
+def _stack(parts: Sequence[Tensor]) -> Tensor:
+    """One after the other; matrices are made equally wide with -1 in front."""
+    if parts[0].dim() == 2:
+        width = max(part.shape[1] for part in parts)
+        parts = [F.pad(part, (width - part.shape[1], 0), value=-1) for part in parts]
+    return torch.cat(list(parts))

@@ -1,0 +1,31 @@
+"""Ctrl-C between steps instead of inside one: the engine stays whole and can be used again."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def interrupts_deferred() -> Iterator[Callable[[], None]]:
+    """Gives a function that raises KeyboardInterrupt if Ctrl-C came since; a second Ctrl-C raises at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    came = False
+
+    def remember(signum: int, frame: object) -> None:
+        nonlocal came
+        if came:
+            raise KeyboardInterrupt
+        came = True
+
+    def check() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,83 @@
+"""Builds a model without numbers and attaches to each layer what it needs: method, kernels, backend, derived tables.
+
+Called by the worker before weights are loaded. Constructors stay pure mathematics; this walk is the only place
+that decides how a layer is computed.
+"""
+
+import dataclasses
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire import registry
+from quire.config import EngineConfig
+from quire.errors import ConfigError, UnsupportedModelError
+from quire.layers.attention import PREFERRED, Attention, StepContext
+from quire.layers.linear import Linear
+from quire.layers.rope import Rope
+from quire.ops import choose_kernels
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def model_module(hf_config: dict[str, Any]) -> ModuleType:
+    """The file that has the checkpoint's architecture."""
+    by_architecture = {a: name for name, archs in registry.literals("quire.models", "ARCHITECTURES").items() for a in archs}
+    for architecture in hf_config["architectures"]:
+        if architecture in by_architecture:
+            return registry.load("quire.models", by_architecture[architecture])
+    raise UnsupportedModelError(
+        f"the architecture {hf_config['architectures'][0]!r:.80} is not supported: {', '.join(sorted(by_architecture))} are"
+    )
+
+
+def build(config: EngineConfig, hf_config: dict[str, Any]) -> nn.Module:
+    """The model on `meta`, everything attached but weights and KV tensors."""
+    if hf_config.get("quantization_config"):
+        method = hf_config["quantization_config"].get("quant_method", "unknown")
+        raise UnsupportedModelError(f"weights quantized with {method!r:.40} are not supported yet: use the original or a GGUF file")
+    module = model_module(hf_config)
+    with torch.device("meta"):
+        model = module.MODEL(_config(module, hf_config))
+    model.shards = module.SHARDS
+    attach(model, config)
+    return model
+
+
+def _config(module: ModuleType, hf_config: dict[str, Any]) -> Any:
+    fields = {f.name: f for f in dataclasses.fields(module.Config)}
+    given = {name: hf_config[name] for name in fields if hf_config.get(name) is not None}
+    missing = [n for n, f in fields.items() if n not in given and f.default is dataclasses.MISSING]
+    if missing:
+        raise UnsupportedModelError(f"the model's config.json lacks {missing[0]!r}: it is incomplete")
+    return module.Config(**given)
+
+
+def attach(model: nn.Module, config: EngineConfig) -> None:
+    dtype, device = DTYPES[config.model.dtype], torch.device(config.device.device)
+    kernels = choose_kernels(device, dtype)
+    context = StepContext()
+    method = registry.load("quire.quant", kernels.linear_method).METHOD
+    for module in model.modules():
+        if hasattr(module, "kernels"):
+            module.kernels = kernels
+        if isinstance(module, Linear):
+            module.method = method(module.in_features, module.shard_sizes, dtype, config.model.quantization != "none")
+        elif isinstance(module, Attention):
+            module.context = context
+            module.backend = _backend(config, dtype, module.head_size)
+        elif isinstance(module, Rope):
+            module.materialize(config.model.max_model_len, device)
+    model.context = context
+
+
+def _backend(config: EngineConfig, dtype: torch.dtype, head_size: int) -> ModuleType:
+    name, block_size = config.device.attention_backend, config.cache.block_size
+    names = PREFERRED if name == "auto" else (name,)
+    for candidate in names:
+        backend = registry.load("quire.layers.attention", candidate)
+        if backend.supports(dtype, head_size, block_size):
+            return backend
+    raise ConfigError(f"attention backend {name!r} cannot do {dtype}, head size {head_size}, block size {block_size}")

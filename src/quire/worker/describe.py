@@ -1,0 +1,74 @@
+"""What a model would take on this machine, from its headers alone: no weights are read.
+
+Called by `quire info`, by dotted path. Plain numbers out.
+"""
+
+import math
+from typing import Any
+
+from quire.checkpoint.find import find
+from quire.checkpoint.gguf import GGUFFile
+from quire.checkpoint.hf_config import gguf_name_to_hf, read_config
+from quire.checkpoint.safetensors import SafetensorsFolder
+from quire.config import EngineConfig
+from quire.kv.groups import form_layout
+from quire.layers.attention import Attention
+from quire.layers.linear import Linear
+from quire.worker.build import DTYPES, build
+from quire.worker.kv_cache import kv_specs
+from quire.worker.load import wanted_shapes
+from quire.worker.worker import kv_memory_bytes
+
+
+def describe(config: EngineConfig) -> dict[str, Any]:
+    """`config` is resolved."""
+    files = find(config.model.model)
+    hf_config = read_config(files)
+    model = build(config, hf_config)
+    dtype = DTYPES[config.model.dtype]
+    specs = kv_specs(model, dtype)
+    layout = form_layout(specs, config.cache.block_size, 0)
+    shapes = {name: math.prod(shape) for name, shape in wanted_shapes(model).items() if name not in model.tied}
+    attention = next(m for m in model.modules() if isinstance(m, Attention))
+    return {
+        "architecture": hf_config["architectures"][0],
+        "num_parameters": sum(shapes.values()),
+        "num_layers": len(specs),
+        "dtype": config.model.dtype,
+        "quantization": config.model.quantization,
+        "weight_types": {} if config.model.load_format == "dummy" else _weight_types(files),
+        "weight_bytes": _weight_bytes(files, config, model, shapes, dtype.itemsize),
+        "kv_bytes_per_token": sum(spec.bytes_per_token for spec in specs.values()),
+        "kv_groups": [f"{len(g.layers)} layers, {type(g.spec).__name__.lower()}" for g in layout.groups],
+        "kv_memory_bytes": config.cache.kv_cache_memory_bytes or kv_memory_bytes(config),
+        "max_model_len": config.model.max_model_len,
+        "attention": attention.backend.__name__.rsplit(".", 1)[1],
+        "linear": type(next(m for m in model.modules() if isinstance(m, Linear)).method).__name__.lower(),
+    }
+
+
+def _weight_types(files: Any) -> dict[str, int]:
+    """How many tensors of each type the checkpoint holds."""
+    counts: dict[str, int] = {}
+    if files.kind == "gguf":
+        with GGUFFile(files.path) as gguf:
+            names = [t.type_name for t in gguf.tensors.values()]
+    else:
+        with SafetensorsFolder(files.path) as folder:
+            names = [t.dtype for t in folder.tensors.values()]
+    for name in names:
+        counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def _weight_bytes(files: Any, config: EngineConfig, model: Any, shapes: dict[str, int], itemsize: int) -> int:
+    """Packed weights stay as large as in the file; everything else takes its dtype. Tied packed heads are kept twice."""
+    if config.model.quantization != "gguf":
+        return sum(shapes.values()) * itemsize
+    linear_names = {name for name, shape in wanted_shapes(model).items() if len(shape) == 2 and "embed" not in name}
+    total = 0
+    with GGUFFile(files.path) as gguf:
+        sizes = {gguf_name_to_hf(t.name): t.nbytes for t in gguf.tensors.values()}
+    for name, source in {**{n: n for n in shapes}, **model.tied}.items():
+        total += sizes[source] if name in linear_names else shapes[source] * itemsize
+    return total

@@ -1,0 +1,157 @@
+"""Weights stream from the checkpoint into the model: each tensor is mapped, converted into its layer, and let go.
+
+Called by the worker after `build`. Strict: every tensor has a taker, every taker gets its tensor, shapes agree. Formats are
+`checkpoint/`'s business, storage is the quantization method's.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.checkpoint.find import ModelFiles
+from quire.checkpoint.gguf import GGUFFile
+from quire.checkpoint.hf_config import gguf_architecture, gguf_name_to_hf, unpermute_rows
+from quire.checkpoint.safetensors import SafetensorsFolder
+from quire.errors import BadModelFileError, UnsupportedModelError
+from quire.layers.linear import Linear
+from quire.quant.base import RawTensor
+
+Taker = tuple[tuple[int, ...], Callable[[RawTensor], None]]  # expected shape, what to do with the tensor
+
+DUMMY_STD = 0.02
+
+
+def load_weights(model: nn.Module, tensors: Iterator[tuple[str, RawTensor]], dtype: torch.dtype) -> None:
+    takers = _takers(model, dtype)
+    pending = set(takers)
+    tied = {source: target for target, source in model.tied.items()}
+    for name, tensor in tensors:
+        if name in model.tied:
+            continue  # some checkpoints hold the tied copy as well
+        if name not in takers:
+            raise BadModelFileError(f"the checkpoint holds {name!r:.100}, which this architecture does not have")
+        _take(name, takers[name], tensor)
+        pending.discard(name)
+        if name in tied:
+            _tie(model, tied[name], takers, tensor)
+            pending.discard(tied[name])
+    if pending:
+        raise BadModelFileError(f"the checkpoint lacks {min(pending)} and {len(pending) - 1} other tensors: it is incomplete")
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.method.finish()
+
+
+def wanted_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, (shape, _) in _takers(model, torch.float32).items()}
+
+
+def _take(name: str, taker: Taker, tensor: RawTensor) -> None:
+    shape, take = taker
+    if tuple(tensor.shape) != shape:
+        raise BadModelFileError(f"{name} has shape {list(tensor.shape)}, its config says {list(shape)}: files do not match")
+    take(tensor)
+
+
+def _tie(model: nn.Module, target: str, takers: dict[str, Taker], tensor: RawTensor) -> None:
+    """The target shares the source's numbers: the very tensor where its method can, else a form of its own."""
+    method = model.get_submodule(target.removesuffix(".weight")).method
+    if not method.tie(model.get_parameter(model.tied[target])):
+        _take(target, takers[target], tensor)
+
+
+def _takers(model: nn.Module, dtype: torch.dtype) -> dict[str, Taker]:
+    """Every tensor the model wants, by its name in a Hugging Face checkpoint."""
+    parts: dict[str, dict[int, str]] = {}  # fused module's name -> shard -> checkpoint's name
+    for name, (fused, shard_idx) in model.shards.items():
+        parts.setdefault(fused, {})[shard_idx] = name
+    takers: dict[str, Taker] = {}
+    for path, module in model.named_modules():
+        parent, _, own_name = path.rpartition(".")
+        if isinstance(module, Linear):
+            for shard_idx, size in enumerate(module.shard_sizes):
+                shard_name = parts.get(own_name, {}).get(shard_idx, own_name)
+                full = f"{parent}.{shard_name}" if parent else shard_name
+                takers[f"{full}.weight"] = (size, module.in_features), _weight_taker(module, shard_idx)
+                if module.bias is not None:
+                    takers[f"{full}.bias"] = (size,), _bias_taker(module, shard_idx, dtype)
+        else:
+            for name, parameter in module.named_parameters(recurse=False):
+                takers[f"{path}.{name}"] = tuple(parameter.shape), _parameter_taker(module, name, dtype)
+    return takers
+
+
+def _weight_taker(module: Linear, shard_idx: int) -> Callable[[RawTensor], None]:
+    return lambda tensor: module.method.load(shard_idx, tensor)
+
+
+def _bias_taker(module: Linear, shard_idx: int, dtype: torch.dtype) -> Callable[[RawTensor], None]:
+    def take(tensor: RawTensor) -> None:
+        if module.bias.is_meta:
+            module.bias = nn.Parameter(torch.empty(module.bias.shape, dtype=dtype), requires_grad=False)
+        start = sum(module.shard_sizes[:shard_idx])
+        module.bias[start : start + module.shard_sizes[shard_idx]] = tensor.dense(dtype)
+
+    return take
+
+
+def _parameter_taker(module: nn.Module, name: str, dtype: torch.dtype) -> Callable[[RawTensor], None]:
+    def take(tensor: RawTensor) -> None:
+        setattr(module, name, nn.Parameter(tensor.dense(dtype), requires_grad=False))
+
+    return take
+
+
+# -- where tensors come from -------------------------------------------------------------------------------------------
+
+
+def checkpoint_tensors(files: ModelFiles, hf_config: dict[str, Any]) -> Iterator[tuple[str, RawTensor]]:
+    return _from_gguf(files, hf_config) if files.kind == "gguf" else _from_safetensors(files)
+
+
+def _from_gguf(files: ModelFiles, hf_config: dict[str, Any]) -> Iterator[tuple[str, RawTensor]]:
+    heads = {"q_proj": hf_config["num_attention_heads"], "k_proj": hf_config["num_key_value_heads"]}
+    with GGUFFile(files.path) as gguf:
+        permutes = gguf_architecture(gguf).permutes_qk
+        for tensor in gguf.tensors.values():
+            name = gguf_name_to_hf(tensor.name, gguf.metadata["general.architecture"])
+            if name is None:
+                continue
+            raw = _bytes(gguf.data(tensor))
+            num_heads = heads.get(name.split(".")[-2])
+            if permutes and num_heads:
+                order = torch.tensor(unpermute_rows(tensor.shape[0], num_heads))
+                raw = raw.view(tensor.shape[0], -1)[order].flatten()
+            yield name, RawTensor(tensor.type_name, raw, tensor.shape)
+            del raw
+            gguf.forget(tensor)
+
+
+def _from_safetensors(files: ModelFiles) -> Iterator[tuple[str, RawTensor]]:
+    with SafetensorsFolder(files.path) as checkpoint:
+        for tensor in checkpoint.tensors.values():
+            if tensor.name.endswith("rotary_emb.inv_freq"):
+                continue  # derived; old checkpoints hold it
+            if tensor.dtype not in ("F32", "F16", "BF16"):
+                raise UnsupportedModelError(f"{tensor.name} has type {tensor.dtype}, which is not supported yet")
+            yield tensor.name, RawTensor(tensor.dtype, _bytes(checkpoint.data(tensor)), tensor.shape)
+            checkpoint.forget(tensor)
+
+
+def dummy_tensors(model: nn.Module, seed: int) -> Iterator[tuple[str, RawTensor]]:
+    """Random normal weights for every taker; vectors (norms, biases) around one, so that signals survive."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, shape in wanted_shapes(model).items():
+        if name not in model.tied:
+            values = torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, DUMMY_STD, generator=generator)
+            values += len(shape) == 1
+            yield name, RawTensor("BF16", values.flatten().view(torch.uint8), shape)
+
+
+def _bytes(view: memoryview) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mapping is read-only and nobody writes to it
+        return torch.frombuffer(view, dtype=torch.uint8)

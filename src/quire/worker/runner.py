@@ -1,0 +1,141 @@
+"""Runs a step: from a plan to the model's inputs, through the model, to chosen tokens.
+
+Called by the worker. Two halves, `forward` and `sample`, because some inputs of sampling arrive late. Knows rows and tensors;
+not requests, not why a step looks as it does.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quire.kv.specs import KVLayout
+from quire.ops.ref.attention import AttentionTables
+from quire.sampling.logprobs import TokenLogprobs as LogprobColumns
+from quire.sampling.logprobs import token_logprobs
+from quire.sampling.sampler import sample
+from quire.step import StepPlan, StepResult, TokenLogprobs
+from quire.worker.batch import Batch
+
+
+@dataclass
+class _Launched:
+    """What `sample` needs of a forward pass."""
+
+    plan: StepPlan
+    hidden_TD: Tensor
+    query_starts: np.ndarray
+
+
+class Runner:
+    def __init__(self, model: nn.Module, layout: KVLayout, num_rows: int, max_len: int, vocab_size: int) -> None:
+        self.model = model
+        self.groups = layout.groups
+        self.batch = Batch(num_rows, max_len, layout.groups, vocab_size)
+        self.launched: _Launched | None = None
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> None:
+        batch = self.batch
+        batch.update(plan)
+        if not plan.rows:  # empty steps are legal
+            self.launched = _Launched(plan, torch.empty(0, 0), np.zeros(1, np.int32))
+            return
+        rows, starts, counts = np.array(plan.rows), np.array(plan.starts), np.array(plan.num_tokens)
+        query_starts = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(counts, out=query_starts[1:])
+        if query_starts[-1] == len(rows):  # one token each
+            token_rows, positions = rows, starts
+        else:
+            idx = np.repeat(np.arange(len(rows)), counts)
+            token_rows = rows[idx]
+            positions = np.arange(query_starts[-1]) - query_starts[idx] + starts[idx]
+        self._fill_context(rows, starts + counts, query_starts, token_rows, positions, int(counts.max()))
+        token_ids = torch.from_numpy(batch.tokens[token_rows, positions])
+        hidden_TD = self.model(token_ids, torch.from_numpy(positions))
+        self.launched = _Launched(plan, hidden_TD, query_starts)
+
+    def _fill_context(
+        self, rows: np.ndarray, context_lens: np.ndarray, query_starts: np.ndarray, token_rows: np.ndarray,
+        positions: np.ndarray, max_query_len: int,
+    ) -> None:  # fmt: skip
+        """Where each group's layers find and put this step's tokens."""
+        context, max_context_len = self.model.context, int(context_lens.max())
+        context.tables.clear()
+        context.slots_T.clear()
+        starts_tensor = torch.from_numpy(query_starts)
+        lens_tensor = torch.from_numpy(context_lens.astype(np.int32))
+        for group, table in zip(self.groups, self.batch.tables):
+            size = group.block_size
+            blocks = table[token_rows, positions // size].astype(np.int64)
+            context.slots_T.append(torch.from_numpy(blocks * size + positions % size))
+            used = np.ascontiguousarray(table[rows, : -(-max_context_len // size)])
+            context.tables.append(
+                AttentionTables(starts_tensor, lens_tensor, torch.from_numpy(used), size, max_query_len, max_context_len)
+            )
+
+    @torch.inference_mode()
+    def sample(self) -> StepResult:
+        """Tokens for the rows of the last forward that ask for one."""
+        launched, self.launched = self.launched, None
+        plan, batch = launched.plan, self.batch
+        result = StepResult(plan.step_id, [[] for _ in plan.rows])
+        self._prompt_logprobs(launched, result)
+        which = np.flatnonzero(np.array(plan.samples, bool))
+        if not len(which):
+            return result
+        logits_RV = self.model.logits(launched.hidden_TD[torch.from_numpy(launched.query_starts[which + 1].astype(np.int64) - 1)])
+        rows = np.array(plan.rows)[which]
+        positions = (np.array(plan.starts) + np.array(plan.num_tokens))[which]  # where the new tokens go
+        chosen = sample(
+            logits_RV, rows.tolist(), batch.sampling, batch.tokens_tensor, batch.lengths_tensor, torch.from_numpy(positions)
+        )
+        token_ids = chosen.token_ids.numpy()
+        batch.append(rows, token_ids, positions)
+        for idx, token_id in zip(which.tolist(), token_ids.tolist()):
+            result.token_ids[idx] = [token_id]
+        if chosen.logprobs is not None:
+            places = [int(which[place]) for place in chosen.logprobs.places]
+            ids = [result.token_ids[idx][0] for idx in places]
+            for idx, entry in zip(places, _entries(ids, chosen.logprobs.tokens, chosen.logprobs.num_top)):
+                result.logprobs[idx] = [entry]
+        return result
+
+    def _prompt_logprobs(self, launched: _Launched, result: StepResult) -> None:
+        """For rows that want them: how likely each prompt token was, given those before it."""
+        plan, batch = launched.plan, self.batch
+        if not batch.prompt_logprobs:
+            return
+        for idx, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.num_tokens)):
+            wanted, delivered = batch.prompt_logprobs.get(row, (None, 0))
+            # Token p is predicted by the hidden state of p - 1; the first has no prediction.
+            first = max(start + 1, delivered + 1)
+            last = min(start + count, int(batch.prompt_lens[row]) - 1)
+            if wanted is None or first > last:
+                continue
+            offset = int(launched.query_starts[idx]) - start
+            hidden = launched.hidden_TD[offset + first - 1 : offset + last]
+            targets = batch.tokens_tensor[row, first : last + 1].long()
+            result.prompt_logprobs[idx] = _logprobs(self.model, hidden, targets, wanted)
+
+
+PROMPT_LOGPROBS_AT_ONCE = 64  # positions: bounds the logits held at a time
+
+
+def _logprobs(model: nn.Module, hidden_TD: Tensor, targets_T: Tensor, k: int) -> list[TokenLogprobs]:
+    found: list[TokenLogprobs] = []
+    for start in range(0, hidden_TD.shape[0], PROMPT_LOGPROBS_AT_ONCE):
+        end = start + PROMPT_LOGPROBS_AT_ONCE
+        targets = targets_T[start:end]
+        columns = token_logprobs(model.logits(hidden_TD[start:end]), targets, k)
+        found += _entries(targets.tolist(), columns, [k] * len(targets))
+    return found
+
+
+def _entries(token_ids: list[int], columns: LogprobColumns, num_top: list[int]) -> list[TokenLogprobs]:
+    lists = (column.tolist() for column in columns)
+    return [
+        TokenLogprobs(token_id, logprob, rank, top_ids[:k], top_logprobs[:k])
+        for token_id, k, logprob, rank, top_ids, top_logprobs in zip(token_ids, num_top, *lists)
+    ]

@@ -1,0 +1,238 @@
+"""Paged attention, torch twin and compiled kernel, against a dense float64 softmax written here from the definition.
+
+Unused blocks, unused slots and the output are poisoned with NaN, and block tables are scrambled: whatever is read or left
+out by mistake shows.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire.ops.cpu import attention as native
+from quire.ops.ref import attention as twin
+from quire.ops.ref.attention import AttentionTables
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: tuple[tuple[int, int], ...]  # (queries of this step, tokens already cached before it)
+    num_kv_heads: int = 2
+    group: int = 3
+    head_size: int = 32
+    block_size: int = 16
+    window: int = 0
+    num_sink_tokens: int = 0
+    learned_sinks: bool = False
+    softcap: float = 0.0
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass
+class World:
+    """All keys and values of some requests, and the queries of their last tokens."""
+
+    case: Case
+    keys: list[Tensor]
+    values: list[Tensor]
+    queries: list[Tensor]
+    sinks: Tensor | None
+
+    @staticmethod
+    def of(case: Case, seed: int = 0) -> "World":
+        random = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=random).to(case.dtype)
+
+        D, K = case.head_size, case.num_kv_heads
+        lens = [n + before for n, before in case.rows]
+        sinks = torch.randn(K * case.group, generator=random) if case.learned_sinks else None
+        return World(
+            case=case,
+            keys=[normal(n, K, D) for n in lens],
+            values=[normal(n, K, D) for n in lens],
+            queries=[2 * normal(n, K * case.group, D) for n, _ in case.rows],
+            sinks=sinks,
+        )
+
+    @property
+    def options(self) -> dict:
+        case = self.case
+        return dict(
+            scale=case.head_size**-0.5,
+            window=case.window,
+            num_sink_tokens=case.num_sink_tokens,
+            softcap=case.softcap,
+            sinks_H=self.sinks,
+        )
+
+    def expected(self) -> Tensor:
+        return torch.cat([self._dense(*row) for row in zip(self.queries, self.keys, self.values, strict=True)])
+
+    def _dense(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        case, n = self.case, len(k)
+        k, v = (x.double().repeat_interleave(case.group, 1) for x in (k, v))
+        s = torch.einsum("qhd,khd->hqk", q.double(), k) / math.sqrt(case.head_size)
+        if case.softcap:
+            s = case.softcap * torch.tanh(s / case.softcap)
+        query_pos, key_pos = torch.arange(n - len(q), n)[:, None], torch.arange(n)[None]
+        hidden = key_pos > query_pos
+        if case.window:
+            hidden |= (key_pos <= query_pos - case.window) & (key_pos >= case.num_sink_tokens)
+        weights = s.masked_fill(hidden, -math.inf).exp()
+        total = weights.sum(-1, keepdim=True)
+        if self.sinks is not None:
+            total = total + self.sinks.double().exp()[:, None, None]
+        return torch.einsum("hqk,khd->qhd", weights / total, v)
+
+
+def paged(ops: ModuleType, world: World, seed: int = 1) -> Tensor:
+    """The same attention through a scrambled, poisoned, paged cache."""
+    case, size = world.case, world.case.block_size
+    random = torch.Generator().manual_seed(seed)
+    num_blocks = [-(-len(k) // size) for k in world.keys]
+    pool = torch.randperm(sum(num_blocks) + 3, generator=random).int()
+    cache = torch.full((len(pool), 2, size, case.num_kv_heads, case.head_size), math.nan, dtype=case.dtype)
+    table = torch.full((len(num_blocks), max(num_blocks) + 1), -1, dtype=torch.int32)
+    taken = 0
+    for row, (k, v, (n, before)) in enumerate(zip(world.keys, world.values, case.rows, strict=True)):
+        table[row, : num_blocks[row]] = pool[taken : taken + num_blocks[row]]
+        taken += num_blocks[row]
+        pos = torch.arange(n + before)
+        ops.write_kv(cache, k, v, table[row, pos // size].long() * size + pos % size)
+        if case.window:  # blocks nobody sees any more went back to the pool
+            first_seen, kept = max(0, before - case.window + 1) // size, -(-case.num_sink_tokens // size)
+            for logical in range(kept, first_seen):
+                cache[table[row, logical]] = math.nan
+                table[row, logical] = -1
+    starts = torch.tensor([0, *(n for n, _ in case.rows)]).cumsum(0).int()
+    lens = torch.tensor([len(k) for k in world.keys]).int()
+    tables = AttentionTables(starts, lens, table, size, max(n for n, _ in case.rows), int(lens.max()))
+    q = torch.cat(world.queries)
+    # As a view of a fused row, the way the layers hand it over.
+    fused = torch.cat((q.flatten(1), torch.full((len(q), 48), math.nan, dtype=case.dtype)), 1)
+    q = fused[:, : q[0].numel()].view(q.shape)
+    out = torch.full(q.shape, math.nan, dtype=case.dtype)
+    return ops.paged_attention(q, cache, tables, **world.options, out=out)
+
+
+def test_the_compiled_kernel_is_what_these_tests_run() -> None:
+    assert native.supported(torch.float32, 64, 16) and native.supported(torch.bfloat16, 128, 32)
+    assert not native.supported(torch.float16, 64, 16) and not native.supported(torch.float32, 64, 8)
+
+
+rows = st.lists(st.tuples(st.integers(1, 70), st.sampled_from([0, 1, 15, 16, 17, 63, 64, 100, 300])), min_size=1, max_size=5)
+cases = st.builds(
+    Case,
+    rows=rows.map(tuple),
+    num_kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 7, 8]),
+    head_size=st.sampled_from([32, 48, 64, 80, 128, 256]),
+    block_size=st.sampled_from([16, 32, 48]),
+    window=st.sampled_from([0, 0, 1, 5, 16, 40, 129]),
+    num_sink_tokens=st.sampled_from([0, 3, 16, 20]),
+    learned_sinks=st.booleans(),
+    softcap=st.sampled_from([0.0, 0.0, 3.0, 30.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+
+
+@pytest.mark.parametrize("ops", [twin, native], ids=["twin", "native"])
+@settings(max_examples=60, deadline=None)
+@given(case=cases, seed=st.integers(0, 99))
+def test_any_mix_of_rows_equals_dense_attention(ops: ModuleType, case: Case, seed: int) -> None:
+    world = World.of(case, seed)
+    torch.testing.assert_close(
+        paged(ops, world).double(), world.expected(), rtol=0, atol=TOLERANCE[case.dtype], check_dtype=False
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(block_size=st.integers(1, 9), head_size=st.integers(1, 9), seed=st.integers(0, 99))
+def test_the_twin_takes_any_block_and_head_size_and_float64(block_size: int, head_size: int, seed: int) -> None:
+    case = Case(((3, 11), (1, 4), (9, 0)), head_size=head_size, block_size=block_size, dtype=torch.float64)
+    world = World.of(case, seed)
+    torch.testing.assert_close(paged(twin, world), world.expected(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [((1, 2999),), ((700, 0),), ((1, 200),) * 20 + ((600, 100),), ((40, 1500), (1, 900))])
+def test_long_contexts_are_split_and_tiled_right(rows: tuple, dtype: torch.dtype) -> None:
+    world = World.of(Case(rows, num_kv_heads=3, head_size=64, dtype=dtype))
+    for ops in (twin, native):
+        torch.testing.assert_close(
+            paged(ops, world).double(), world.expected(), rtol=0, atol=TOLERANCE[dtype], check_dtype=False
+        )
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 50, "num_sink_tokens": 4}, {"softcap": 20.0, "learned_sinks": True}])
+@pytest.mark.parametrize("chunk", [1, 7, 16, 333])
+def test_chunks_and_company_do_not_change_a_bit_in_float32(options: dict, chunk: int) -> None:
+    case = Case(((640, 0),), num_kv_heads=3, head_size=64, **options)
+    whole = World.of(case)
+    alone = paged(native, whole)
+    start = 640 - 3 * chunk if chunk < 100 else 0  # the last three chunks, each a row of its own beside the others
+    spans = [(begin, min(640, begin + chunk)) for begin in range(start, 640, chunk)]
+    together = replace(
+        whole,
+        case=replace(case, rows=tuple((end - begin, begin) for begin, end in spans)),
+        keys=[whole.keys[0][:end] for _, end in spans],
+        values=[whole.values[0][:end] for _, end in spans],
+        queries=[whole.queries[0][begin:end] for begin, end in spans],
+    )
+    assert torch.equal(paged(native, together), alone[start:])
+
+
+def test_thread_count_does_not_change_a_bit_in_float32() -> None:
+    world = World.of(Case(((1, 1500), (20, 700)), num_kv_heads=1, head_size=64))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = paged(native, world)
+        torch.set_num_threads(4)
+        assert torch.equal(paged(native, world), one)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("ops", [twin, native], ids=["twin", "native"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_negative_slot_is_not_written(ops: ModuleType, dtype: torch.dtype) -> None:
+    cache = torch.zeros(2, 2, 16, 1, 32, dtype=dtype)
+    k = torch.ones(3, 1, 32, dtype=dtype)
+    ops.write_kv(cache, k, k, torch.tensor([-1, 17, -5]))
+    assert cache[0].count_nonzero() == 0 and cache[1].count_nonzero() == 64
+
+
+@pytest.mark.parametrize("ops", [twin, native], ids=["twin", "native"])
+def test_rows_without_queries_and_padding_tokens_are_left_alone(ops: ModuleType) -> None:
+    cache = torch.ones(2, 2, 16, 1, 32)
+    tables = AttentionTables(
+        torch.tensor([0, 0, 1, 1]).int(), torch.tensor([0, 5, 9]).int(), torch.tensor([[-1], [1], [-1]]).int(), 16, 1, 9
+    )
+    out = torch.full((3, 2, 32), 7.0)
+    ops.paged_attention(torch.ones(3, 2, 32), cache, tables, scale=1.0, out=out)
+    torch.testing.assert_close(out[0], torch.ones(2, 32))
+    assert (out[1:] == 7).all()
+
+
+def test_offsets_beyond_two_gigabytes_are_reached() -> None:
+    """The pool is virtual memory: only the touched pages exist."""
+    num_blocks = 40_000  # of 64 KiB: 2.4 GiB
+    cache = torch.empty(num_blocks, 2, 16, 8, 256, dtype=torch.uint8).view(torch.bfloat16)
+    cache = torch.empty(0, dtype=torch.bfloat16).set_(cache.untyped_storage(), 0, (num_blocks // 2, 2, 16, 8, 256))
+    k = torch.randn(1, 8, 256).bfloat16()
+    last = num_blocks // 2 - 1
+    tables = AttentionTables(
+        torch.tensor([0, 1]).int(), torch.tensor([1]).int(), torch.tensor([[last]]).int(), 16, 1, 1
+    )
+    native.write_kv(cache, k, k, torch.tensor([last * 16]))
+    assert torch.equal(native.paged_attention(k, cache, tables, scale=1.0), k)

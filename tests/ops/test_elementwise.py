@@ -1,0 +1,140 @@
+"""Norm, activation and rotary kernels against transformers' own modules, and the compiled ones against their twins."""
+
+import math
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as apply_interleaved
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from quire.ops.cpu import attention as native_attention
+from quire.ops.cpu import elementwise as native
+from quire.ops.ref import attention as twin_attention
+from quire.ops.ref import elementwise as twin
+from quire.ops.ref.attention import AttentionTables
+
+both = pytest.mark.parametrize("ops", [twin, native], ids=["twin", "native"])
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal up to a rounding of the last place: a sum in another order may tip one."""
+    tolerance = 2**-7 if actual.dtype == torch.bfloat16 else 2e-6
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance / 10)
+
+
+def test_the_compiled_kernels_are_what_these_tests_run() -> None:
+    assert native.supported(torch.float32) and native.supported(torch.bfloat16) and not native.supported(torch.float16)
+
+
+@both
+@settings(max_examples=25, deadline=None)
+@given(T=st.integers(1, 90), D=st.sampled_from([1, 15, 16, 64, 576, 1000]), dtype=dtypes, add=st.booleans())
+def test_rms_norm_is_llamas(ops: ModuleType, T: int, D: int, dtype: torch.dtype, add: bool) -> None:
+    torch.manual_seed(T * D)
+    x, residual = torch.randn(T, D + 3).to(dtype)[:, :D], torch.randn(T, D).to(dtype)
+    norm = LlamaRMSNorm(D, eps=1e-5)
+    norm.weight.data = torch.randn(D).to(dtype)
+    kept = (x.clone(), residual.clone())
+    normed, total = ops.rms_norm(x, norm.weight.data, 1e-5, residual if add else None)
+    stream = x + residual if add else x
+    assert torch.equal(total, stream)
+    close(normed, norm(stream).detach())
+    assert torch.equal(x, kept[0]) and torch.equal(residual, kept[1])
+
+
+@both
+@settings(max_examples=25, deadline=None)
+@given(T=st.integers(1, 60), F=st.sampled_from([1, 17, 64, 1536]), dtype=dtypes)
+def test_silu_mul_gates_the_second_half(ops: ModuleType, T: int, F: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(T * F)
+    x = (4 * torch.randn(T, 2 * F)).to(dtype)
+    close(ops.silu_mul(x), torch.nn.functional.silu(x[:, :F]) * x[:, F:])
+
+
+def test_silu_of_extreme_values_stays_finite() -> None:
+    x = torch.tensor([[-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4, -0.0] * 4])
+    out = native.silu_mul(torch.cat((x, torch.ones_like(x)), 1))
+    torch.testing.assert_close(out, torch.nn.functional.silu(x), rtol=1e-6, atol=1e-30)
+
+
+def fused_qkv(T: int, H: int, K: int, D: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """q, k and v as views of one projection's output."""
+    qkv = torch.randn(T, (H + 2 * K) * D).to(dtype)
+    return tuple(x.unflatten(1, (-1, D)) for x in qkv.split((H * D, K * D, K * D), 1))
+
+
+def angles(rot_dim: int, num_positions: int = 200) -> torch.Tensor:
+    frequencies = 10000.0 ** -(torch.arange(0, rot_dim, 2) / rot_dim)
+    return torch.outer(torch.arange(num_positions).float(), frequencies)
+
+
+@both
+@settings(max_examples=40, deadline=None)
+@given(
+    T=st.integers(1, 40),
+    D=st.sampled_from([16, 64, 80, 128]),
+    part=st.sampled_from([1, 0.5]),
+    interleaved=st.booleans(),
+    dtype=dtypes,
+)
+def test_rope_is_transformers(
+    ops: ModuleType, T: int, D: int, part: float, interleaved: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(T * D)
+    q, k, v = fused_qkv(T, 6, 2, D, dtype)
+    before = [x.clone() for x in (q, k, v)]
+    rot_dim, positions = int(D * part), torch.randint(0, 200, (T,))
+    angle = angles(rot_dim)
+    ops.rope(q, k, torch.cat((angle.cos(), angle.sin()), 1), positions, interleaved)
+    angle = angle[positions]
+    # Transformers in float32: ours rounds once, at the end.
+    apply, wide = (
+        (apply_interleaved, angle.repeat_interleave(2, 1)) if interleaved else (apply_rotary_pos_emb, angle.repeat(1, 2))
+    )
+    rotated = apply(before[0][..., :rot_dim].float(), before[1][..., :rot_dim].float(), wide.cos(), wide.sin())
+    for x, was, expected in zip((q, k), before, rotated, strict=False):
+        close(x[..., :rot_dim], expected.to(dtype))
+        assert torch.equal(x[..., rot_dim:], was[..., rot_dim:])
+    assert torch.equal(v, before[2])
+
+
+@settings(max_examples=20, deadline=None)
+@given(T=st.integers(1, 50), D=st.sampled_from([32, 64, 80]), block_size=st.sampled_from([16, 32]), dtype=dtypes)
+def test_rope_and_write_is_rope_then_write(T: int, D: int, block_size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(T * D)
+    angle = angles(D)
+    cos_sin, positions = torch.cat((angle.cos(), angle.sin()), 1), torch.arange(T)
+    slots = block_size + positions
+    slots[torch.rand(T) < 0.1] = -1
+    fused, apart = fused_qkv(T, 6, 2, D, dtype), []
+    copies = [x.clone() for x in fused]
+    caches = [torch.full((6, 2, block_size, 2, D), math.nan, dtype=dtype) for _ in range(2)]
+    native.rope_and_write(*fused, cos_sin, positions, caches[0], slots)
+    native.rope(*copies[:2], cos_sin, positions)
+    native_attention.write_kv(caches[1], *copies[1:], slots)
+    assert all(torch.equal(a, b) for a, b in zip(fused, copies, strict=True))
+    assert torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_of_native_kernels_gives_what_a_layer_of_twins_gives(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    T, D, size = 37, 64, 16
+    angle = angles(D)
+    cos_sin, positions = torch.cat((angle.cos(), angle.sin()), 1), torch.arange(T)
+    tables = AttentionTables(
+        torch.tensor([0, T]).int(), torch.tensor([T]).int(), torch.tensor([[3, 0, 2]]).int(), size, T, T
+    )
+    slots = tables.block_table[0, positions // size].long() * size + positions % size
+    qkv = fused_qkv(T, 6, 2, D, dtype)
+    out = []
+    for ops, attention in ((twin, twin_attention), (native, native_attention)):
+        q, k, v = (x.clone() for x in qkv)
+        cache = torch.full((4, 2, size, 2, D), math.nan, dtype=dtype)
+        ops.rope_and_write(q, k, v, cos_sin, positions, cache, slots)
+        out.append(attention.paged_attention(q, cache, tables, scale=D**-0.5))
+    torch.testing.assert_close(out[0], out[1], rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 2e-6)

@@ -1,0 +1,146 @@
+"""The rules of docs/architecture.md that a reader relies on, checked against the source."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "quire"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+BASE = {"config", "params", "outputs", "messages", "step", "errors", "env", "utils", "registry", "metrics", "kv.specs", "checkpoint"}
+MAY_IMPORT = {
+    "api": {"frontend", "api"},
+    "frontend": {"frontend"},
+    "core": {"core", "kv", "executor.base"},
+    "kv": {"kv"},
+    "executor": {"executor"},
+    "worker": {"worker", "models", "layers", "quant", "sampling", "ops", "kv.groups"},
+    "models": {"layers"},
+    "layers": {"layers", "ops", "quant.base"},
+    "quant": {"quant", "ops"},
+    "sampling": {"sampling", "ops"},
+    "ops": {"ops"},
+    # the base: each stands on less than itself
+    "config": {"config", "errors"},
+    "params": {"errors"},
+    "outputs": set(),
+    "messages": {"params", "step"},
+    "step": {"params"},
+    "errors": set(),
+    "env": set(),
+    "utils": {"utils", "errors", "env"},
+    "registry": {"errors"},
+    "checkpoint": {"checkpoint", "errors", "env", "utils"},
+    "metrics": {"metrics"},
+    "__init__": {"api", "config", "outputs", "params"},
+    "__main__": {"api"},
+}
+DECIDES = {"api", "frontend", "core", "kv", "executor", "checkpoint", "config", "params", "outputs", "messages", "step", "errors", "env", "utils", "registry"}
+
+
+def room(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found += [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "quire" else [node.module]
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_go_one_way(path):
+    own = room(path)
+    allowed = MAY_IMPORT[own] | (BASE if own not in BASE - {"kv.specs"} else set())
+    for name in imports(path):
+        if name.startswith("quire."):
+            target = name.removeprefix("quire.")
+            fits = any(target == rule or target.startswith(rule + ".") for rule in allowed)
+            assert fits or target in ("__version__", "env"), f"{path.relative_to(SOURCE)} must not import {name}"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if room(p) in DECIDES], ids=lambda p: str(p.relative_to(SOURCE)))
+def test_the_deciding_tower_never_imports_torch(path):
+    assert not {n.split(".")[0] for n in imports(path)} & {"torch", "triton", "numpy", "transformers"}
+
+
+def test_a_chat_is_rendered_and_tokenized_without_torch():
+    program = (
+        "import sys; from quire.config import EngineConfig; from quire.frontend.model import Model\n"
+        "from quire.frontend.chat import encode_chat; from quire.frontend.inputs import InputProcessor\n"
+        "from quire.params import SamplingParams\n"
+        "m = Model.open(EngineConfig.from_kwargs(model='smollm2'))\n"
+        "ids = encode_chat(m.tokenizer, m.template, [{'role': 'user', 'content': 'Hello'}])\n"
+        "InputProcessor(m).request('r', ids, SamplingParams())\n"
+        "assert ids and 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def test_the_environment_is_read_only_in_env():
+    for path in FILES:
+        if path != SOURCE / "env.py":
+            assert not re.search(r"os\.environ|os\.getenv", path.read_text()), path
+
+
+def test_no_model_is_named_outside_its_file():
+    names = {p.stem for p in (SOURCE / "models").glob("*.py")} - {"__init__"}
+    for path in FILES:
+        if room(path) in {"core", "kv", "executor", "worker", "layers", "quant", "ops"}:
+            words = set(re.findall(r"[a-z]+\d*", path.read_text().lower()))
+            code = {w.lower() for n in ast.walk(ast.parse(path.read_text())) for w in re.findall(r"\w+", getattr(n, "id", "") or "")}
+            assert not names & code, f"{path}: names a model"
+            if room(path) in {"core", "kv", "executor"}:
+                assert not names & words, f"{path}: names a model"
+
+
+def test_triton_code_lives_in_ops():
+    for path in FILES:
+        if room(path) != "ops":
+            assert "triton.jit" not in path.read_text(), path
+
+
+def test_no_pickle_eval_or_exec():
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        assert not {n.split(".")[0] for n in imports(path)} & {"pickle", "dill", "cloudpickle", "marshal", "shelve"}, path
+        calls = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+        assert not calls & {"eval", "exec"}, path
+
+
+def test_no_check_of_input_is_an_assert():
+    for path in FILES:
+        assert not any(isinstance(n, ast.Assert) for n in ast.walk(ast.parse(path.read_text()))), path
+
+
+def test_every_module_says_what_it_is():
+    for path in FILES:
+        text = path.read_text()
+        if text.strip():
+            assert ast.get_docstring(ast.parse(text)), path
+
+
+def test_model_files_open_with_their_architectures_and_a_tiny_config():
+    from quire.registry import literals, names
+
+    for name in names("quire.models"):
+        assert literals("quire.models", "ARCHITECTURES")[name]
+        assert literals("quire.models", "TINY")[name]["architectures"][0] in literals("quire.models", "ARCHITECTURES")[name]
+
+
+def test_public_names_are_these():
+    import quire
+
+    assert quire.__all__ == ["CompletionOutput", "EngineConfig", "LLM", "RequestOutput", "SamplingParams", "__version__"]
+    for name in quire.__all__:
+        assert getattr(quire, name)
