@@ -31,9 +31,9 @@ SENTENCES = [
     "a  b   c    d\te\t\tf",
     "\u00a0nbsp\u2003em\u3000ideographic",
     "def f(x):\n    return [i ** 2 for i in range(x) if i % 3 == 0]  # squares\n",
-    "#include <stdio.h>\nint main(void) { printf(\"%d\\n\", 0x1F << 3); return 0; }",
+    '#include <stdio.h>\nint main(void) { printf("%d\\n", 0x1F << 3); return 0; }',
     "SELECT a.*, COUNT(*) FROM t AS a WHERE x<>'y' GROUP BY 1;",
-    "{\"key\": [1, 2.5, null, true], \"s\": \"\\u00e9\\n\"}",
+    '{"key": [1, 2.5, null, true], "s": "\\u00e9\\n"}',
     "https://example.org/a/b?c=d&e=%20f#g user@example.org ~/path/to/file.tar.gz C:\\Temp\\x",
     "---=== *** ``` ''' \"\"\" ...... !!!!!! ?????? <<<>>> ||&& ::-> =>",
     "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
@@ -54,7 +54,9 @@ _ALPHABETS = [
 def texts(seed: int = 0, num_random: int = 300) -> list[str]:
     """The sentences, neighbours glued together, and random mixtures."""
     source = random.Random(seed)
-    glued = [left + source.choice(["", " ", "\n"]) + right for left, right in zip(SENTENCES, SENTENCES[1:], strict=False)]
+    glued = [
+        left + source.choice(["", " ", "\n"]) + right for left, right in zip(SENTENCES, SENTENCES[1:], strict=False)
+    ]
     mixtures = []
     for _ in range(num_random):
         alphabet = "".join(source.sample(_ALPHABETS, source.randint(1, 3)))

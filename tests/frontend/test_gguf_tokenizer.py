@@ -8,8 +8,8 @@ from quire.frontend import gguf_tokenizer
 from quire.frontend.tokenizer import Tokenizer
 
 CLAIMED = [
-    "command-r", "deepseek-coder", "deepseek-llm", "falcon", "gemma-4", "gpt-2", "llama-bpe", "llama-spm", "mpt", "phi-3",
-    "qwen2", "qwen35", "refact", "starcoder",
+    "command-r", "deepseek-coder", "deepseek-llm", "falcon", "gemma-4", "gpt-2", "llama-bpe", "llama-spm", "mpt",
+    "phi-3", "qwen2", "qwen35", "refact", "starcoder",
 ]  # fmt: skip
 CONTROL = gguf_tokenizer.CONTROL
 USER_DEFINED = gguf_tokenizer.USER_DEFINED
@@ -50,6 +50,12 @@ def test_bos_is_added_as_the_file_says(vocab_dir: Path) -> None:
     assert first_ids("gpt-2") == [5303]  # "hi" itself
 
 
+def test_phi_3_swallows_the_line_end_after_its_special_tokens(vocab_dir: Path) -> None:
+    phi = Tokenizer.from_path(vocab_dir / "ggml-vocab-phi-3.gguf")
+    assert phi.encode("<|user|>\nhi<|end|>\n") == phi.encode("<|user|>hi<|end|>")
+    assert phi.encode("<s>\nhi") != phi.encode("<s>hi")
+
+
 def metadata(**changes: object) -> dict[str, object]:
     """A byte-level vocabulary of ten tokens."""
     tokens = ["a", "b", "c", "ab", "Ġ", "<s>", "</s>", "<tool>", "Ċ", "<|eot_id|>"]
@@ -86,7 +92,7 @@ def test_tokens_that_end_a_turn_are_found_beside_eos() -> None:
         ({"model": None}, "no tokenizer"),
         ({"tokens": []}, "empty"),
         ({"tokens": ["a"] * 10}, "twice"),
-        ({"tokens": 7}, "not a list"),
+        ({"tokens": 7}, "tokens does not hold"),
         ({"token_type": [1]}, "token types"),
         ({"merges": ["a z"]}, "damaged"),
         ({"merges": ["ab"]}, "damaged"),

@@ -57,7 +57,11 @@ def test_only_what_can_still_become_a_stop_string_is_held_back(text: str, stops:
         if stream.matched:
             return
         seen = text[: idx + 1]
-        begun = max(length for length in range(len(seen) + 1) if any(stop[:length] == seen[len(seen) - length :] for stop in stops))
+        begun = max(
+            length
+            for length in range(len(seen) + 1)
+            if any(stop[:length] == seen[len(seen) - length :] for stop in stops)
+        )
         assert shown == seen[: len(seen) - begun]
 
 

@@ -222,5 +222,10 @@ def test_a_packed_mask_forbids_the_tokens_whose_bit_is_zero(vocab_size):
 
 def test_token_ids_outside_of_the_vocabulary_change_nothing():
     logits, history = random_logits(6), random_history(6, 5)
-    given = {"logit_bias": {VOCAB: 5.0, 10**9: 1.0}, "min_tokens": 9, "stop_ids": [VOCAB + 1], "bad_word_ids": [[1, VOCAB]]}
+    given = {
+        "logit_bias": {VOCAB: 5.0, 10**9: 1.0},
+        "min_tokens": 9,
+        "stop_ids": [VOCAB + 1],
+        "bad_word_ids": [[1, VOCAB]],
+    }
     assert torch.equal(edited(logits, history, 3, **given), logits)

@@ -1,7 +1,7 @@
 """Conversations to prompts: checks messages, renders the model's chat template in a sandbox, and encodes the result.
 
-Called by the frontend for every chat request; the template is compiled once. What a message says stays text, even where it spells a
-special token: only what the template itself writes is parsed. Must not know sampling, requests or the server's protocols.
+Called by the ways in for every chat; the template is compiled once. What a message says stays text, even where it
+spells a special token: only what the template itself writes is parsed. Must not know sampling or any protocol.
 """
 
 import json
@@ -26,10 +26,11 @@ Message = Mapping[str, Any]
 # What a template finds under these names is ours to say; some are arguments of other engines' template functions.
 RESERVED_NAMES = frozenset(
     {
-        "messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
-        "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
-        "tokenizer_kwargs", "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token",
-        "raise_exception", "strftime_now", "range", "dict", "namespace", "cycler", "joiner", "lipsum", "self", "loop",
+        "messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message",
+        "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs",
+        "return_assistant_tokens_mask", "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token",
+        "mask_token", "raise_exception", "strftime_now", "range", "dict", "namespace", "cycler", "joiner", "lipsum",
+        "self", "loop",
     }
 )  # fmt: skip
 
@@ -70,12 +71,10 @@ class ChatTemplate:
         return self._render(conversation, add_generation_prompt, continue_final_message)
 
     def _render(self, conversation: "_Conversation", add_generation_prompt: bool, continue_final_message: bool) -> str:
-        if self._template is None:
-            raise RequestError("this model has no chat template: give one with --chat-template or send a plain prompt.")
         end = ""
         if continue_final_message:
             if add_generation_prompt:
-                raise RequestError("add_generation_prompt and continue_final_message exclude each other: set one of them.")
+                raise RequestError("add_generation_prompt and continue_final_message exclude each other: set one.")
             (end,) = conversation.unused_sentinels(1, self._own_sentinels)
             conversation = conversation.with_end(end)
         text = self._run(
@@ -92,13 +91,15 @@ class ChatTemplate:
         return text[: text.rindex(end)]
 
     def _run(self, **variables: Any) -> str:
+        if self._template is None:
+            raise RequestError("this model has no chat template: give one with --chat-template or send a plain prompt.")
         chunks, num_chars = [], 0
         try:
             for chunk in self._template.generate(**variables):
                 chunks.append(chunk)
                 num_chars += len(chunk)
                 if num_chars > _MAX_RENDERED_CHARS:
-                    raise RequestError(f"the chat template wrote more than {_MAX_RENDERED_CHARS} characters: send less.")
+                    raise RequestError(f"the chat template wrote over {_MAX_RENDERED_CHARS} characters: send less.")
         except RequestError:
             raise
         except _RefusedError as error:
@@ -134,17 +135,19 @@ def encode_chat(
 def _encode_marked(tokenizer: Tokenizer, spellings: re.Pattern[str], text: str, marks: Sequence[str]) -> list[int]:
     """Encodes text whose marked spellings are plain, without the marks.
 
-    The text is cut only at the template's own special tokens, so that a plain spelling is tokenized together with its surroundings.
-    Templates may cut or drop marked text; so a mark also says that no special token reaches across it.
+    The text is cut only at the template's own special tokens, so that a plain spelling is tokenized together with what
+    is around it. Templates may cut or drop marked text; so a mark also says that no special token reaches across it.
     """
     clean, mark_positions, plain_ends = _unmark(text, marks)
     ids: list[int] = []
     start = gap_start = position = 0  # of text not encoded yet, of the text after the last special token, of the search
     while True:
         match = spellings.search(clean, position)
-        if match is not None and (match.start() in plain_ends or _inside(mark_positions, *match.span())):
-            position = plain_ends.get(match.start(), match.start() + 1)
-            continue
+        if match is not None:
+            is_plain = plain_ends.get(match.start()) == match.end()
+            if is_plain or _inside(mark_positions, *match.span()):
+                position = match.end() if is_plain else match.start() + 1
+                continue
         gap_end = match.start() if match is not None else len(clean)
         if _inside(mark_positions, gap_start - 1, gap_end + 1):
             ids += tokenizer.encode(clean[start:gap_start], add_special_tokens=False)
@@ -195,13 +198,15 @@ class _Conversation:
         if not isinstance(messages, (list, tuple)) or not messages:
             raise RequestError("messages must be a list with at least one message.")
         checked_messages = [_message(idx, message) for idx, message in enumerate(messages)]
-        if tools is not None and (not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools)):
+        if not isinstance(tools or [], (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools or []):
             raise RequestError("tools must be a list of objects.")
         if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
             raise RequestError("the arguments of the chat template must be an object.")
         for name in template_kwargs or {}:
             if not isinstance(name, str) or not name.isidentifier() or name in RESERVED_NAMES:
-                raise RequestError(f"the chat template takes no argument {name!r:.80}: the name is reserved or not an identifier.")
+                raise RequestError(
+                    f"{name!r:.80} cannot be an argument of the chat template: it is reserved or no identifier."
+                )
         texts: list[str] = []
 
         def check(text: str) -> str:
@@ -269,7 +274,7 @@ def _content(idx: int, content: Any) -> str:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else part
             raise RequestError(
-                f'the content of message {idx} has a part of type {kind!r:.80}: only {{"type": "text", "text": ...}} is supported.'
+                f"message {idx} has a part of type {kind!r:.80}: only text parts with a text are supported."
             )
     return "\n".join(part["text"] for part in content)
 

@@ -1,7 +1,7 @@
 """Token ids to text, one at a time: each call gives the text that has become certain, and no character is ever split.
 
-One `Detokenizer` per choice, fed by the frontend as tokens arrive; a new one fed with the tokens already emitted is in the same
-state. Must not know requests or stop strings. The time per token does not depend on how many came before.
+One `Detokenizer` per choice, fed by the frontend as tokens arrive; a new one fed with the tokens already emitted is in
+the same state. Must not know requests or stop strings. The time per token does not depend on how many came before.
 """
 
 import codecs
@@ -22,8 +22,8 @@ codecs.register_error(_EACH_BYTE, lambda error: (_BAD * (error.end - error.start
 class Pieces:
     """Token id -> bytes, for vocabularies whose text is the tokens' bytes put together: nearly all of them.
 
-    Two families: byte-level BPE, whose tokens write bytes as printable characters, and SentencePiece, whose tokens are text with
-    ▁ for a space and <0xHH> for a byte on its own.
+    Two families: byte-level BPE, whose tokens write bytes as printable characters, and SentencePiece, whose tokens are
+    text with ▁ for a space and <0xHH> for a byte on its own.
     """
 
     def __init__(self, backend: Backend, byte_level: bool, num_stripped: int) -> None:
@@ -31,7 +31,8 @@ class Pieces:
         self._byte_level = byte_level
         self._cache: dict[int, bytes] = {}
         self.num_stripped = num_stripped  # spaces taken off the front of a text
-        # `tokenizers` writes one U+FFFD per bad byte for <0xHH> tokens, and one per bad run for byte-level text.
+        # `tokenizers` writes one U+FFFD per bad byte for <0xHH> tokens, and one per bad run for byte-level text. (It
+        # also blanks good bytes next to bad <0xHH> ones; a stream has shown those by then, so we keep them.)
         self.errors = "replace" if byte_level else _EACH_BYTE
 
     @classmethod
@@ -87,8 +88,8 @@ _BYTE_OF_CHAR = _byte_level_alphabet()
 class Detokenizer:
     """The text of one growing list of tokens.
 
-    `prompt_ids` are the tokens before the first one fed: they give no text, but a continuation keeps the leading space that
-    the beginning of a text loses. Without them the deltas add up to `Tokenizer.decode` of all tokens.
+    `prompt_ids` are the tokens before the first one fed: they give no text, but a continuation keeps the leading space
+    that the beginning of a text loses. Without them the deltas add up to `Tokenizer.decode` of all tokens.
     """
 
     def __init__(

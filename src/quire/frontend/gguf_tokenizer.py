@@ -6,6 +6,7 @@ requests. The rules are those of the models' own tokenizer.json files.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import UnionType
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -57,18 +58,18 @@ def _cased_words(numbers: str, *, contractions: str) -> str:
 # DeepSeek LLM lists the letters that have case one by one, as of an old Unicode version. As numbers: some of them
 # turn into others where an editor normalizes.
 _CASED_LETTERS = (
-    "A-Za-z\u00B5\u00C0-\u00D6\u00D8-\u00F6\u00F8-\u01BA\u01BC-\u01BF\u01C4-\u0293\u0295-\u02AF\u0370-\u0373\u0376"
-    "\u0377\u037B-\u037D\u037F\u0386\u0388-\u038A\u038C\u038E-\u03A1\u03A3-\u03F5\u03F7-\u0481\u048A-\u052F"
-    "\u0531-\u0556\u10A0-\u10C5\u13A0-\u13F5\u13F8-\u13FD\u1C90-\u1CBA\u1CBD-\u1CBF\u1D00-\u1D2B\u1D6B-\u1D77"
-    "\u1D79-\u1D9A\u1E00-\u1F15\u1F18-\u1F1D\u1F20-\u1F45\u1F48-\u1F4D\u1F50-\u1F57\u1F59\u1F5B\u1F5D\u1F5F-\u1F7D"
-    "\u1F80-\u1FB4\u1FB6-\u1FBC\u1FBE\u1FC2-\u1FC4\u1FC6-\u1FCC\u1FD0-\u1FD3\u1FD6-\u1FDB\u1FE0-\u1FEC\u1FF2-\u1FF4"
-    "\u1FF6-\u1FFC\u2102\u2107\u210A-\u2113\u2115\u2119-\u211D\u2124\u2126\u2128\u212A-\u212D\u212F-\u2134\u2139"
-    "\u213C-\u213F\u2145-\u2149\u214E\u2183\u2184\u2C00-\u2C7B\u2C7E-\u2CE4\u2CEB-\u2CEE\u2CF2\u2CF3\uA640-\uA66D"
-    "\uA680-\uA69B\uA722-\uA76F\uA771-\uA787\uA78B-\uA78E\uAB70-\uABBF\uFB00-\uFB06\uFB13-\uFB17\uFF21-\uFF3A"
-    "\uFF41-\uFF5A\U00010400-\U0001044F\U000104B0-\U000104D3\U000104D8-\U000104FB\U00010C80-\U00010CB2"
-    "\U00010CC0-\U00010CF2\U000118A0-\U000118DF\U0001E900-\U0001E943"
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376"
+    "\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f"
+    "\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77"
+    "\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d"
+    "\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4"
+    "\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139"
+    "\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d"
+    "\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a"
+    "\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2"
+    "\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
-_EAST_ASIAN = "[\u4E00-\u9FA5\u0800-\u4E00\uAC00-\uD7FF]+"
+_EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _GPT2 = _Rule((_GPT2_WORDS,))
@@ -80,7 +81,7 @@ _GLM4 = replace(_GPT4, whole_words=True)
 _QWEN2 = _Rule((_words(r"\p{N}"),), nfc=True)
 _GPT4O = _Rule((_cased_words(r"\p{N}{1,3}", contractions="(?i:'s|'t|'re|'ve|'m|'ll|'d)?"),))
 _FALCON_PUNCTUATION = r"[\p{P}\$\+<=>\^~\|`]+"
-_DEEPSEEK_LLM_PUNCTUATION = "\\s?[!-/:-~\uFF01-\uFF0F\uFF1A-\uFF5E\u2018-\u201F\u3000-\u3002]+"
+_DEEPSEEK_LLM_PUNCTUATION = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
 
 # tokenizer.ggml.pre -> rule. Every rule is checked against expected ids or against the model's own tokenizer.json.
 _RULES: dict[str, _Rule] = {
@@ -106,7 +107,7 @@ _RULES: dict[str, _Rule] = {
     "tekken": _Rule((_cased_words(r"\p{N}", contractions=""),), whole_words=True, add_bos=True),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
-    # Its tokenizer.json also composes characters (NFC), llama.cpp's expected ids do not; GGUF files are made for those.
+    # Its tokenizer.json also composes characters (NFC); llama.cpp's expected ids, which we are held to, do not.
     "qwen35": _Rule((_words(r"\p{N}", letters=r"[\p{L}\p{M}]"),)),
     "deepseek-llm": _Rule(
         ("[\r\n]", rf"\s?[{_CASED_LETTERS}]+", _DEEPSEEK_LLM_PUNCTUATION, r"\s+$", _EAST_ASIAN, r"\p{N}+")
@@ -116,7 +117,8 @@ _RULES: dict[str, _Rule] = {
         (
             r"\p{N}{1,3}",
             "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-            r"[!-/:-~&&[^A-Za-z]][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+            r"[!-/:-~&&[^A-Za-z]][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+            r"|\s*[\r\n]+|\s+(?!\S)|\s+",
         )
     ),
 }
@@ -143,7 +145,7 @@ def build(metadata: Mapping[str, Any]) -> GGUFVocabulary:
     if kind not in _BUILDERS:
         known = ", ".join(sorted(_BUILDERS))
         raise UnsupportedModelError(
-            f"this GGUF file has a tokenizer of kind {kind!r:.40}, known are {known}: name a tokenizer.json with --tokenizer."
+            f"this GGUF file has a tokenizer of kind {kind!r:.40}, known are {known}: give another with --tokenizer."
         )
     fields = _Fields(metadata)
     try:
@@ -152,7 +154,9 @@ def build(metadata: Mapping[str, Any]) -> GGUFVocabulary:
         raise
     except Exception as error:  # merges that name no tokens and the like: `tokenizers` raises plain Exception
         raise BadModelFileError(f"the tokenizer in this GGUF file is damaged ({error}): use another file.") from None
-    _add_special(tokenizer, fields)
+    # Phi-3 swallows the spaces and line ends after most of its special tokens; GGUF has no field to say so.
+    strips = kind == "llama" and metadata.get("general.architecture") == "phi3"
+    _add_special(tokenizer, fields, unstripped=("<unk>", "<s>", "<|endoftext|>") if strips else None)
     bos, eos = fields.token_id("bos"), fields.token_id("eos")
     turn_ends = {fields.token_id(name) for name in ("eos", "eot", "eom")} - {None}
     turn_ends |= {idx for idx in fields.of_type(CONTROL) if fields.tokens[idx] in _TURN_ENDS}
@@ -181,7 +185,7 @@ class _Fields:
         self.tokens: list[str] = self.strings("tokens")
         self.vocab = dict(zip(self.tokens, range(len(self.tokens)), strict=True))
         if not self.tokens or len(self.vocab) != len(self.tokens):
-            raise BadModelFileError("the vocabulary in this GGUF file is empty or names a token twice: use another file.")
+            raise BadModelFileError("the vocabulary of this GGUF file is empty or has a token twice: use another file.")
         types = self._array("token_type", int) or [NORMAL] * len(self.tokens)
         if len(types) != len(self.tokens):
             raise BadModelFileError("this GGUF file has not as many token types as tokens: use another file.")
@@ -191,7 +195,7 @@ class _Fields:
         return self._array(name, str)
 
     def scores(self) -> list[float]:
-        scores = self._array("scores", float)
+        scores = self._array("scores", int | float)
         if len(scores) != len(self.tokens):
             raise BadModelFileError("this GGUF file has not as many token scores as tokens: use another file.")
         return scores
@@ -213,12 +217,12 @@ class _Fields:
     def _get(self, name: str) -> Any:
         return self._metadata.get(f"tokenizer.ggml.{name}")
 
-    def _array(self, name: str, kind: type) -> list[Any]:
+    def _array(self, name: str, kind: type | UnionType) -> list[Any]:
         values = self._get(name)
         if values is None:
             return []
         if not isinstance(values, list) or not all(isinstance(value, kind) for value in values[:1]):
-            raise BadModelFileError(f"tokenizer.ggml.{name} of this GGUF file is not a list of {kind.__name__}: use another file.")
+            raise BadModelFileError(f"tokenizer.ggml.{name} does not hold what it should: use another GGUF file.")
         return values
 
 
@@ -228,7 +232,7 @@ def _byte_level(fields: _Fields) -> tuple[Tokenizer, bool]:
     rule = _RULES.get(name)
     if rule is None:
         raise UnsupportedModelError(
-            f"this GGUF file cuts text by the rule {name!r:.40}, which Quire does not know: name a tokenizer.json with --tokenizer."
+            f"this GGUF file cuts text by a rule {name!r:.40} that Quire does not know: give another with --tokenizer."
         )
     merges = [tuple(merge.split(" ", 1)) for merge in fields.strings("merges")]
     tokenizer = Tokenizer(models.BPE(fields.vocab, merges, ignore_merges=rule.whole_words))
@@ -267,7 +271,7 @@ def _text_bpe(fields: _Fields, merges: list[tuple[str, str]], *, add_space_prefi
 
 
 def _merges_by_score(fields: _Fields) -> list[tuple[str, str]]:
-    """Every way to make a token out of two, best score first. Only normal tokens: text must not add up to a control token."""
+    """Every way to make a token out of two, best score first; never a control token, which text must not add up to."""
     tokens, scores = fields.tokens, fields.scores()
     normal = {tokens[idx]: idx for idx in fields.of_type(NORMAL, UNUSED)}
     merges: list[tuple[str, str]] = []
@@ -284,9 +288,15 @@ _Builder = Callable[[_Fields], tuple[Tokenizer, bool]]
 _BUILDERS: dict[str, _Builder] = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma4}
 
 
-def _add_special(tokenizer: Tokenizer, fields: _Fields) -> None:
+def _add_special(tokenizer: Tokenizer, fields: _Fields, unstripped: tuple[str, ...] | None) -> None:
     """Control tokens are matched only where special tokens are parsed, user-defined ones always."""
-    user_defined = [fields.tokens[idx] for idx in fields.of_type(USER_DEFINED)]
-    control = [fields.tokens[idx] for idx in fields.of_type(CONTROL, UNKNOWN)]
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in user_defined])
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+
+    def added(*types: int) -> list[AddedToken]:
+        tokens = [fields.tokens[idx] for idx in fields.of_type(*types)]
+        return [
+            AddedToken(token, normalized=False, rstrip=unstripped is not None and token not in unstripped)
+            for token in tokens
+        ]
+
+    tokenizer.add_tokens(added(USER_DEFINED))
+    tokenizer.add_special_tokens(added(CONTROL, UNKNOWN))

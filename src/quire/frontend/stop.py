@@ -1,7 +1,8 @@
 """Finds stop strings in text that arrives in pieces, and holds back what may still become one.
 
-One `StopStream` per choice, fed with the detokenizer's deltas by the frontend; the strings are compiled once per request. Must
-not know tokens beyond their number. The time per character does not depend on how many strings there are or how long.
+One `StopStream` per choice, fed with the detokenizer's deltas by the frontend; the strings are compiled once per
+request. Must not know tokens beyond their number. The time per character depends on neither the number nor the length
+of the strings.
 """
 
 from collections import deque
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """The strings as an Aho-Corasick automaton: after any text, its state is the longest end of it that begins a string."""
+    """The strings as an Aho-Corasick automaton: its state after a text is the longest end of it that begins one."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self.next: list[dict[str, int]] = [{}]  # state -> character -> state
@@ -54,11 +55,13 @@ class StopStrings:
 class StopStream:
     """Text in, text out, up to the first stop string.
 
-    The first is the one complete first, the longest of those complete at the same character: so the result does not depend on how
-    the text was cut into tokens. `matched` is that string once there is one; no text follows it.
+    The first is the one complete first, the longest of those complete at the same character: so the result does not
+    depend on how the text was cut into tokens. `matched` is that string once there is one; no text follows it.
     """
 
-    def __init__(self, strings: StopStrings | Sequence[str], *, include_stop: bool = False, min_tokens: int = 0) -> None:
+    def __init__(
+        self, strings: StopStrings | Sequence[str], *, include_stop: bool = False, min_tokens: int = 0
+    ) -> None:
         self._strings = strings if isinstance(strings, StopStrings) else StopStrings(strings)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -67,8 +70,11 @@ class StopStream:
         self.matched: str | None = None
 
     def feed(self, text: str, num_tokens: int | None = None) -> str:
-        """The text that can be shown. `num_tokens` are the output tokens so far, those of `text` included: a string that is
-        complete within the first `min_tokens` does not stop anything."""
+        """The text that can be shown.
+
+        `num_tokens` counts the output tokens so far, those of `text` included: a string complete within the first
+        `min_tokens` of them does not stop anything.
+        """
         if self.matched is not None:
             return ""
         strings = self._strings
@@ -78,8 +84,8 @@ class StopStream:
         state, step, found = self._state, strings.step, strings.found
         for idx, char in enumerate(text):
             state = step(state, char)
-            if found[state] is not None and may_stop:
-                return self._stop(self._held + text[: idx + 1], found[state])
+            if may_stop and (string := found[state]) is not None:
+                return self._stop(self._held + text[: idx + 1], string)
         self._state = state
         text = self._held + text
         num_shown = len(text) - strings.depth[state]

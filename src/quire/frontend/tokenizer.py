@@ -1,7 +1,7 @@
 """Text to token ids and back, on Hugging Face's `tokenizers` alone: no transformers, no torch.
 
-Made once per model by the frontend and shared by all threads; nothing changes after construction. Must not know requests, chat
-messages or generation settings.
+Made once per model by the frontend and shared by all threads; nothing changes after construction. Must not know
+requests, chat messages or generation settings.
 """
 
 import json
@@ -21,6 +21,7 @@ from quire.errors import BadModelFileError, ModelNotFoundError, RequestError
 from quire.frontend import gguf_tokenizer
 from quire.frontend.detokenize import Detokenizer, Pieces
 
+_TOKEN_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -130,7 +131,7 @@ class Tokenizer:
 
     @cached_property
     def _text_backend(self) -> Backend:
-        """A second backend on the same model: the switch belongs to the object, and others are encoding with the first."""
+        """A second backend on the same model: the switch belongs to the object, and others may be using the first."""
         backend = Backend(self.backend.model)
         if self.backend.normalizer is not None:
             backend.normalizer = self.backend.normalizer
@@ -138,7 +139,8 @@ class Tokenizer:
             backend.pre_tokenizer = self.backend.pre_tokenizer
         in_id_order = [token for _, token in sorted(self.backend.get_added_tokens_decoder().items())]
         for special, tokens in groupby(in_id_order, key=lambda token: token.special):
-            backend.add_special_tokens(list(tokens)) if special else backend.add_tokens(list(tokens))
+            add = backend.add_special_tokens if special else backend.add_tokens
+            add(list(tokens))
         backend.encode_special_tokens = True
         return backend
 
@@ -174,16 +176,16 @@ def _spelling(token: Any) -> str | None:
 
 
 def _add_missing_tokens(backend: Backend, listed: Any) -> None:
-    """tokenizer_config.json may list tokens tokenizer.json lacks; those that would get another id than listed are left out."""
+    """tokenizer_config.json may list tokens tokenizer.json lacks; one that would get another id is left out."""
     if not isinstance(listed, dict):
         return
     numbered = [(int(key), token) for key, token in listed.items() if str(key).isdecimal() and _spelling(token)]
     for token_id, token in sorted(numbered, key=lambda item: item[0]):
         next_id = backend.get_vocab_size(with_added_tokens=True)
         if backend.token_to_id(token["content"]) is None and token_id == next_id:
-            flags = {flag: bool(token.get(flag, False)) for flag in ("special", "normalized", "lstrip", "rstrip", "single_word")}
-            added = AddedToken(token["content"], **flags)
-            backend.add_special_tokens([added]) if flags["special"] else backend.add_tokens([added])
+            added = AddedToken(token["content"], **{flag: bool(token.get(flag)) for flag in _TOKEN_FLAGS})
+            add = backend.add_special_tokens if added.special else backend.add_tokens
+            add([added])
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:

@@ -15,9 +15,9 @@ from torch import Tensor
 from quire.ops.ref.vocab import row_sum_exp, row_topk
 
 FORBIDDEN = -torch.inf
-CHUNK_ENTRIES = 1 << 18  # 1 MiB per temporary: they stay in a core's L2
-# Candidates looked at per row: enough for nearly all of top_k, top_p and min_p in use; rows that need more take a wider look.
-WIDTHS = (64, 256, 2048)
+# Candidates looked at per row: enough for nearly all settings in use; rows that need more take a wider look.
+WIDTHS = (64, 128, 512, 4096)
+TOP_P_WIDTH = 128  # where top_p begins if nothing else restricts it
 
 
 def grammar_mask(logits_RV: Tensor, mask_RW: Tensor) -> None:
@@ -29,7 +29,7 @@ def grammar_mask(logits_RV: Tensor, mask_RW: Tensor) -> None:
         logits.masked_fill_(forbidden[:, : logits.shape[1]], FORBIDDEN)
 
 
-def allowed_token_ids(logits_RV: Tensor, row_N: Tensor, ids_N: Tensor, rows: list[int]) -> None:
+def allowed_token_ids(logits_RV: Tensor, rows: list[int], row_N: Tensor, ids_N: Tensor) -> None:
     """Forbids everything but the ids named for each of `rows`."""
     kept_N = logits_RV[row_N, ids_N]
     logits_RV[rows] = FORBIDDEN
@@ -76,7 +76,7 @@ def penalties(
     """Repetition over the whole history (> 0: divided, else multiplied), then presence and frequency over the output.
 
     Costs O(L), not O(V): the logits of the history's tokens are taken out, their places serve to count, and they are put
-    back. A token that occurs twice is written twice, with the same value.
+    back. A token that occurs twice is written twice, with the same value. The history's ids must lie in the vocabulary.
     """
     place_L = torch.arange(history_PL.shape[1], device=history_PL.device)
     is_history_PL = place_L < length_P[:, None]
@@ -117,12 +117,13 @@ def restrict(logits_RV: Tensor, min_p_R: Tensor, top_k_R: Tensor, top_p_R: Tenso
     """
     vocab_size = logits_RV.shape[1]
     top_k_R = top_k_R.masked_fill((top_k_R <= 0) | (top_k_R > vocab_size), vocab_size)
-    only_top_p_R = (top_k_R == vocab_size) & (min_p_R == 0) & (top_p_R < 1)
+    has_top_k_R = top_k_R < vocab_size
+    only_top_p_R = ~has_top_k_R & (min_p_R == 0) & (top_p_R < 1)
     mass_R = _whole_mass(logits_RV, only_top_p_R)
+    least_width_R = torch.where(has_top_k_R, top_k_R + 1, only_top_p_R * TOP_P_WIDTH)
     pending_R = torch.arange(len(logits_RV), device=logits_RV.device)
     for width in (*(w for w in WIDTHS if w < vocab_size), vocab_size):
-        k_R = top_k_R[pending_R]
-        now_R = pending_R[(k_R < width) | (k_R == vocab_size)]
+        now_R = pending_R if width == vocab_size else pending_R[least_width_R[pending_R] <= width]
         if len(now_R) == 0:
             continue
         logits_NV = logits_RV if len(now_R) == len(logits_RV) else logits_RV[now_R]
@@ -130,18 +131,16 @@ def restrict(logits_RV: Tensor, min_p_R: Tensor, top_k_R: Tensor, top_p_R: Tenso
         kept_NK, done_N = _kept(values_NK, min_p_R[now_R], top_k_R[now_R], top_p_R[now_R], mass_R[now_R])
         if width == vocab_size:
             done_N = torch.ones_like(done_N)
-        values_NK.masked_fill_(~kept_NK, FORBIDDEN)
-        yield Candidates(now_R[done_N], values_NK[done_N], ids_NK[done_N])
-        done_R = torch.zeros_like(mass_R, dtype=torch.bool).index_fill_(0, now_R[done_N], True)
-        pending_R = pending_R[~done_R[pending_R]]
+        yield Candidates(now_R[done_N], values_NK.masked_fill_(~kept_NK, FORBIDDEN)[done_N], ids_NK[done_N])
+        pending_R = pending_R[~torch.isin(pending_R, now_R[done_N])]
 
 
 def _whole_mass(logits_RV: Tensor, wanted_R: Tensor) -> Tensor:
     """sum(exp(logit - largest)) of the wanted rows, inf for the others."""
     mass_R = torch.full(wanted_R.shape, torch.inf, dtype=torch.float64, device=logits_RV.device)
-    for rows in wanted_R.nonzero()[:, 0].split(max(1, CHUNK_ENTRIES // logits_RV.shape[1])):
-        logits = logits_RV[rows]
-        mass_R[rows] = row_sum_exp(logits, logits.amax(-1))
+    if bool(wanted_R.any()):
+        logits_NV = logits_RV if bool(wanted_R.all()) else logits_RV[wanted_R]
+        mass_R[wanted_R] = row_sum_exp(logits_NV, logits_NV.amax(-1))
     return mass_R
 
 

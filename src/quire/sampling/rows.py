@@ -5,7 +5,7 @@ Dense parameters are tensors on the device, sparse ones (ids of tokens) live und
 say which rows use what: a stage that no row of a step needs is skipped.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -125,7 +125,7 @@ def users(rows: Sequence[int], table: Collection[int]) -> list[int]:
     return [i for i, row in enumerate(rows) if row in table] if table else []
 
 
-def entries(rows: Sequence[int], table: dict[int, tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+def entries(rows: Sequence[int], table: Mapping[int, tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """Everything the step's rows have in `table`, as flat columns; the first says the place in the step, [N]."""
     places = users(rows, table)
     parts = [table[rows[i]] for i in places]

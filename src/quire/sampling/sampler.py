@@ -62,7 +62,7 @@ def sample(
     random = users(rows, batch.random)
     asked = users(rows, batch.num_logprobs)
     if edited or random:
-        logits_RV = logits_RV.float()
+        logits_RV = logits_RV.float().contiguous()
     top_R, ids_R = _repaired_argmax(logits_RV)
     if not (edited or random or asked):
         return SampleOutput(ids_R)
@@ -100,16 +100,19 @@ def _edit(
     if mask_RW is not None:
         processors.grammar_mask(logits_RV, mask_RW)
     if places := users(rows, batch.allowed):
-        processors.allowed_token_ids(logits_RV, *entries(rows, batch.allowed), rows=places)
+        row_N, ids_N = entries(rows, batch.allowed)
+        processors.allowed_token_ids(logits_RV, places, row_N, ids_N)
     if users(rows, batch.bias):
-        processors.logit_bias(logits_RV, *entries(rows, batch.bias))
+        row_N, ids_N, bias_N = entries(rows, batch.bias)
+        processors.logit_bias(logits_RV, row_N, ids_N, bias_N)
     if users(rows, batch.bad_words):
         row_N, beginning_NL, last_N = entries(rows, batch.bad_words)
         tail_RL = processors.history_tail(tokens, lengths, rows_R, beginning_NL.shape[1])
         processors.bad_words(logits_RV, row_N, beginning_NL, last_N, tail_RL)
     if users(rows, batch.late):
+        row_N, ids_N = entries(rows, batch.late)
         too_short_R = lengths[rows_R] - batch.prompt_len[rows_R] < batch.min_tokens[rows_R]
-        processors.min_tokens(logits_RV, *entries(rows, batch.late), too_short_R)
+        processors.min_tokens(logits_RV, row_N, ids_N, too_short_R)
     if places := users(rows, batch.penalized):
         _penalize(logits_RV, torch.tensor(places, device=logits_RV.device), rows_R[places], batch, tokens, lengths)
 
@@ -139,18 +142,19 @@ def _draw(logits_NV: Tensor, rows: Sequence[int], batch: SamplingRows, positions
     rows_N = torch.tensor(rows, device=logits_NV.device)
     if users(rows, batch.tempered):
         processors.temperature(logits_NV, batch.temperature[rows_N])
-    key = (batch.seed[rows_N], positions_N.long(), batch.choice_idx[rows_N])
+    seed_N, position_N, choice_N = batch.seed[rows_N], positions_N.long(), batch.choice_idx[rows_N]
     ids_N = torch.empty_like(rows_N)
     plain = [i for i, row in enumerate(rows) if row not in batch.restricted]
     if plain:
-        ids_N[plain] = gumbel_argmax(_take(logits_NV, plain), *(_take(part, plain) for part in key))
+        ids_N[plain] = gumbel_argmax(_take(logits_NV, plain), seed_N[plain], position_N[plain], choice_N[plain])
     restricted = users(rows, batch.restricted)
     if restricted:
         place_M = torch.tensor(restricted, device=logits_NV.device)
-        limits = (column[rows_N[place_M]] for column in (batch.min_p, batch.top_k, batch.top_p))
+        rows_M = rows_N[place_M]
+        limits = batch.min_p[rows_M], batch.top_k[rows_M], batch.top_p[rows_M]
         for group in processors.restrict(_take(logits_NV, restricted), *limits):
-            place = place_M[group.rows]
-            ids_N[place] = gumbel_argmax(group.logits, *(part[place] for part in key), group.ids)
+            at = place_M[group.rows]
+            ids_N[at] = gumbel_argmax(group.logits, seed_N[at], position_N[at], choice_N[at], group.ids)
     return ids_N
 
 

@@ -18,7 +18,7 @@ from quire.ops.ref.packed import PackedWeight, concat, packable
 __all__ = ["PackedWeight", "concat", "linear", "pack_dense", "pack_gguf", "packable", "supported"]
 
 # Up to this many rows integer products beat unpacking to bf16 tiles (benchmarks/cpu_linear.py).
-FEW_ROWS = {4: 8, 8: 8, 16: 0}
+FEW_ROWS = {4: 5, 8: 6, 16: 0}
 
 
 class _Weight(ctypes.Structure):
@@ -34,6 +34,7 @@ class _Weight(ctypes.Structure):
         ("group", ctypes.c_int32),
         ("zero", ctypes.c_int32),
         ("wide_scales", ctypes.c_int32),
+        ("few_rows", ctypes.c_int32),
     ]
 
 
@@ -43,7 +44,7 @@ def _library() -> ctypes.CDLL | None:
     if library is None or not library.quire_linear_supported():
         return None
     pointer, integer = ctypes.c_void_p, ctypes.c_int
-    library.quire_linear.argtypes = (pointer, pointer, integer, pointer, integer, pointer, integer)
+    library.quire_linear.argtypes = (pointer, pointer, integer, pointer, integer, pointer)
     library.quire_pack_gguf.argtypes = (pointer, ctypes.c_char_p, pointer)
     library.quire_pack_dense.argtypes = (pointer, pointer)
     return library
@@ -55,15 +56,15 @@ def supported() -> bool:
 
 
 def _native(w: PackedWeight) -> int:
-    """The address of the kernels' view of a weight; kept with it, as are the tensors it points into."""
-    view = w.__dict__.get("_native")
-    if view is None:
+    """The address of the kernels' view of a weight. The view is kept with the weight, as are the tensors it points into."""
+    address = w.__dict__.get("_address")
+    if address is None:
         scales, mins = (0 if part is None else part.data_ptr() for part in (w.scales, w.mins))
         wide = int(w.scales is not None and w.scales.dtype == torch.float32)
-        view = _Weight(w.data.data_ptr(), scales, mins, w.n, w.k, w.bits, w.group, w.zero, wide)
-        w.__dict__["_native"] = view
-        w.__dict__["_address"] = ctypes.addressof(view)
-    return w.__dict__["_address"]
+        view = _Weight(w.data.data_ptr(), scales, mins, w.n, w.k, w.bits, w.group, w.zero, wide, FEW_ROWS[w.bits])
+        address = ctypes.addressof(view)
+        w.__dict__.update(_view=view, _address=address)
+    return address
 
 
 def pack_gguf(type_name: str, raw: Tensor, n: int, k: int) -> PackedWeight:
@@ -95,16 +96,17 @@ def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None, out_dtype: to
         return packed.linear(x, w, bias, out_dtype)
     rows, k = x.shape
     if k != w.k or x.dtype is not torch.bfloat16 or not x.is_contiguous():
-        raise ConfigError(f"a packed linear layer needs contiguous bfloat16 [rows, {w.k}], got {x.dtype} {tuple(x.shape)}")
-    out = torch.empty((rows, w.n), dtype=out_dtype)
+        raise ConfigError(
+            f"a packed linear layer needs contiguous bfloat16 [rows, {w.k}], got {x.dtype} {tuple(x.shape)}"
+        )
     wide = out_dtype is torch.float32
     if not wide and out_dtype is not torch.bfloat16:
         raise ConfigError(f"a packed linear layer gives bfloat16 or float32, not {out_dtype}")
-    if rows == 0:
-        return out
-    if bias is not None:
-        bias = bias.to(torch.float32).contiguous()
-    library.quire_linear(
-        _native(w), x.data_ptr(), rows, out.data_ptr(), wide, None if bias is None else bias.data_ptr(), FEW_ROWS[w.bits]
-    )
+    out = x.new_empty((rows, w.n), dtype=out_dtype) if wide else x.new_empty((rows, w.n))
+    if rows:
+        bias_ptr = None
+        if bias is not None:
+            bias = bias.to(torch.float32).contiguous()
+            bias_ptr = bias.data_ptr()
+        library.quire_linear(_native(w), x.data_ptr(), rows, out.data_ptr(), wide, bias_ptr)
     return out

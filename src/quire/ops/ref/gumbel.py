@@ -26,10 +26,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from quire.ops.ref.vocab import BLOCK, block_ids, block_max, row_argmax
+from quire.ops.ref.vocab import block_ids, block_max, row_argmax
 
 V_SCALE = 2.0**-31 - 2.0**-55
-CHUNK_ENTRIES = 1 << 18  # 1 MiB per temporary: they stay in a core's L2
+CHUNK_ENTRIES = 1 << 17  # 512 KiB per temporary: they stay in a core's L2
+FEW_ENTRIES = 1 << 18  # up to here plain logarithms cost less than the small operations that save them
 LN_2 = math.log(2.0)
 
 
@@ -47,7 +48,7 @@ def gumbel_argmax(
         best_RV = score_RV == score_RV.amax(-1, keepdim=True)
         return ids_RV.masked_fill(~best_RV, torch.iinfo(ids_RV.dtype).max).amin(-1)
     words_V = _token_words(logits_RV.shape[1], logits_RV.device)
-    if logits_RV.is_cuda or logits_RV.shape[1] < 16 * BLOCK:
+    if logits_RV.is_cuda or logits_RV.numel() < FEW_ENTRIES:
         return row_argmax(_score(logits_RV, words_V, key_R))[1]
     return _argmax_score(logits_RV, words_V, key_R)
 

@@ -1,37 +1,38 @@
 """Reductions over a vocabulary: argmax, the largest entries, the sum of exponentials, a count; made for a CPU.
 
 Called by the sampler and by `gumbel.py`. Knows rows of numbers, nothing of requests. torch's own argmax and topk visit
-entries one by one with their index; here a vectorized maximum per block of 64 goes first and only few blocks are opened.
+entries one by one with their index; here a vectorized maximum per block goes first and only few blocks are opened.
 
 Letters: R rows, V vocabulary, B blocks of a row, K entries asked for. Rows must not hold NaN except in `row_argmax`.
 Each result depends on its row alone, bit for bit but for `exp`: sums are per block, then in float64.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 64
-CHUNK_ENTRIES = 1 << 18  # entries worked on at a time, so that temporaries stay in a core's L2
+TOPK_BLOCK = 32  # slower to reduce, but half as much to open
+CHUNK_ENTRIES = 1 << 17  # entries worked on at a time, so that temporaries stay in a core's L2
 LOW_32_BITS = 0xFFFF_FFFF
 
 
-def block_max(x_RV: Tensor) -> Tensor:
-    """The maximum of each block of 64 entries, [R, B]; the last block may be shorter."""
-    whole, tail = x_RV.split([x_RV.shape[1] // BLOCK * BLOCK, x_RV.shape[1] % BLOCK], dim=1)
-    max_RB = whole.unflatten(1, (-1, BLOCK)).amax(-1)
+def block_max(x_RV: Tensor, size: int = BLOCK) -> Tensor:
+    """The maximum of each block of entries, [R, B]; the last block may be shorter."""
+    whole, tail = x_RV.split([x_RV.shape[1] // size * size, x_RV.shape[1] % size], dim=1)
+    max_RB = whole.unflatten(1, (-1, size)).amax(-1)
     return torch.cat([max_RB, tail.amax(-1, keepdim=True)], dim=1) if tail.shape[1] else max_RB
 
 
-def block_ids(blocks: Tensor) -> Tensor:
-    """The 64 ids of each block; ids of a short last block may lie outside of the vocabulary."""
-    return blocks[..., None] * BLOCK + torch.arange(BLOCK, device=blocks.device)
+def block_ids(blocks: Tensor, size: int = BLOCK) -> Tensor:
+    """The ids of each block's entries; those of a short last block may lie outside of the vocabulary."""
+    return blocks[..., None] * size + torch.arange(size, device=blocks.device)
 
 
 def row_argmax(x_RV: Tensor) -> tuple[Tensor, Tensor]:
     """Maximum and its lowest index per row. A NaN counts as the largest value, as in torch."""
     if x_RV.is_cuda or x_RV.shape[1] < 16 * BLOCK:
-        return tuple(x_RV.max(-1))
+        top_R, ids_R = x_RV.max(-1)
+        return top_R, ids_R
     ids_RN = block_ids(block_max(x_RV).argmax(-1)).clamp(max=x_RV.shape[1] - 1)
     top_R, place_R = x_RV.gather(1, ids_RN).max(-1)
     return top_R, ids_RN.gather(1, place_R[:, None])[:, 0]
@@ -40,19 +41,19 @@ def row_argmax(x_RV: Tensor) -> tuple[Tensor, Tensor]:
 def row_topk(x_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest float32 entries and their ids, [R, K], in descending order; of equals the lower id first."""
     vocab_size = x_RV.shape[1]
-    num_rows = max(1, CHUNK_ENTRIES // min(vocab_size, max(k, 1) * BLOCK))
+    num_rows = max(1, CHUNK_ENTRIES // min(vocab_size, max(k, 1) * TOPK_BLOCK))
     if len(x_RV) > num_rows and not x_RV.is_cuda:
         values, ids = zip(*(row_topk(chunk, k) for chunk in x_RV.split(num_rows)), strict=True)
         return torch.cat(values), torch.cat(ids)
-    if x_RV.is_cuda or 2 * max(k, 1) * BLOCK > vocab_size:
+    if x_RV.is_cuda or max(1024, k * TOPK_BLOCK) * 2 > vocab_size:
         ids_RN = torch.arange(vocab_size, device=x_RV.device).expand_as(x_RV)
         values_RN = x_RV
     else:  # the k first entries lie in the k first blocks, ordered the same way by their maxima
-        ids_RN = block_ids(row_topk(block_max(x_RV), k)[1]).flatten(1)
+        ids_RN = block_ids(row_topk(block_max(x_RV, TOPK_BLOCK), k)[1], TOPK_BLOCK).flatten(1)
         values_RN = x_RV.gather(1, ids_RN.clamp(max=vocab_size - 1))
     # One integer per entry that sorts by value, then by id: the order is total, so it cannot depend on the algorithm.
     key_RN = (_sortable(values_RN) << 32) | (LOW_32_BITS - ids_RN)
-    if vocab_size % BLOCK:
+    if vocab_size % TOPK_BLOCK:
         key_RN.masked_fill_(ids_RN >= vocab_size, torch.iinfo(torch.int64).min)
     key_RK = key_RN.topk(k).values
     return _unsortable(key_RK >> 32), LOW_32_BITS - (key_RK & LOW_32_BITS)
@@ -60,11 +61,16 @@ def row_topk(x_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def row_sum_exp(x_RV: Tensor, max_R: Tensor) -> Tensor:
     """sum(exp(x - max)) per row, in float64."""
-    max_R = max_R.masked_fill(max_R == -torch.inf, 0.0)
-    exp_RV = torch.sub(x_RV, max_R[:, None]).clamp_(min=-80.0).exp_()  # below lie denormals, which are slow
-    if exp_RV.shape[1] % BLOCK:
-        exp_RV = F.pad(exp_RV, (0, -exp_RV.shape[1] % BLOCK))
-    return exp_RV.unflatten(1, (-1, BLOCK)).sum(-1).sum(-1, dtype=torch.float64)
+    num_rows = len(x_RV) if x_RV.is_cuda else max(1, CHUNK_ENTRIES // x_RV.shape[1])
+    max_R1 = max_R.masked_fill(max_R == -torch.inf, 0.0)[:, None]
+    padded = -x_RV.shape[1] % BLOCK + x_RV.shape[1]
+    exp_RV = x_RV.new_zeros(min(num_rows, len(x_RV)), padded)
+    sums = []
+    for x, max_ in zip(x_RV.split(num_rows), max_R1.split(num_rows), strict=True):
+        exp = exp_RV[: len(x), : x.shape[1]]
+        torch.sub(x, max_, out=exp).clamp_(min=-80.0).exp_()  # below lie denormals, which are slow
+        sums.append(exp_RV[: len(x)].unflatten(1, (-1, BLOCK)).sum(-1).sum(-1, dtype=torch.float64))
+    return torch.cat(sums)
 
 
 def row_count_above(x_RV: Tensor, floor_R: Tensor) -> Tensor:

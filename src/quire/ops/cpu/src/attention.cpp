@@ -2,8 +2,8 @@
 // ops/ref/attention.py says what it must compute, kv_layout.h how the cache lies.
 //
 // A unit of work is a tile: the queries of a few consecutive tokens of one row, all heads that share one kv head, against
-// their keys in steps of 64. Softmax is online over the steps of a partition (256 keys, aligned by position); partitions
-// are merged in order. So the sums behind a query depend on its position alone: not on the tile it was in, the other rows,
+// their keys in steps. Softmax is online over the steps of a partition (512 keys, aligned by position); partitions are
+// merged in order. So the sums behind a query depend on its position alone: not on the tile it was in, the other rows,
 // or whether the partitions of a long context were spread over threads. In float32 that makes chunked prefill bit-exact.
 #include "amx.h"
 #include "kv_layout.h"
@@ -19,11 +19,11 @@
 
 namespace {
 
-constexpr int STEP = 64;  // keys per turn of the online softmax
-constexpr int CHUNKS = STEP / CHUNK;
-constexpr int PARTITION = 256;  // keys whose softmax does not know other partitions'
+constexpr int PARTITION = 512;  // keys whose softmax does not know other partitions'
 constexpr int TILE_ROWS = 96;   // a tile has about this many rows (tokens * heads): six AMX tiles
 constexpr int AMX_MIN_ROWS = 9;
+constexpr int AMX_BLOCK = 32;     // rows that go through scores, softmax and values together, in the first-level cache
+constexpr int VECTOR_BLOCK = 24;
 constexpr float LOG2_E = 1.442695041f;
 #if defined(__AVX512F__)
 constexpr int ROWS_AT_ONCE = 6, LINES_AT_ONCE = 4;  // accumulators held in registers: 24 of 32
@@ -114,52 +114,53 @@ void in_blocks(int64_t first, int64_t rows, F f) {
     if constexpr (N > 1) in_blocks<N - 1>(first, rows, f);
 }
 
-// The chunks of one step: null where no query of the tile looks (the block table may hold anything there).
-template <class E>
-struct Keys {
-    const typename E::Line *k[CHUNKS] = {}, *v[CHUNKS] = {};
-    int num_seen = 0;
-};
-
 template <class E>
 class Tile {
     using Elem = typename E::Elem;
     using Word = typename E::Word;
     using Line = typename E::Line;
+    static constexpr int STEP = 64 * E::PACK;  // keys per turn of the online softmax
+    static constexpr int CHUNKS = STEP / CHUNK;
     static constexpr int V_LINES = CHUNK / E::PACK;  // of one chunk, per 16 dims
+
+    // The chunks of one step: null where no query of the tile looks (the block table may hold anything there).
+    struct Keys {
+        const Line *k[CHUNKS] = {}, *v[CHUNKS] = {};
+        bool any = false;
+    };
 
     const Args& a;
     const Unit& u;
     const KvLayout<E> layout;
     const int64_t D, G, rows, padded_rows;
-    const bool use_amx;
-    Word *q, *p;       // [rows][D / PACK], [rows][STEP / PACK]
-    float *s, *alpha;  // [rows][STEP], [rows]: scores of a step, and what it multiplies earlier sums by
-    Line* v_copy;      // [D / 16][V_LINES] of the last chunk; with AMX [2][D / 16][16] of the whole step
+    const bool use_amx, unfinished;
+    Word* q;           // [rows][D / PACK]
+    float* s;          // [block][STEP]: scores of a step
+    Word* p;           // [block][STEP / PACK]: their exponentials
+    float* alpha;      // [block]: what a step multiplies earlier sums by
+    Line* v_copy;      // [D / 16][V_LINES] of the last chunk; with AMX [D / 16][CHUNKS][V_LINES]
     State part, total;
-    const bool unfinished;
 
    public:
     // `memory` needs bytes(). With `kept` the state is left there, to be merged, instead of giving the output.
     Tile(const Args& a, const Unit& u, char* memory, char* kept)
         : a(a), u(u), layout{a.num_kv_heads, a.head_size, a.block_size}, D(a.head_size), G(a.group()),
           rows(u.num_tokens * G), padded_rows(padded(rows)),
-          use_amx(E::PACK == 2 && rows >= AMX_MIN_ROWS && D % 32 == 0 && AMX_BUILT && amx::allowed()),
-          unfinished(kept) {
+          use_amx(E::PACK == 2 && rows >= AMX_MIN_ROWS && D % 32 == 0 && AMX_BUILT && amx::allowed()), unfinished(kept) {
         auto take = [&](int64_t bytes) { return std::exchange(memory, memory + bytes); };
         v_copy = (Line*)take(STEP * D * sizeof(Elem));
+        s = (float*)take(AMX_BLOCK * STEP * sizeof(float));
+        p = (Word*)take(AMX_BLOCK * STEP * sizeof(Elem));
+        alpha = (float*)take(AMX_BLOCK * sizeof(float));
         q = (Word*)take(padded_rows * D * sizeof(Elem));
-        p = (Word*)take(padded_rows * STEP * sizeof(Elem));
-        s = (float*)take(padded_rows * STEP * sizeof(float));
-        alpha = (float*)take(padded_rows * sizeof(float));
         part = State::at(take(State::bytes(padded_rows, D)), padded_rows, D);
         total = State::at(kept ? kept : take(State::bytes(padded_rows, D)), padded_rows, D);
     }
 
     static int64_t padded(int64_t rows) { return (rows + 15) / 16 * 16; }
     static size_t bytes(int64_t rows, int64_t head_size) {
-        return STEP * head_size * sizeof(Elem) +
-               padded(rows) * ((head_size + STEP) * sizeof(Elem) + (STEP + 1) * sizeof(float)) +
+        return (STEP + padded(rows)) * head_size * sizeof(Elem) +
+               AMX_BLOCK * (STEP * (sizeof(float) + sizeof(Elem)) + sizeof(float)) +
                2 * State::bytes(padded(rows), head_size);
     }
 
@@ -180,27 +181,16 @@ class Tile {
    private:
     void run_partition(State& state, int64_t begin) {
         clear(state, padded_rows, D);
-        Keys<E> keys = find(begin);
+        Keys keys = find(begin);
         for (int64_t first = begin; first < begin + PARTITION; first += STEP) {
-            Keys<E> next = find(first + STEP);
-            if (keys.num_seen) {
-                if (use_amx) {
-                    amx_score(keys);
-                    softmax(state, first);
-                    amx_accumulate(state, keys, first);
-                } else {
-                    score(keys, next);
-                    softmax(state, first);
-                    hide_unwritten(keys, first);
-                    accumulate(state, keys, next);
-                }
-            }
+            Keys next = find(first + STEP);
+            if (keys.any) use_amx ? amx_step(state, keys, first) : vector_step(state, keys, next, first);
             keys = next;
         }
     }
 
-    Keys<E> find(int64_t first) const {
-        Keys<E> keys;
+    Keys find(int64_t first) const {
+        Keys keys;
         const int32_t* table = a.block_table + u.row * a.table_stride;
         for (int c = 0; c < CHUNKS; c++) {
             int64_t pos = first + c * CHUNK;
@@ -208,12 +198,12 @@ class Tile {
             const char* chunk = a.cache + layout.chunk_at(table[pos / a.block_size], u.kv_head, pos % a.block_size);
             keys.k[c] = (const Line*)chunk;
             keys.v[c] = (const Line*)(chunk + layout.half_bytes());
-            keys.num_seen++;
+            keys.any = true;
         }
         return keys;
     }
 
-    // Number of tokens of the chunk at `pos` that exist; what lies in the slots behind them may be NaN.
+    // Tokens of the chunk at `pos` that the tile may see; the slots behind them may hold NaN, which no weight of 0 stops.
     int64_t num_written(int64_t pos) const { return std::min<int64_t>(CHUNK, u.end_pos() - pos); }
 
     static void copy_v(Line* to, const Line* from, int64_t num_tokens) {
@@ -223,155 +213,168 @@ class Tile {
         }
     }
 
-    void hide_unwritten(Keys<E>& keys, int64_t first) {
+    void vector_step(State& state, Keys& keys, const Keys& next, int64_t first) {
         for (int c = 0; c < CHUNKS; c++) {
-            if (!keys.v[c] || num_written(first + c * CHUNK) == CHUNK) continue;
-            for (int64_t i = 0; i < D / LANES; i++)
-                copy_v(v_copy + i * V_LINES, keys.v[c] + i * V_LINES, num_written(first + c * CHUNK));
+            const int64_t written = num_written(first + c * CHUNK);
+            if (!keys.v[c] || written == CHUNK) continue;
+            for (int64_t i = 0; i < D / LANES; i++) copy_v(v_copy + i * V_LINES, keys.v[c] + i * V_LINES, written);
             keys.v[c] = v_copy;
+        }
+        const bool few = rows <= ROWS_AT_ONCE;  // then memory is the limit: fetch ahead
+        for (int64_t m = 0; m < rows; m += VECTOR_BLOCK) {
+            const int64_t end = std::min<int64_t>(rows, m + VECTOR_BLOCK);
+            in_blocks(m, end, [&](int64_t i, auto n) { score<n>(i, i - m, keys, next, few); });
+            softmax(state, first, m, end);
+            in_blocks(m, end, [&](int64_t i, auto n) { accumulate<n>(state, i, i - m, keys, next, few); });
         }
     }
 
-    void score(const Keys<E>& keys, const Keys<E>& next) {
-        const bool few = rows <= ROWS_AT_ONCE;  // then memory is the limit
-        in_blocks(0, rows, [&](int64_t m, auto n) {
-            for (int c = 0; c < CHUNKS;) {
-                if (LINES_AT_ONCE == CHUNKS && keys.num_seen == CHUNKS) {
-                    score_rows<n, LINES_AT_ONCE>(m, keys, next, 0, few);
-                    break;
-                }
-                if (keys.k[c]) score_rows<n, 1>(m, keys, next, c, few);
-                c++;
+    // `m` is the row in the tile, `i` in the block.
+    template <int M>
+    void score(int64_t m, int64_t i, const Keys& keys, const Keys& next, bool fetch) {
+        for (int c = 0; c < CHUNKS; c += LINES_AT_ONCE) {
+            bool all = true;
+            for (int j = 0; j < LINES_AT_ONCE; j++) all &= keys.k[c + j] != nullptr;
+            if (all) {
+                score_rows<M, LINES_AT_ONCE>(m, i, keys, next, c, fetch);
+                continue;
             }
-        });
+            for (int j = 0; j < LINES_AT_ONCE; j++)
+                if (keys.k[c + j]) score_rows<M, 1>(m, i, keys, next, c + j, fetch);
+        }
     }
 
     template <int M, int N>
-    void score_rows(int64_t m, const Keys<E>& keys, const Keys<E>& next, int c, bool prefetch) {
+    void score_rows(int64_t m, int64_t i, const Keys& keys, const Keys& next, int c, bool fetch) {
         v16 acc[M][N] = {};
         const Word* w = q + m * D / E::PACK;
+        const Line *k[N], *ahead[N];
+        for (int j = 0; j < N; j++) k[j] = keys.k[c + j], ahead[j] = next.k[c + j] ? next.k[c + j] : k[j];
         for (int64_t d = 0; d < D / E::PACK; d++) {
             Line line[N];
             for (int j = 0; j < N; j++) {
-                line[j] = keys.k[c + j][d];
-                if (prefetch) __builtin_prefetch(next.k[c + j] + d);
+                line[j] = k[j][d];
+                if (fetch) __builtin_prefetch(ahead[j] + d);
             }
-            for (int i = 0; i < M; i++)
-                for (int j = 0; j < N; j++) acc[i][j] = E::mac(acc[i][j], line[j], w[i * D / E::PACK + d]);
+            for (int r = 0; r < M; r++)
+                for (int j = 0; j < N; j++) acc[r][j] = E::mac(acc[r][j], line[j], w[r * D / E::PACK + d]);
         }
-        for (int i = 0; i < M; i++)
-            for (int j = 0; j < N; j++) store(s + (m + i) * STEP + (c + j) * CHUNK, acc[i][j]);
+        for (int r = 0; r < M; r++)
+            for (int j = 0; j < N; j++) store(s + (i + r) * STEP + (c + j) * CHUNK, acc[r][j]);
     }
 
-    void accumulate(State& state, const Keys<E>& keys, const Keys<E>& next) {
-        const bool few = rows <= ROWS_AT_ONCE;
-        in_blocks(0, rows, [&](int64_t m, auto n) {
-            int64_t i = 0;
-            for (; i + LINES_AT_ONCE <= D / LANES; i += LINES_AT_ONCE)
-                accumulate_rows<n, LINES_AT_ONCE>(state, m, keys, next, i, few);
-            for (; i < D / LANES; i++) accumulate_rows<n, 1>(state, m, keys, next, i, few);
-        });
+    template <int M>
+    void accumulate(State& state, int64_t m, int64_t i, const Keys& keys, const Keys& next, bool fetch) {
+        int64_t d = 0;
+        for (; d + LINES_AT_ONCE <= D / LANES; d += LINES_AT_ONCE)
+            accumulate_rows<M, LINES_AT_ONCE>(state, m, i, keys, next, d, fetch);
+        for (; d < D / LANES; d++) accumulate_rows<M, 1>(state, m, i, keys, next, d, fetch);
     }
 
     template <int M, int N>
-    void accumulate_rows(State& state, int64_t m, const Keys<E>& keys, const Keys<E>& next, int64_t first, bool prefetch) {
+    void accumulate_rows(State& state, int64_t m, int64_t i, const Keys& keys, const Keys& next, int64_t d,
+                         bool fetch) {
         v16 acc[M][N];
-        float* o = state.o + m * D + first * LANES;
-        for (int i = 0; i < M; i++)
-            for (int j = 0; j < N; j++) acc[i][j] = load(o + i * D + j * LANES) * alpha[m + i];
+        float* o = state.o + m * D + d * LANES;
+        for (int r = 0; r < M; r++)
+            for (int j = 0; j < N; j++) acc[r][j] = load(o + r * D + j * LANES) * alpha[i + r];
         for (int c = 0; c < CHUNKS; c++) {
-            const Line *v = keys.v[c] + first * V_LINES, *v_next = next.v[c] + first * V_LINES;
             if (!keys.v[c]) continue;
-            const Word* w = p + (m * STEP + c * CHUNK) / E::PACK;
+            const Line *v = keys.v[c] + d * V_LINES, *ahead = (next.v[c] ? next.v[c] : keys.v[c]) + d * V_LINES;
+            const Word* w = p + (i * STEP + c * CHUNK) / E::PACK;
             for (int t = 0; t < V_LINES; t++) {
                 Line line[N];
                 for (int j = 0; j < N; j++) {
                     line[j] = v[j * V_LINES + t];
-                    if (prefetch) __builtin_prefetch(v_next + j * V_LINES + t);
+                    if (fetch) __builtin_prefetch(ahead + j * V_LINES + t);
                 }
-                for (int i = 0; i < M; i++)
-                    for (int j = 0; j < N; j++) acc[i][j] = E::mac(acc[i][j], line[j], w[i * STEP / E::PACK + t]);
+                for (int r = 0; r < M; r++)
+                    for (int j = 0; j < N; j++) acc[r][j] = E::mac(acc[r][j], line[j], w[r * STEP / E::PACK + t]);
             }
         }
-        for (int i = 0; i < M; i++)
-            for (int j = 0; j < N; j++) store(o + i * D + j * LANES, acc[i][j]);
+        for (int r = 0; r < M; r++)
+            for (int j = 0; j < N; j++) store(o + r * D + j * LANES, acc[r][j]);
     }
 
-    void softmax(State& state, int64_t first) {
-        for (int64_t i = 0, m = 0; i < u.num_tokens; i++) {
-            // Columns of the step this token sees: [begin, end), and those before `sinks`.
-            int end = (int)std::clamp<int64_t>(u.first_pos + i + 1 - first, 0, STEP);
-            int begin = a.window ? (int)std::clamp<int64_t>(u.first_pos + i + 1 - a.window - first, 0, STEP) : 0;
-            int sinks = (int)std::clamp<int64_t>(a.num_sink_tokens - first, 0, STEP);
-            bool whole = end == STEP && (begin == 0 || sinks >= begin);
-            for (int64_t g = 0; g < G; g++, m++)
-                whole ? softmax_row<true>(state, m, 0, 0, 0) : softmax_row<false>(state, m, begin, end, sinks);
+    // Rows `begin` to `end` of the tile, whose scores are rows 0.. of the block.
+    void softmax(State& state, int64_t first, int64_t begin, int64_t end) {
+        const float factor = a.softcap == 0 ? a.scale * LOG2_E : 1.0f;
+        alignas(64) float old_top[AMX_BLOCK] = {}, new_top[AMX_BLOCK] = {};
+        for (int64_t m = begin, token = begin / G, head = begin % G; m < end; m++) {
+            const int64_t seen = u.first_pos + token + 1 - first;  // columns before this are not in the future
+            mask(s + (m - begin) * STEP, seen, a.window ? seen - a.window : 0, a.num_sink_tokens - first);
+            old_top[m - begin] = state.top[m];
+            new_top[m - begin] = state.top[m] = std::max(state.top[m], largest(s + (m - begin) * STEP) * factor);
+            if (++head == G) head = 0, token++;
+        }
+        for (int i = 0; i < end - begin; i += LANES) store(alpha + i, exp2(load(old_top + i) - load(new_top + i)));
+        for (int64_t m = begin; m < end; m++) {
+            const float* x = s + (m - begin) * STEP;
+            auto* to = (Elem*)(p + (m - begin) * STEP / E::PACK);
+            v16 sum = {}, minus_top = splat(-state.top[m]);
+            for (int c = 0; c < STEP; c += LANES) {
+                v16 e = exp2(fma(load(x + c), splat(factor), minus_top));
+                sum += e;
+                store(to + c, e);
+            }
+            state.sum[m] = fma(state.sum[m], splat(alpha[m - begin]), sum);
         }
     }
 
-    template <bool WHOLE>
-    void softmax_row(State& state, int64_t m, int begin, int end, int sinks) {
+    static float largest(const float* x) {
+        v16 top = max(load(x), load(x + LANES));
+        for (int c = 2 * LANES; c < STEP; c += LANES) top = max(load(x + c), top);
+        return horizontal_max(top);
+    }
+
+    // Caps the scores, and hides all but columns [begin, end) and those before `sinks`.
+    void mask(float* x, int64_t end, int64_t begin, int64_t sinks) const {
+        if (a.softcap != 0)
+            for (int c = 0; c < STEP; c += LANES)
+                store(x + c, tanh(load(x + c) * (a.scale / a.softcap)) * (a.softcap * LOG2_E));
+        if (end >= STEP && (begin <= 0 || sinks >= begin)) return;
         typedef int32_t i32x16 __attribute__((vector_size(64)));
-        const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        v16 x[CHUNKS], top = splat(state.top[m]);
-        i32x16 seen[CHUNKS];
-        for (int c = 0; c < CHUNKS; c++) {
-            x[c] = load(s + m * STEP + c * CHUNK);
-            x[c] = a.softcap == 0 ? x[c] * (a.scale * LOG2_E) : tanh(x[c] * (a.scale / a.softcap)) * (a.softcap * LOG2_E);
-            if (!WHOLE) {
-                i32x16 col = lanes + c * CHUNK;
-                seen[c] = (col < end) & ((col >= begin) | (col < sinks));
-                x[c] = seen[c] ? x[c] : splat(-INFINITY);
-            }
-            top = max(x[c], top);
-        }
-        float new_top = horizontal_max(top), old_top = std::exchange(state.top[m], new_top);
-        alpha[m] = new_top == old_top ? 1.0f : exp2(splat(old_top - new_top))[0];
-        v16 sum = {};
-        for (int c = 0; c < CHUNKS; c++) {
-            x[c] = exp2(x[c] - new_top);
-            if (!WHOLE) x[c] = seen[c] ? x[c] : v16{};
-            sum += x[c];
-            store((Elem*)(p + (m * STEP + c * CHUNK) / E::PACK), x[c]);
-        }
-        state.sum[m] = fma(state.sum[m], splat(alpha[m]), sum);
-    }
-
-    template <bool ADD>
-    void amx_product(float* c, int64_t c_width, const Word* w, int64_t depth, int64_t w_width, const Line* b0, const Line* b1) {
-        int64_t m = 0;
-        for (; m + 32 <= padded_rows; m += 32)
-            amx::product<2, ADD>(c + m * c_width, c_width * 4, w + m * w_width, w_width * 4, b0, b1, depth);
-        if (m < padded_rows)
-            amx::product<1, ADD>(c + m * c_width, c_width * 4, w + m * w_width, w_width * 4, b0, b1, depth);
-    }
-
-    void amx_score(const Keys<E>& keys) {
-        amx::fence();
-        for (int c = 0; c < CHUNKS; c += 2) {
-            const Line *k0 = keys.k[c], *k1 = keys.k[c + 1];
-            if (!k0 && !k1) continue;
-            // A chunk nobody sees gets another's scores: the mask hides them.
-            amx_product<false>(s + c * CHUNK, STEP, q, D / 32, D / 2, k0 ? k0 : k1, k1 ? k1 : k0);
+        i32x16 column = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        auto held = [](int64_t n) { return (int32_t)std::clamp<int64_t>(n, 0, STEP); };
+        for (int c = 0; c < STEP; c += LANES, column += LANES) {
+            i32x16 visible = (column < held(end)) & ((column >= held(begin)) | (column < held(sinks)));
+            store(x + c, visible ? load(x + c) : splat(-INFINITY));
         }
     }
 
-    void amx_accumulate(State& state, const Keys<E>& keys, int64_t first) {
-        const int64_t tiles = D / LANES;
+    void amx_step(State& state, const Keys& keys, int64_t first) {
         for (int c = 0; c < CHUNKS; c++)
-            for (int64_t i = 0; i < tiles; i++) {
-                Line* to = v_copy + ((i * 2 + c / 2) * 2 + c % 2) * V_LINES;
+            for (int64_t i = 0; i < D / LANES; i++) {
+                Line* to = v_copy + (i * CHUNKS + c) * V_LINES;
                 if (keys.v[c])
                     copy_v(to, keys.v[c] + i * V_LINES, num_written(first + c * CHUNK));
                 else
                     memset((void*)to, 0, V_LINES * sizeof(Line));
             }
-        for (int64_t m = 0; m < rows; m++)
-            if (alpha[m] != 1.0f)
-                for (int64_t d = m * D; d < (m + 1) * D; d += LANES) store(state.o + d, load(state.o + d) * alpha[m]);
+        for (int64_t m = 0; m < rows; m += AMX_BLOCK)
+            padded_rows - m > 16 ? amx_block<2>(state, keys, first, m) : amx_block<1>(state, keys, first, m);
+    }
+
+    template <int MT>
+    void amx_block(State& state, const Keys& keys, int64_t first, int64_t m) {
         amx::fence();
-        for (int64_t i = 0; i < tiles; i += 2)
-            amx_product<true>(state.o + i * LANES, D, p, 2, STEP / 2, v_copy + i * 32, v_copy + (i + 1) * 32);
+        for (int c = 0; c < CHUNKS; c += 2) {
+            const Line *k0 = keys.k[c], *k1 = keys.k[c + 1];
+            if (!k0 && !k1) continue;
+            // A chunk nobody sees gets another's scores: the mask hides them.
+            amx::product<MT, false>(s + c * CHUNK, STEP * 4, q + m * D / 2, D * 2, k0 ? k0 : k1, k1 ? k1 : k0, D / 32);
+        }
+        const int64_t end = std::min<int64_t>(rows, m + AMX_BLOCK);
+        softmax(state, first, m, end);
+        for (int64_t i = m; i < end; i++)
+            if (alpha[i - m] != 1.0f)
+                for (int64_t d = i * D; d < (i + 1) * D; d += LANES)
+                    store(state.o + d, load(state.o + d) * alpha[i - m]);
+        amx::fence();
+        for (int64_t d = 0; d < D; d += 2 * LANES) {
+            const Line* v = v_copy + d / LANES * CHUNKS * V_LINES;
+            amx::product<MT, true>(state.o + m * D + d, D * 4, p, STEP * 2, v, v + CHUNKS * V_LINES, STEP / 32);
+        }
     }
 };
 

@@ -71,7 +71,7 @@ void silu_mul(T* out, const T* x, int64_t rows, int64_t n) {
         int64_t i = 0;
         for (; i + LANES <= n; i += LANES) {
             v16 g = load(gate + i);
-            store(to + i, g / (1.0f + exp2(g * -1.442695041f)));
+            store(to + i, g / (1.0f + exp2(min(g * -1.442695041f, splat(126.0f)))));
             store(to + i, load(to + i) * load(up + i));
         }
         for (; i < n; i++) {

@@ -62,9 +62,9 @@ static inline float horizontal_sum(v16 x) {
     return x[0];
 }
 
-// 2^x within 2 ulp, exactly 1 at 0; x is held to [-126, 126], and NaN and -inf give 2^-126.
+// 2^x within 2 ulp for x <= 126; exactly 1 at 0, exactly 0 for -inf, NaN and below -127, unsettled between -126 and -127.
 static inline v16 exp2(v16 x) {
-    x = min(max(x, splat(-126.0f)), splat(126.0f));
+    x = max(x, splat(-127.0f));
     const v16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
     v16 shifted = x + magic;
     v16 f = x - (shifted - magic);
@@ -87,7 +87,7 @@ static inline v16 tanh(v16 x) {
     p = fma(p, square, splat(1.33314422036e-1f));
     p = fma(p, square, splat(-3.33332819422e-1f));
     v16 near = fma(p * square, x, x);
-    v16 far = 1.0f - 2.0f / (exp2(size * 2.885390082f) + 1.0f);
+    v16 far = 1.0f - 2.0f / (exp2(min(size * 2.885390082f, splat(126.0f))) + 1.0f);
     far = (v16)((u32x16)far | ((u32x16)x & 0x80000000u));
     return size < 0.625f ? near : far;
 }

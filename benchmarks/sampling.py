@@ -1,0 +1,68 @@
+"""Time of one sampling step, in milliseconds: `python -m benchmarks.sampling`, or this file with the package installed.
+
+Logits follow Zipf's law with noise, as a language model's roughly do: some 50 to 130 tokens hold 95% of the mass. Each figure is the
+best of several runs, as machines are shared; histories have 512 tokens, half of them output.
+"""
+
+import argparse
+import time
+
+import torch
+from torch import Tensor
+
+from quire.params import SamplingParams
+from quire.sampling.rows import SamplingRows
+from quire.sampling.sampler import sample
+
+CASES = {
+    "greedy": SamplingParams(temperature=0),
+    "temperature": SamplingParams(temperature=0.8),
+    "top_p 0.95": SamplingParams(top_p=0.95),
+    "top_k 50": SamplingParams(top_k=50),
+    "min_p 0.05": SamplingParams(min_p=0.05),
+    "penalties": SamplingParams(temperature=0, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1),
+    "logprobs 5": SamplingParams(temperature=0, logprobs=5),
+}
+HISTORY_TOKENS = 512
+
+
+def zipf_logits(num_rows: int, vocab_size: int) -> Tensor:
+    logits = -1.6 * torch.arange(1, vocab_size + 1).float().log() + 0.5 * torch.randn(num_rows, vocab_size)
+    return logits[:, torch.randperm(vocab_size)].contiguous()
+
+
+def best_step_ms(params: SamplingParams, num_rows: int, vocab_size: int, num_runs: int) -> float:
+    logits = zipf_logits(num_rows, vocab_size)
+    batch = SamplingRows(num_rows, vocab_size)
+    for row in range(num_rows):
+        batch.set(row, params, seed=row, prompt_len=HISTORY_TOKENS // 2)
+    tokens = torch.randint(vocab_size, (num_rows, HISTORY_TOKENS), dtype=torch.int32)
+    lengths = torch.full((num_rows,), HISTORY_TOKENS)
+    scratch = torch.empty_like(logits)
+    best_s = float("inf")
+    for run in range(num_runs + 2):  # two to warm up
+        scratch.copy_(logits)
+        start = time.perf_counter()
+        sample(scratch, range(num_rows), batch, tokens, lengths, lengths + run)
+        if run >= 2:
+            best_s = min(best_s, time.perf_counter() - start)
+    return best_s * 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=20, help="runs per figure, of which the best counts")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    shapes = [(rows, vocab) for vocab in (49_152, 151_936) for rows in (1, 64)]
+    print(f"milliseconds per step, best of {args.runs}, {args.threads} threads")
+    print(f"{'':14}" + "".join(f"{f'{rows} x {vocab:,}':>14}" for rows, vocab in shapes))
+    for name, params in CASES.items():
+        figures = (best_step_ms(params, rows, vocab, args.runs) for rows, vocab in shapes)
+        print(f"{name:14}" + "".join(f"{figure:14.2f}" for figure in figures), flush=True)
+
+
+if __name__ == "__main__":
+    main()

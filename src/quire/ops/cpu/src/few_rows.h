@@ -1,0 +1,161 @@
+// Few rows: weights stay integers and so do activations, exact in all but the smallest of them.
+//
+// A row of x becomes, block by block, 16-bit integers with a power-of-two scale (bf16 values within 2^-7 of the block's largest
+// are exact), split in two signed bytes for VPDPBUSD: 64 products each, two per cycle, where VDPBF16PS does 32 in two
+// cycles. Sums of a group are exact; scales apply in float32.
+
+#pragma once
+
+#include "packed.h"
+
+namespace {
+
+// One block of one row of x: x = scale * (256 * high + low). Sums are over halves of the block for groups of 16.
+struct alignas(64) RowBlock {
+    int8_t high[kBlock], low[kBlock];
+    float scale;
+    int32_t sum[2];
+    int32_t pad[13];
+};
+
+void quantize_row(const uint16_t* x, int k, RowBlock* out) {
+    for (int b = 0; b < k / kBlock; ++b) {
+        const __m512i bits = _mm512_loadu_si512(x + b * kBlock);
+        const uint16_t largest = [&] {
+            const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
+            __m256i m = _mm256_max_epu16(_mm512_castsi512_si256(magnitude), _mm512_extracti64x4_epi64(magnitude, 1));
+            __m128i s = _mm_max_epu16(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
+            s = _mm_xor_si128(s, _mm_set1_epi16(-1));  // the one horizontal 16-bit instruction finds minima
+            return uint16_t(~_mm_extract_epi16(_mm_minpos_epu16(s), 0));
+        }();
+        const int exponent = largest >> 7;
+        RowBlock& block = out[b];
+        if (exponent < 16 || exponent == 255) {  // nothing there (below 2^-110), or infinities and NaN: these must show
+            std::memset(&block, 0, sizeof block);
+            if (exponent == 255) block.scale = __builtin_nanf("");
+            continue;
+        }
+        const __m512 up = _mm512_castsi512_ps(_mm512_set1_epi32((127 + 14 - (exponent - 127)) << 23));
+        const auto whole = [&](__m256i half) {
+            const __m512 value = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+            // 32640 would need a high byte of 128.
+            return _mm512_min_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(value, up)), _mm512_set1_epi32(32639));
+        };
+        const __m512i first = whole(_mm512_castsi512_si256(bits)), second = whole(_mm512_extracti64x4_epi64(bits, 1));
+        const auto split = [&](__m512i value, int at) {
+            const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(128)), 8);
+            _mm_store_si128(reinterpret_cast<__m128i*>(block.high + at), _mm512_cvtepi32_epi8(high));
+            _mm_store_si128(reinterpret_cast<__m128i*>(block.low + at), _mm512_cvtepi32_epi8(value));
+        };
+        split(first, 0);
+        split(second, 16);
+        const uint32_t down = uint32_t(127 - 14 + (exponent - 127)) << 23;
+        std::memcpy(&block.scale, &down, 4);
+        block.sum[0] = _mm512_reduce_add_epi32(first);
+        block.sum[1] = _mm512_reduce_add_epi32(second);
+    }
+}
+
+inline __m512i broadcast4(const int8_t* bytes) {
+    int32_t four;
+    std::memcpy(&four, bytes, 4);
+    return _mm512_set1_epi32(four);
+}
+
+template <int Rows>
+struct Sums {
+    __m512i high[Rows], low[Rows];
+
+    inline void start(const Weight& w, const RowBlock* const* x, int b, int half) {
+        for (int r = 0; r < Rows; ++r) {
+            const int32_t* sum = x[r][b].sum;
+            high[r] = _mm512_setzero_si512();
+            low[r] = _mm512_set1_epi32(-w.zero * (w.group == 16 ? sum[half] : sum[0] + sum[1]));
+        }
+    }
+
+    inline void add(__m512i weights, const RowBlock* const* x, int b, int first_k) {
+        for (int r = 0; r < Rows; ++r) {
+            high[r] = _mm512_dpbusd_epi32(high[r], weights, broadcast4(x[r][b].high + first_k));
+            low[r] = _mm512_dpbusd_epi32(low[r], weights, broadcast4(x[r][b].low + first_k));
+        }
+    }
+
+    inline void finish(const Weight& w, const RowBlock* const* x, int b, int half, int64_t scale_idx, __m512* total) {
+        const __m512 scale = load_scales(w.scales, scale_idx, w.wide_scales);
+        for (int r = 0; r < Rows; ++r) {
+            const __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(high[r], 8), low[r]);
+            const __m512 x_scale = _mm512_set1_ps(x[r][b].scale);
+            total[r] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(whole), x_scale), scale, total[r]);
+        }
+        if (!w.mins) return;
+        const __m512 min = load_scales(w.mins, scale_idx, w.wide_scales);
+        for (int r = 0; r < Rows; ++r) {
+            const RowBlock& block = x[r][b];
+            const float sum = w.group == 16 ? block.sum[half] : block.sum[0] + block.sum[1];
+            total[r] = _mm512_fmadd_ps(min, _mm512_set1_ps(sum * block.scale), total[r]);
+        }
+    }
+};
+
+constexpr int kPrefetchBytes = 2048;
+
+template <int Bits, int Rows>
+void few_rows_panel(const Weight& w, const Job& job, const RowBlock* quantized, int first_row, int panel) {
+    const int num_blocks = w.k / kBlock, groups_per_block = kBlock / w.group;
+    const RowBlock* x[Rows];
+    __m512 total[Rows];
+    for (int r = 0; r < Rows; ++r) {
+        x[r] = quantized + int64_t(first_row + r) * num_blocks;
+        total[r] = _mm512_setzero_ps();
+    }
+    const int64_t first_block = int64_t(panel) * num_blocks;
+    const uint8_t* data = w.data + first_block * block_bytes(Bits);
+    const __m512i nibble = _mm512_set1_epi8(15);
+    for (int b = 0; b < num_blocks; ++b, data += block_bytes(Bits)) {
+        for (int i = 0; i < block_bytes(Bits); i += 64)
+            _mm_prefetch(reinterpret_cast<const char*>(data + kPrefetchBytes + i), _MM_HINT_T0);
+        const int64_t scale_idx = (first_block + b) * groups_per_block * kLanes;
+        Sums<Rows> sums;
+        sums.start(w, x, b, 0);
+        for (int j = 0; j < 4; ++j) {
+            const __m512i bytes = _mm512_loadu_si512(data + 64 * j);
+            if constexpr (Bits == 4) {
+                sums.add(_mm512_and_si512(bytes, nibble), x, b, 4 * j);
+                sums.add(_mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble), x, b, 16 + 4 * j);
+            } else {
+                sums.add(bytes, x, b, 4 * j);
+            }
+        }
+        if constexpr (Bits == 8) {
+            if (w.group == 16) {
+                sums.finish(w, x, b, 0, scale_idx, total);
+                sums.start(w, x, b, 1);
+            }
+            for (int j = 4; j < 8; ++j) sums.add(_mm512_loadu_si512(data + 64 * j), x, b, 4 * j);
+        }
+        const int last = Bits == 8 ? groups_per_block - 1 : 0;
+        sums.finish(w, x, b, last, scale_idx + last * kLanes, total);
+    }
+    for (int r = 0; r < Rows; ++r) store_outputs(w, job, first_row + r, panel, total[r]);
+}
+
+template <int Bits>
+void few_rows(const Weight& w, const Job& job) {
+    const int num_panels = (w.n + kLanes - 1) / kLanes, num_blocks = w.k / kBlock;
+#pragma omp parallel
+    {
+        // Every thread converts all rows for itself: cheaper than a barrier.
+        auto* x = static_cast<RowBlock*>(rows_scratch.get(sizeof(RowBlock) * num_blocks * job.rows));
+        for (int r = 0; r < job.rows; ++r) quantize_row(job.x + int64_t(r) * w.k, w.k, x + int64_t(r) * num_blocks);
+        const Range mine = my_share(num_panels);
+        for (int panel = mine.begin; panel < mine.end; ++panel) {
+            int r = 0;  // a panel stays in the first-level cache for all its rows
+            for (; r + 4 <= job.rows; r += 4) few_rows_panel<Bits, 4>(w, job, x, r, panel);
+            for (; r + 2 <= job.rows; r += 2) few_rows_panel<Bits, 2>(w, job, x, r, panel);
+            for (; r < job.rows; ++r) few_rows_panel<Bits, 1>(w, job, x, r, panel);
+        }
+    }
+}
+
+}  // namespace

@@ -1,0 +1,333 @@
+// Many rows: a pair of panels becomes bf16 tiles in scratch once and serves all rows; AMX multiplies, VDPBF16PS where there is none.
+//
+// A strip of 32 rows against a pair of panels is four products per block on four loaded tiles: as many loads as products, which
+// the caches can just feed. While the tile unit works on one pair, the vector units unpack the next one.
+
+#pragma once
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "packed.h"
+
+namespace {
+
+inline __m512i pack_bf16(__m512 even, __m512 odd) {
+    // Rounds half away from zero: VCVTNE2PS2BF16 costs as much as all of the rest of the unpacking.
+    const __m512i half = _mm512_set1_epi32(0x8000);
+    const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(even), half), 16);
+    return _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_add_epi32(_mm512_castps_si512(odd), half));
+}
+
+// Integers become floats by being put into a mantissa: (bits of q at `Bit`) | exponent reads as 2^(23 - Bit) + q.
+template <int Bit, int Width>
+inline __m512 in_mantissa(__m512i v) {
+    const __m512i mask = _mm512_set1_epi32(((1 << Width) - 1) << Bit), exponent = _mm512_set1_epi32((127 + 23 - Bit) << 23);
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(v, mask, exponent, 0xea));  // (v & mask) | exponent
+}
+
+struct Affine {
+    __m512 scale, min;
+    // Takes back the 2^(23 - bit) of in_mantissa and the zero point.
+    inline __m512 base(int bit, int zero) const {
+        return _mm512_fnmadd_ps(scale, _mm512_set1_ps(float((1 << (23 - bit)) + zero)), min);
+    }
+};
+
+inline Affine load_affine(const Weight& w, int64_t idx) {
+    return {load_scales(w.scales, idx, w.wide_scales),
+            w.mins ? load_scales(w.mins, idx, w.wide_scales) : _mm512_setzero_ps()};
+}
+
+// Makes the bf16 tile of a block in four parts, so that they can be strewn between tile products.
+template <int Bits>
+struct Unpacker;
+
+template <>
+struct Unpacker<4> {
+    const __m512i* data;
+    __m512i* tile;
+    __m512 scale, base12, base16;
+
+    inline void start(const Weight& w, int64_t block, __m512i* into) {
+        data = reinterpret_cast<const __m512i*>(w.data + block * block_bytes(4)), tile = into;
+        const Affine a = load_affine(w, block * kLanes);
+        scale = a.scale, base12 = a.base(12, w.zero), base16 = a.base(16, w.zero);
+    }
+    inline __m512 at12(__m512i v) const { return _mm512_fmadd_ps(in_mantissa<12, 4>(v), scale, base12); }
+    inline __m512 at16(__m512i v) const { return _mm512_fmadd_ps(in_mantissa<16, 4>(v), scale, base16); }
+    inline void part(int j) const {
+        const __m512i v = _mm512_loadu_si512(data + j);
+        const __m512i up12 = _mm512_slli_epi32(v, 12), up4 = _mm512_slli_epi32(v, 4);
+        const __m512i down8 = _mm512_srli_epi32(v, 8), down12 = _mm512_srli_epi32(v, 12);
+        tile[2 * j] = pack_bf16(at12(up12), at12(up4));              // low nibbles of bytes 0, 1
+        tile[2 * j + 1] = pack_bf16(at16(v), at16(down8));           // low nibbles of bytes 2, 3
+        tile[8 + 2 * j] = pack_bf16(at16(up12), at12(v));            // high nibbles of bytes 0, 1
+        tile[8 + 2 * j + 1] = pack_bf16(at12(down8), at16(down12));  // high nibbles of bytes 2, 3
+    }
+};
+
+template <>
+struct Unpacker<8> {
+    const __m512i* data;
+    __m512i* tile;
+    __m512 scale[2], base[2];  // of the halves of the block: equal for groups of 32
+
+    inline void start(const Weight& w, int64_t block, __m512i* into) {
+        data = reinterpret_cast<const __m512i*>(w.data + block * block_bytes(8)), tile = into;
+        const int groups_per_block = kBlock / w.group;
+        for (int half = 0; half < 2; ++half) {
+            const Affine a = load_affine(w, (block * groups_per_block + half * (groups_per_block - 1)) * kLanes);
+            scale[half] = a.scale, base[half] = a.base(8, w.zero);
+        }
+    }
+    inline void part(int quarter) const {
+        const int half = quarter / 2;
+        const auto value = [&](__m512i v) { return _mm512_fmadd_ps(in_mantissa<8, 8>(v), scale[half], base[half]); };
+        for (int j = 2 * quarter; j < 2 * quarter + 2; ++j) {
+            const __m512i v = _mm512_loadu_si512(data + j);
+            tile[2 * j] = pack_bf16(value(_mm512_slli_epi32(v, 8)), value(v));
+            tile[2 * j + 1] = pack_bf16(value(_mm512_srli_epi32(v, 8)), value(_mm512_srli_epi32(v, 16)));
+        }
+    }
+};
+
+template <>
+struct Unpacker<16> {  // nothing to unpack: fetches the tile into the cache
+    const uint8_t* data;
+    inline void start(const Weight& w, int64_t block, __m512i*) { data = w.data + block * block_bytes(16); }
+    inline void part(int j) const {
+        for (int i = 0; i < 4; ++i) _mm_prefetch(reinterpret_cast<const char*>(data + 256 * j + 64 * i), _MM_HINT_T1);
+    }
+};
+
+constexpr int kStripTiles = 2, kStripRows = kStripTiles * kLanes;
+
+// Rows of x as AMX A tiles, [strip of up to 32 rows][block][row tile][16 rows][32], rows beyond the last zero: in the order the
+// products read them. Each thread copies its share.
+void tile_rows(const Job& job, int k, uint16_t* tiles) {
+    const int num_blocks = k / kBlock, num_tiles = (job.rows + kLanes - 1) / kLanes;
+    const Range mine = my_share(num_tiles * num_blocks);
+    for (int unit = mine.begin; unit < mine.end; ++unit) {
+        const int strip = unit / (num_blocks * kStripTiles), width = std::min(kStripTiles, num_tiles - strip * kStripTiles);
+        const int inside = unit - strip * num_blocks * kStripTiles, block = inside / width;
+        const int first = (strip * kStripTiles + inside % width) * kLanes;
+        const uint16_t* from = job.x + int64_t(first) * k + block * kBlock;
+        uint16_t* to = tiles + int64_t(unit) * kLanes * kBlock;
+        for (int r = 0; r < kLanes; ++r)
+            _mm512_store_si512(to + r * kBlock, first + r < job.rows ? _mm512_loadu_si512(from + int64_t(r) * k)
+                                                                     : _mm512_setzero_si512());
+    }
+}
+
+// A panel and where its bf16 tiles are (or will be).
+struct Panel {
+    int idx;
+    __m512i* tiles;
+};
+
+// A pair of panels against up to 32 rows, while up to two panels of the next pair get unpacked.
+struct Strip {
+    const uint16_t* x;
+    int first_row;
+    Panel left, right;  // the right one may lie beyond the last: computed from anything, not stored
+    Panel next[2];
+    int num_next;
+};
+
+// The unpacking that goes with a strip, block by block.
+template <int Bits, int Num>
+struct Unpacking {
+    Unpacker<Bits> panels[Num + 1];
+
+    inline void start(const Weight& w, const Panel* next, int b) {
+        for (int i = 0; i < Num; ++i)
+            panels[i].start(w, int64_t(next[i].idx) * (w.k / kBlock) + b, next[i].tiles + b * kLanes);
+    }
+    inline void part(int j) const {
+        for (int i = 0; i < Num; ++i) panels[i].part(j);
+    }
+};
+
+template <int Bits>
+void unpack_panel(const Weight& w, const Panel& panel) {
+    Unpacking<Bits, 1> unpacking;
+    for (int b = 0; b < w.k / kBlock; ++b) {
+        unpacking.start(w, &panel, b);
+        for (int j = 0; j < 4; ++j) unpacking.part(j);
+    }
+}
+
+#ifdef __AMX_BF16__
+
+bool amx_allowed() {
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;
+    static const bool allowed = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    return allowed;
+}
+
+inline void compiler_fence() { asm volatile("" ::: "memory"); }  // gcc's tile intrinsics do not say what memory they touch
+
+// Eight tiles of 16 x 64 bytes for this thread while it lives. What was configured before comes back: oneDNN runs on the same
+// threads, remembers what it configured last and does not do it again.
+class Tiles {
+    struct alignas(64) Config {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } before_;
+
+   public:
+    Tiles() {
+        _tile_storeconfig(&before_);
+        Config config = {};
+        config.palette = 1;
+        for (int tile = 0; tile < 8; ++tile) config.row_bytes[tile] = 64, config.rows[tile] = 16;
+        asm volatile("" ::"r"(&config), "r"(&before_) : "memory");
+        _tile_loadconfig(&config);
+    }
+    ~Tiles() {
+        asm volatile("" ::"r"(&before_) : "memory");
+        if (before_.palette)
+            _tile_loadconfig(&before_);
+        else
+            _tile_release();
+    }
+};
+
+template <int Bits, int Tiles, int NumNext>
+void multiply(const Weight& w, const Job& job, const Strip& strip) {
+    constexpr int kTile = kLanes * kBlock;
+    Unpacking<Bits, NumNext> unpacking;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int b = 0; b < w.k / kBlock; ++b) {
+        const uint16_t* x = strip.x + int64_t(b) * Tiles * kTile;
+        unpacking.start(w, strip.next, b);
+        compiler_fence();
+        _tile_loadd(6, strip.left.tiles + b * kLanes, 64);
+        _tile_loadd(4, x, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        unpacking.part(0);
+        _tile_loadd(7, strip.right.tiles + b * kLanes, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        unpacking.part(1);
+        if constexpr (Tiles == 2) {
+            _tile_loadd(5, x + kTile, 64);
+            _tile_dpbf16ps(2, 5, 6);
+        }
+        unpacking.part(2);
+        if constexpr (Tiles == 2) _tile_dpbf16ps(3, 5, 7);
+        unpacking.part(3);
+    }
+    alignas(64) float sums[Tiles * kLanes][2][kLanes];
+    constexpr int kStride = sizeof sums[0];
+    _tile_stored(0, sums[0][0], kStride);
+    _tile_stored(1, sums[0][1], kStride);
+    if constexpr (Tiles == 2) {
+        _tile_stored(2, sums[kLanes][0], kStride);
+        _tile_stored(3, sums[kLanes][1], kStride);
+    }
+    compiler_fence();
+    const int num_rows = std::min(Tiles * kLanes, job.rows - strip.first_row);
+    for (int r = 0; r < num_rows; ++r)
+        store_pair(w, job, strip.first_row + r, strip.left.idx, _mm512_load_ps(sums[r][0]), _mm512_load_ps(sums[r][1]));
+}
+
+#else
+
+bool amx_allowed() { return true; }
+
+struct Tiles {
+    Tiles() {}
+};
+
+template <int Bits, int Tiles, int NumNext>
+void multiply(const Weight& w, const Job& job, const Strip& strip) {
+    const int num_rows = std::min(Tiles * kLanes, job.rows - strip.first_row);
+    constexpr int kAtOnce = 8;
+    for (int first = 0; first < num_rows; first += kAtOnce) {
+        __m512 left[kAtOnce] = {}, right[kAtOnce] = {};
+        for (int pair = 0; pair < w.k / 2; ++pair) {
+            const auto left_weights = (__m512bh)strip.left.tiles[pair], right_weights = (__m512bh)strip.right.tiles[pair];
+            const uint16_t* x = strip.x + (int64_t(pair / 16) * Tiles * kLanes + first) * kBlock + pair % 16 * 2;
+            for (int r = 0; r < kAtOnce; ++r) {
+                int32_t two;
+                std::memcpy(&two, x + r * kBlock, 4);
+                const auto values = (__m512bh)_mm512_set1_epi32(two);
+                left[r] = _mm512_dpbf16_ps(left[r], left_weights, values);
+                right[r] = _mm512_dpbf16_ps(right[r], right_weights, values);
+            }
+        }
+        for (int r = 0; r < kAtOnce && first + r < num_rows; ++r)
+            store_pair(w, job, strip.first_row + first + r, strip.left.idx, left[r], right[r]);
+    }
+    for (int i = 0; i < NumNext; ++i) unpack_panel<Bits>(w, strip.next[i]);
+}
+
+#endif
+
+template <int Bits, int Tiles>
+void multiply(const Weight& w, const Job& job, const Strip& strip) {
+    switch (strip.num_next) {
+        case 0: return multiply<Bits, Tiles, 0>(w, job, strip);
+        case 1: return multiply<Bits, Tiles, 1>(w, job, strip);
+        default: return multiply<Bits, Tiles, 2>(w, job, strip);
+    }
+}
+
+// Rows whose activations stay in the second-level cache (half of 2 MiB) while pair after pair of panels passes.
+inline int rows_at_once(int k) { return std::max<int>(64, (1 << 20) / (2 * k) / 64 * 64); }
+
+// Some pairs of panels against the rows of some strips. `scratch` holds the bf16 tiles of four panels.
+template <int Bits>
+void multiply_strips(const Weight& w, const Job& job, const uint16_t* x, Range strips, Range pairs, __m512i* scratch) {
+    const int num_panels = (w.n + kLanes - 1) / kLanes, num_tiles = (job.rows + kLanes - 1) / kLanes;
+    const int64_t panel_vectors = w.k / 2;
+    const auto panel_at = [&](int idx) -> Panel {
+        auto* data = reinterpret_cast<__m512i*>(const_cast<uint8_t*>(w.data));
+        if (Bits == 16) return {idx, data + std::min(idx, num_panels - 1) * panel_vectors};
+        return {idx, scratch + idx % 4 * panel_vectors};
+    };
+    for (int idx = 2 * pairs.begin; idx < std::min(2 * pairs.begin + 2, num_panels); ++idx) unpack_panel<Bits>(w, panel_at(idx));
+    for (int pair = pairs.begin; pair < pairs.end; ++pair) {
+        Strip strip = {};
+        strip.left = panel_at(2 * pair), strip.right = panel_at(2 * pair + 1);
+        // The next pair's panels: one each with the first two strips, or both with the only one.
+        int idx = 2 * pair + 2;
+        const int end = std::min(2 * pairs.end, num_panels), per_strip = strips.end - strips.begin == 1 ? 2 : 1;
+        for (int s = strips.begin; s < strips.end; ++s) {
+            strip.x = x + int64_t(s) * kStripRows * w.k;
+            strip.first_row = s * kStripRows;
+            strip.num_next = 0;
+            while (strip.num_next < per_strip && idx < std::min(2 * pair + 4, end)) strip.next[strip.num_next++] = panel_at(idx++);
+            if (num_tiles - s * kStripTiles == 1)
+                multiply<Bits, 1>(w, job, strip);
+            else
+                multiply<Bits, 2>(w, job, strip);
+        }
+    }
+}
+
+template <int Bits>
+void many_rows(const Weight& w, const Job& job) {
+    const int num_pairs = (w.n + 2 * kLanes - 1) / (2 * kLanes), num_strips = (job.rows + kStripRows - 1) / kStripRows;
+    const int strips_at_once = rows_at_once(w.k) / kStripRows;
+    auto* x = static_cast<uint16_t*>(rows_scratch.get(size_t(num_strips) * kStripRows * w.k * 2));
+#pragma omp parallel
+    {
+        tile_rows(job, w.k, x);
+#pragma omp barrier
+        const Range pairs = my_share(num_pairs);
+        if (pairs.begin < pairs.end) {
+            const Tiles configured;
+            auto* scratch = static_cast<__m512i*>(panel_scratch.get(size_t(w.k) * kLanes * 2 * 4));
+            for (int first = 0; first < num_strips; first += strips_at_once)
+                multiply_strips<Bits>(w, job, x, {first, std::min(num_strips, first + strips_at_once)}, pairs, scratch);
+        }
+    }
+}
+
+}  // namespace

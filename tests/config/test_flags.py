@@ -1,0 +1,137 @@
+"""Options: declared once, checked, and turned into flags and keywords."""
+
+import dataclasses
+import math
+
+import pytest
+
+from quire.config import EngineConfig, SchedulerConfig, knob
+from quire.config.flags import Parser, add_flags, from_args, size
+from quire.config.resolve import resolve
+from quire.errors import ConfigError
+
+HF = {"max_position_embeddings": 4096}
+
+
+def parse(*argv: str) -> EngineConfig:
+    parser = Parser()
+    add_flags(parser, EngineConfig)
+    return from_args(EngineConfig, parser.parse_args(argv))
+
+
+def every_field():
+    return [f for g in dataclasses.fields(EngineConfig) for f in dataclasses.fields(g.type)]
+
+
+def test_every_option_has_a_flag_and_a_help_text():
+    parser = Parser()
+    add_flags(parser, EngineConfig)
+    text = parser.format_help()
+    for field in every_field():
+        assert "--" + field.name.replace("_", "-") in text
+        assert len(field.metadata["help"]) > 10
+
+
+def test_flags_and_keywords_give_the_same_config():
+    flags = parse("--max-num-seqs", "8", "--no-enable-prefix-caching", "--dtype", "float32", "--kv-cache-memory-bytes", "1.5G")
+    words = EngineConfig.from_kwargs(max_num_seqs=8, enable_prefix_caching=False, dtype="float32", kv_cache_memory_bytes=3 << 29)
+    assert flags == words
+
+
+def test_what_is_not_typed_keeps_its_default():
+    assert parse() == EngineConfig()
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EngineConfig().model.seed = 3
+
+
+def test_replace_changes_one_option_and_keeps_the_rest():
+    config = EngineConfig.from_kwargs(max_num_seqs=7).replace(block_size=32)
+    assert (config.scheduler.max_num_seqs, config.cache.block_size) == (7, 32)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_nun_seqs": 4}, "did you mean 'max_num_seqs'"),
+        ({"dtype": "float8"}, "one of auto, bfloat16, float32"),
+        ({"max_num_seqs": 0}, "at least 1"),
+        ({"max_num_seqs": 2.5}, "a whole number"),
+        ({"max_num_seqs": True}, "a whole number"),
+        ({"gpu_memory_utilization": math.nan}, "finite"),
+        ({"gpu_memory_utilization": 1.5}, "at most 1"),
+        ({"max_model_len": -1}, "at least 1"),
+        ({"model": 3}, "text"),
+        ({"enable_prefix_caching": "yes"}, "true or false"),
+        ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "at least max_num_seqs"),
+        ({"pipeline_depth": 3}, "at most 2"),
+    ],
+)
+def test_bad_options_say_what_is_wrong(options, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_kwargs(**options)
+
+
+@pytest.mark.parametrize("argv", [["--dtype", "int3"], ["--max-num-seqs", "many"], ["--nonsense"], ["--kv-cache-memory-bytes", "lots"]])
+def test_bad_flags_raise_config_errors(argv):
+    with pytest.raises(ConfigError):
+        parse(*argv)
+
+
+@pytest.mark.parametrize(("text", "value"), [("512", 512), ("4k", 4096), ("2MiB", 2 << 20), ("1.5g", 3 << 29), ("1TB", 1 << 40)])
+def test_sizes(text, value):
+    assert size(text) == value
+
+
+def test_resolving_leaves_nothing_automatic():
+    config = resolve(EngineConfig(), "/m", "gguf", HF, 2)
+    assert config.model.dtype == "bfloat16" and config.model.quantization == "gguf"
+    assert config.model.max_model_len == 4096 and config.device.num_threads == 2
+    for field in every_field():
+        group = next(g.name for g in dataclasses.fields(EngineConfig) if field.name in {f.name for f in dataclasses.fields(g.type)})
+        if field.name not in ("load_format", "generation_config", "attention_backend"):
+            assert getattr(getattr(config, group), field.name) != "auto", field.name
+    assert resolve(config, "/m", "gguf", HF, 2) == config
+
+
+def test_explicit_dtypes_dequantize():
+    for dtype in ("float32", "bfloat16"):
+        assert resolve(EngineConfig.from_kwargs(dtype=dtype), "/m", "gguf", HF, 2).model.quantization == "none"
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [({"quantization": "gguf"}, "hf"), ({"quantization": "gguf", "dtype": "float32"}, "gguf"), ({"max_model_len": 5000}, "hf")],
+)
+def test_contradictions_are_refused(options, kind):
+    with pytest.raises(ConfigError):
+        resolve(EngineConfig.from_kwargs(**options), "/m", kind, HF, 2)
+
+
+def test_the_context_grows_with_rope_scaling():
+    hf = {"max_position_embeddings": 4096, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    assert resolve(EngineConfig(), "/m", "hf", hf, 2).model.max_model_len == 16384
+
+
+def test_max_num_batched_tokens_covers_every_row_by_default():
+    assert resolve(EngineConfig.from_kwargs(max_num_seqs=5000), "/m", "hf", HF, 2).scheduler.max_num_batched_tokens == 5000
+    with pytest.raises(ConfigError):
+        SchedulerConfig(max_num_seqs=5000, max_num_batched_tokens=2048)
+
+
+def test_a_program_adds_its_own_flags():
+    @dataclasses.dataclass(frozen=True)
+    class Mine:
+        """Mine"""
+
+        colour: str = knob("red", "which colour")
+        loud: bool = knob(False, "be loud")
+
+    parser = Parser()
+    add_flags(parser, Mine)
+    add_flags(parser, EngineConfig)
+    args = parser.parse_args(["--colour", "blue", "--loud", "--seed", "5"])
+    assert from_args(Mine, args) == Mine("blue", True)
+    assert from_args(EngineConfig, args).model.seed == 5

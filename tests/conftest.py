@@ -1,0 +1,35 @@
+"""What tests share: the real default model, and a tiny random Llama saved by transformers, our oracle."""
+
+from pathlib import Path
+
+import pytest
+
+from quire.checkpoint.find import find
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The default model's file, fetched once per machine."""
+    return find("smollm2").path
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory, smollm2) -> Path:
+    """A Hugging Face folder: random weights at models/llama.py's TINY, and a real tokenizer's files."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from quire.models.llama import TINY
+
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(**{k: v for k, v in TINY.items() if k not in ("architectures", "model_type")})
+    model = LlamaForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.copy_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    return folder

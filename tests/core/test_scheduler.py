@@ -1,0 +1,169 @@
+"""Who runs when: budgets, order, priorities, preemption and fairness, on the fake executor."""
+
+import pytest
+
+from quire.core.request import Status
+from tests.core.harness import HYBRID, Core
+
+
+def names_running(core: Core) -> list[str]:
+    return [r.request_id for r in core.engine.scheduler.running]
+
+
+def test_a_step_never_exceeds_its_token_budget():
+    core = Core(max_num_batched_tokens=7, max_num_seqs=3)
+    for idx in range(5):
+        core.add(f"r{idx}", list(range(20)), max_tokens=4)
+    core.run()
+    assert max(s.stats.step_tokens for s in core.steps) <= 7
+    core.assert_all_as_expected()
+
+
+def test_prefill_and_decode_share_a_step():
+    core = Core(max_num_batched_tokens=8)
+    core.add("a", [1, 2, 3], max_tokens=20)
+    core.step()
+    core.add("b", list(range(30)), max_tokens=4)
+    core.step()
+    assert core.steps[-1].stats.step_tokens == 8  # one token of a, seven of b's prompt
+    assert [d.request_id for d in core.steps[-1].deltas] == ["a"]
+
+
+def test_a_long_prompt_does_not_hold_up_those_who_answer():
+    core = Core(max_num_batched_tokens=8, num_gpu_blocks_override=80)
+    core.add("long", list(range(60)), max_tokens=2)
+    core.add("short", [1, 2], max_tokens=5)
+    for _ in range(20):
+        core.step()
+        if ("short", 0) in core.reasons:
+            break
+    assert ("long", 0) not in core.reasons or core.steps[-1].stats.step_tokens
+    assert core.tokens["short", 0] == core.expected("short")
+
+
+def test_first_come_is_first_served():
+    core = Core(max_num_seqs=1)
+    for name in "abc":
+        core.add(name, [1, 2, 3], max_tokens=3)
+    core.run()
+    assert [k[0] for k in core.reasons] == ["a", "b", "c"]
+
+
+def test_lower_priority_numbers_run_earlier():
+    core = Core(max_num_seqs=1, scheduling_policy="priority")
+    core.add("late", [1, 2, 3], max_tokens=3, priority=5)
+    core.add("soon", [1, 2, 3], max_tokens=3, priority=-1)
+    core.add("also-soon", [1, 2, 3], max_tokens=3, priority=-1)
+    core.run()
+    assert [k[0] for k in core.reasons] == ["soon", "also-soon", "late"]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_urgent_request_takes_the_place_of_the_least_urgent(depth):
+    core = Core(max_num_seqs=2, scheduling_policy="priority", pipeline_depth=depth)
+    core.add("low", [1, 2, 3], max_tokens=20, priority=9)
+    core.add("middle", [1, 2, 3], max_tokens=20, priority=5)
+    core.step()
+    core.add("urgent", [4, 5], max_tokens=2, priority=0)
+    core.step()
+    core.step()
+    assert "low" not in names_running(core)
+    core.run()
+    assert list(core.reasons)[0] == ("urgent", 0)
+    core.assert_all_as_expected()
+
+
+def test_equal_priorities_do_not_push_each_other_out():
+    core = Core(max_num_seqs=1, scheduling_policy="priority")
+    core.add("a", [1, 2, 3], max_tokens=9, priority=1)
+    core.step()
+    core.add("b", [1, 2, 3], max_tokens=9, priority=1)
+    core.run()
+    assert core.engine.scheduler.stats.num_preemptions == 0
+
+
+def test_the_latest_arrival_is_preempted_first():
+    core = Core(num_gpu_blocks_override=12, max_model_len=40)
+    core.add("first", [1] * 12, max_tokens=20)
+    core.add("second", [2] * 12, max_tokens=20)
+    while core.engine.scheduler.stats.num_preemptions == 0:
+        core.step()
+    assert names_running(core) == ["first"]
+    core.run()
+    core.assert_all_as_expected()
+
+
+def test_nobody_starves_while_others_keep_coming():
+    core = Core(num_gpu_blocks_override=12, max_model_len=40, max_num_seqs=2)
+    core.add("patient", list(range(30)), max_tokens=8)
+    for idx in range(30):
+        core.add(f"new{idx}", [idx, idx], max_tokens=6)
+        core.step()
+        if ("patient", 0) in core.reasons:
+            break
+    assert ("patient", 0) in core.reasons
+
+
+def test_a_prefix_hit_is_counted_and_reported():
+    core = Core()
+    core.add("a", list(range(20)), max_tokens=2)
+    core.run()
+    core.add("b", list(range(20)), max_tokens=2)
+    core.run()
+    assert core.steps[-1].deltas[0].num_cached_tokens == 16
+    assert core.engine.stats().prefix_hits == 16
+    core.assert_all_as_expected()
+
+
+def test_a_request_that_wants_prompt_logprobs_takes_no_hit():
+    core = Core()
+    core.add("a", list(range(20)), max_tokens=2)
+    core.run()
+    core.add("b", list(range(20)), max_tokens=2, prompt_logprobs=1)
+    core.run()
+    assert core.engine.stats().prefix_hits == 0
+
+
+def test_max_tokens_and_max_model_len_end_an_answer_with_length():
+    core = Core(max_model_len=10)
+    core.add("a", [1, 2, 3], max_tokens=2)
+    core.add("b", [1, 2, 3], max_tokens=None)
+    core.run()
+    assert core.reasons == {("a", 0): "length", ("b", 0): "length"}
+    assert [len(core.tokens[k, 0]) for k in "ab"] == [2, 7]
+
+
+def test_stop_tokens_wait_for_min_tokens():
+    core = Core()
+    core.add("a", [1, 2, 3], max_tokens=12, min_tokens=7, stop_token_ids=list(range(256)))
+    core.run()
+    assert len(core.tokens["a", 0]) >= 7
+    core.assert_all_as_expected()
+
+
+def test_an_aborted_request_frees_everything_at_once():
+    core = Core(HYBRID)
+    core.add("a", list(range(20)), n=2, max_tokens=20)
+    core.step()
+    core.abort("a")
+    assert not core.engine.has_work
+    core.assert_nothing_is_held()
+
+
+def test_aborting_what_is_unknown_or_done_is_harmless():
+    core = Core()
+    core.abort("nobody")
+    core.add("a", [1], max_tokens=1)
+    core.run()
+    core.abort("a")
+
+
+def test_a_waiting_request_can_be_aborted():
+    core = Core(max_num_seqs=1)
+    core.add("a", [1], max_tokens=5)
+    core.add("b", [1], max_tokens=5)
+    core.step()
+    core.abort("b")
+    assert all(r.status is not Status.WAITING for r in core.engine.scheduler.requests.values())
+    core.run()
+    assert core.tokens["b", 0] == []
