@@ -37,10 +37,10 @@ def random_gguf(type_name: str, n: int, k: int) -> torch.Tensor:
 
 def packed_case(bits: int, n: int, k: int, copies: int) -> tuple[list, Callable, int]:
     if bits == 16:
-        weights = [cpu.pack_dense(torch.randn(n, k) * 0.05) for _ in range(copies)]
+        weights = [cpu.concat([cpu.pack_dense(torch.randn(n, k) * 0.05)]) for _ in range(copies)]
     else:
         raw = random_gguf(GGUF_TYPES[bits], n, k)
-        weights = [cpu.pack_gguf(GGUF_TYPES[bits], raw, n, k) for _ in range(copies)]
+        weights = [cpu.concat([cpu.pack_gguf(GGUF_TYPES[bits], raw, n, k)]) for _ in range(copies)]
     return weights, cpu.linear, weights[0].nbytes
 
 

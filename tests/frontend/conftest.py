@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from tokenizers import pre_tokenizers
 
 from quire import env
 from quire.checkpoint.find import find
@@ -65,15 +64,7 @@ def smollm2(smollm2_path: Path) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def hf_smollm2(smollm2_path: Path):
-    """transformers' own reading of the same file.
-
-    But for the rule the file names ("smollm": every numeral apart), which transformers leaves out; it shows where a
-    numeral that is no digit follows a space. SmolLM2's published tokenizer.json has the rule, so it is put back.
-    """
+    """transformers' own reading of the same file, untouched."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(smollm2_path.parent), gguf_file=smollm2_path.name)
-    tokenizer._tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    return tokenizer
+    return AutoTokenizer.from_pretrained(str(smollm2_path.parent), gguf_file=smollm2_path.name)

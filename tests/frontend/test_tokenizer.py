@@ -15,16 +15,40 @@ from quire.frontend.tokenizer import Tokenizer
 from tests.frontend.corpus import texts
 
 
+def rules_disagree(text: str) -> bool:
+    """Whether the rule SmolLM2's file names ("smollm": numerals apart first) can differ from GPT-2's alone.
+
+    transformers 5 does not read the name and applies GPT-2's. They part at a numeral behind two or more characters of
+    white space, and at one that is no ASCII digit behind a space.
+    """
+    triples = zip(" x" + text, "x" + text, text, strict=False)
+    return any(c.isnumeric() and b.isspace() and (a.isspace() or not c.isascii()) for a, b, c in triples)
+
+
 def test_smollm2_ids_equal_those_of_transformers(smollm2: Tokenizer, hf_smollm2) -> None:
-    corpus = texts()
+    corpus = [text for text in texts() if not rules_disagree(text)]
     assert len(corpus) > 350
     for text in corpus:
-        ids = hf_smollm2.encode(text)
-        assert smollm2.encode(text) == ids, text
+        assert smollm2.encode(text) == hf_smollm2.encode(text), text
+
+
+def test_smollm2_text_equals_that_of_transformers(smollm2: Tokenizer, hf_smollm2) -> None:
+    for text in texts():
+        ids = smollm2.encode(text)
         assert smollm2.decode(ids) == hf_smollm2.decode(ids, skip_special_tokens=True)
-        assert (
-            smollm2.decode(ids, skip_special_tokens=False) == hf_smollm2.decode(ids, skip_special_tokens=False) == text
-        )
+        assert smollm2.decode(ids, skip_special_tokens=False) == hf_smollm2.decode(ids) == text
+
+
+def test_where_transformers_skips_the_rule_the_file_names_we_follow_the_file(smollm2: Tokenizer, hf_smollm2) -> None:
+    """The rule as llama.cpp has it for this name, and as StarCoder's tokenizer.json writes it."""
+    truth = Backend.from_str(hf_smollm2._tokenizer.to_str())
+    truth.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    disputed = [text for text in texts() if rules_disagree(text)]
+    assert any(truth.encode(text).ids != hf_smollm2.encode(text) for text in disputed)
+    for text in disputed:
+        assert smollm2.encode(text) == truth.encode(text).ids, text
 
 
 def test_text_of_every_kind_survives_a_round_trip(smollm2: Tokenizer) -> None:

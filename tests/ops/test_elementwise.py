@@ -92,9 +92,8 @@ def test_rope_is_transformers(
     ops.rope(q, k, torch.cat((angle.cos(), angle.sin()), 1), positions, interleaved)
     angle = angle[positions]
     # Transformers in float32: ours rounds once, at the end.
-    apply, wide = (
-        (apply_interleaved, angle.repeat_interleave(2, 1)) if interleaved else (apply_rotary_pos_emb, angle.repeat(1, 2))
-    )
+    apply = apply_interleaved if interleaved else apply_rotary_pos_emb
+    wide = angle.repeat_interleave(2, 1) if interleaved else angle.repeat(1, 2)
     rotated = apply(before[0][..., :rot_dim].float(), before[1][..., :rot_dim].float(), wide.cos(), wide.sin())
     for x, was, expected in zip((q, k), before, rotated, strict=False):
         close(x[..., :rot_dim], expected.to(dtype))
@@ -110,7 +109,7 @@ def test_rope_and_write_is_rope_then_write(T: int, D: int, block_size: int, dtyp
     cos_sin, positions = torch.cat((angle.cos(), angle.sin()), 1), torch.arange(T)
     slots = block_size + positions
     slots[torch.rand(T) < 0.1] = -1
-    fused, apart = fused_qkv(T, 6, 2, D, dtype), []
+    fused = fused_qkv(T, 6, 2, D, dtype)
     copies = [x.clone() for x in fused]
     caches = [torch.full((6, 2, block_size, 2, D), math.nan, dtype=dtype) for _ in range(2)]
     native.rope_and_write(*fused, cos_sin, positions, caches[0], slots)

@@ -72,7 +72,7 @@ class LLM:
         use_tqdm: bool = True,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """One output per conversation; `template_options` as in `encode_chat` of `frontend/chat.py`."""
+        """One output per conversation; `template_options` as for `encode_chat`."""
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
         prompts = [self.encode_chat(conversation, **template_options) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
@@ -83,9 +83,22 @@ class LLM:
         for changed in self._run([request]):
             yield changed.output()
 
-    def encode_chat(self, messages: Messages, **template_options: Any) -> list[int]:
-        """The token ids of a conversation, by the model's chat template."""
-        return encode_chat(self.model.need_tokenizer("a chat"), self.model.template, messages, **template_options)
+    def encode_chat(
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The token ids of a conversation, by the model's chat template; what a message spells is never a special token."""
+        return encode_chat(
+            self.model.need_tokenizer("a chat"),
+            self.model.template,
+            messages,
+            add_generation_prompt,
+            continue_final_message,
+            template_kwargs=chat_template_kwargs,
+        )
 
     def get_tokenizer(self):
         return self.model.need_tokenizer("this")

@@ -1,7 +1,7 @@
 """Builds a `tokenizers.Tokenizer` from the metadata of a GGUF file, which holds a vocabulary but only names its rules.
 
 Called by `tokenizer.py` alone. Knows the tokenizer kinds of GGUF; must not know the file's container, chat templates or
-requests. The rules are those of the models' own tokenizer.json files.
+requests.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -83,36 +83,29 @@ _GPT4O = _Rule((_cased_words(r"\p{N}{1,3}", contractions="(?i:'s|'t|'re|'ve|'m|'
 _FALCON_PUNCTUATION = r"[\p{P}\$\+<=>\^~\|`]+"
 _DEEPSEEK_LLM_PUNCTUATION = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
 
-# tokenizer.ggml.pre -> rule. Every rule is checked against expected ids or against the model's own tokenizer.json.
+# tokenizer.ggml.pre -> rule
 _RULES: dict[str, _Rule] = {
+    # The tests compare these with llama.cpp's expected ids; those say nothing about NFC but that qwen35 is without.
     "gpt-2": _GPT2,
-    "phi-2": _GPT2,
     "mpt": _NEOX,
-    "olmo": _NEOX,
     "starcoder": _DIGITS,
     "refact": _DIGITS,
-    "smollm": _DIGITS,
     "command-r": replace(_DIGITS, nfc=True),
     "falcon": _Rule((_FALCON_PUNCTUATION, _GPT2_WORDS, "[0-9]{3}")),
-    # What llama.cpp does where a file names no rule, as files before April 2024 do.
-    "default": _Rule((_FALCON_PUNCTUATION.replace("`", ""), _GPT2_WORDS, r"\p{N}+", "[0-9]{3}")),
     "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "dbrx": _GPT4,
-    "chatglm-bpe": _GLM4,
-    "glm4": _GLM4,
-    "gpt-4o": _GPT4O,
-    "llama4": _GPT4O,
-    "tekken": _Rule((_cased_words(r"\p{N}", contractions=""),), whole_words=True, add_bos=True),
     "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
     # Its tokenizer.json also composes characters (NFC); llama.cpp's expected ids, which we are held to, do not.
     "qwen35": _Rule((_words(r"\p{N}", letters=r"[\p{L}\p{M}]"),)),
     "deepseek-llm": _Rule(
         ("[\r\n]", rf"\s?[{_CASED_LETTERS}]+", _DEEPSEEK_LLM_PUNCTUATION, r"\s+$", _EAST_ASIAN, r"\p{N}+")
     ),
     "deepseek-coder": _Rule(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}")),
+    # These were compared by hand with a tokenizer.json that has the rule: DBRX, GLM-4, DeepSeek-V3, for tekken
+    # Nemotron's and for gpt-4o MiniMax's (which adds NFC).
+    "dbrx": _GPT4,
+    "glm4": _GLM4,
+    "gpt-4o": _GPT4O,
+    "tekken": _Rule((_cased_words(r"\p{N}", contractions=""),), whole_words=True, add_bos=True),
     "deepseek-v3": _Rule(
         (
             r"\p{N}{1,3}",
@@ -121,6 +114,17 @@ _RULES: dict[str, _Rule] = {
             r"|\s*[\r\n]+|\s+(?!\S)|\s+",
         )
     ),
+    # These follow llama.cpp, which says they are one of the above; we had no file to compare with.
+    "smollm": _DIGITS,
+    "phi-2": _GPT2,
+    "olmo": _NEOX,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama4": _GPT4O,
+    "chatglm-bpe": _GLM4,
+    "deepseek-r1-qwen": _QWEN2,
+    # Where a file names no rule, as those before April 2024 do, llama.cpp takes nearly Falcon's.
+    "default": _Rule((_FALCON_PUNCTUATION.replace("`", ""), _GPT2_WORDS, r"\p{N}+", "[0-9]{3}")),
 }
 
 
@@ -158,10 +162,10 @@ def build(metadata: Mapping[str, Any]) -> GGUFVocabulary:
     strips = kind == "llama" and metadata.get("general.architecture") == "phi3"
     _add_special(tokenizer, fields, unstripped=("<unk>", "<s>", "<|endoftext|>") if strips else None)
     bos, eos = fields.token_id("bos"), fields.token_id("eos")
-    turn_ends = {fields.token_id(name) for name in ("eos", "eot", "eom")} - {None}
-    turn_ends |= {idx for idx in fields.of_type(CONTROL) if fields.tokens[idx] in _TURN_ENDS}
+    turn_ends = {idx for idx in fields.of_type(CONTROL) if fields.tokens[idx] in _TURN_ENDS}
+    turn_ends |= {idx for name in ("eos", "eot", "eom") if (idx := fields.token_id(name)) is not None}
     if "<|return|>" in fields.vocab:  # harmony: <|end|> ends a message there, not the answer
-        turn_ends.discard(fields.vocab.get("<|end|>"))
+        turn_ends.discard(fields.vocab.get("<|end|>", -1))
     return GGUFVocabulary(
         tokenizer=tokenizer,
         bos_token_id=bos,

@@ -28,7 +28,7 @@ class RequestState:
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
         self.prompt_logprobs: list[TokenLogprobs] = []
         strings = StopStrings(params.stop)
-        self.choices = [ChoiceState(idx, params, strings, tokenizer) for idx in range(params.n)]
+        self.choices = [ChoiceState(idx, params, strings, tokenizer, prompt_token_ids) for idx in range(params.n)]
         self.num_unfinished = params.n
 
     @property
@@ -76,7 +76,9 @@ class RequestState:
 class ChoiceState:
     """One of a request's answers, as it grows."""
 
-    def __init__(self, index: int, params: SamplingParams, stops: StopStrings, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, index: int, params: SamplingParams, stops: StopStrings, tokenizer: Tokenizer | None, prompt_token_ids: list[int]
+    ) -> None:
         self.index = index
         self.params = params
         self.tokenizer = tokenizer
@@ -89,6 +91,7 @@ class ChoiceState:
         if tokenizer is not None and params.detokenize:
             self.detokenizer = Detokenizer(
                 tokenizer,
+                prompt_token_ids,
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             )

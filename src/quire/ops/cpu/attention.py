@@ -1,7 +1,7 @@
 """Paged attention on the CPU with the compiled kernel: same functions, same meaning as `ops/ref/attention.py`.
 
-Called by `layers/attention`, which asks `supported()` first and keeps one choice per cache: inside a block the bytes lie in
-the kernel's own order (`src/kv_layout.h`), so a cache written here is read here. Knows nothing of requests or models.
+Called by `layers/attention`, which asks `supported()` first and keeps one choice per cache: inside a block the bytes
+lie in the kernel's own order (`src/kv_layout.h`), so a cache written here is read here. Knows no requests or models.
 """
 
 import ctypes

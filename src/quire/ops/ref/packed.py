@@ -8,7 +8,7 @@ by side, four bytes each, so that one 512-bit load serves sixteen outputs.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -221,7 +221,7 @@ def pack_dense(weight: Tensor) -> PackedWeight:
     return packed
 
 
-def concat(weights: list[PackedWeight]) -> PackedWeight:
+def concat(weights: list[PackedWeight], allocate: Callable[..., Tensor] = torch.empty) -> PackedWeight:
     """One weight with the outputs of all, in order (for fused projections); all must have the same form and fill whole panels."""
     first = weights[0]
     if any(_form(w) != _form(first) for w in weights):
@@ -230,18 +230,13 @@ def concat(weights: list[PackedWeight]) -> PackedWeight:
         raise ConfigError(f"packed weights can be fused only where outputs are multiples of {LANES}")
 
     def joined(parts: list[Tensor | None]) -> Tensor | None:
-        return None if parts[0] is None else torch.cat(parts)
+        if parts[0] is None:
+            return None
+        shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+        return torch.cat(parts, out=allocate(shape, dtype=parts[0].dtype))
 
-    return PackedWeight(
-        torch.cat([w.data for w in weights]),
-        joined([w.scales for w in weights]),
-        joined([w.mins for w in weights]),
-        sum(w.n for w in weights),
-        first.k,
-        first.bits,
-        first.group,
-        first.zero,
-    )
+    data, scales, mins = (joined([getattr(w, name) for w in weights]) for name in ("data", "scales", "mins"))
+    return replace(first, data=data, scales=scales, mins=mins, n=sum(w.n for w in weights))
 
 
 def _form(w: PackedWeight) -> tuple:

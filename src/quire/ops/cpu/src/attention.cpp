@@ -1,10 +1,11 @@
 // Paged attention for float32 and bfloat16. Called through ctypes by ops/cpu/attention.py; the torch twin in
 // ops/ref/attention.py says what it must compute, kv_layout.h how the cache lies.
 //
-// A unit of work is a tile: the queries of a few consecutive tokens of one row, all heads that share one kv head, against
-// their keys in steps. Softmax is online over the steps of a partition (512 keys, aligned by position); partitions are
-// merged in order. So the sums behind a query depend on its position alone: not on the tile it was in, the other rows,
-// or whether the partitions of a long context were spread over threads. In float32 that makes chunked prefill bit-exact.
+// A unit of work is a tile: the queries of a few consecutive tokens of one row, all heads that share one kv head,
+// against their keys in steps. Softmax is online over the steps of a partition (512 keys, aligned by position);
+// partitions are merged in order. So the sums behind a query depend on its position alone: not on the tile it was in,
+// on other rows, or on whether the partitions of a long context were spread over threads. In float32 that makes chunked
+// prefill bit-exact.
 #include "amx.h"
 #include "kv_layout.h"
 
@@ -41,7 +42,7 @@ struct Args {
     const float* sinks;  // per query head, or null
     int64_t num_rows, num_heads, num_kv_heads, head_size, block_size, q_stride, out_stride, table_stride;
     int64_t window, num_sink_tokens;
-    float scale, softcap;
+    float scale, softcap;  // scale > 0
 
     int64_t group() const { return num_heads / num_kv_heads; }
 };
@@ -60,7 +61,7 @@ struct Unit {
     }
 };
 
-// Softmax so far of a tile's rows: largest logit (as a power of 2), sum of exponentials by lane, weighted sum of values.
+// Softmax so far of a tile's rows: largest logit (in base 2), sum of exponentials by lane, weighted sum of values.
 struct State {
     float* top;  // [rows]
     v16* sum;    // [rows]
@@ -146,7 +147,8 @@ class Tile {
     Tile(const Args& a, const Unit& u, char* memory, char* kept)
         : a(a), u(u), layout{a.num_kv_heads, a.head_size, a.block_size}, D(a.head_size), G(a.group()),
           rows(u.num_tokens * G), padded_rows(padded(rows)),
-          use_amx(E::PACK == 2 && rows >= AMX_MIN_ROWS && D % 32 == 0 && AMX_BUILT && amx::allowed()), unfinished(kept) {
+          use_amx(E::PACK == 2 && rows >= AMX_MIN_ROWS && D % 32 == 0 && AMX_BUILT && amx::allowed()),
+          unfinished(kept) {
         auto take = [&](int64_t bytes) { return std::exchange(memory, memory + bytes); };
         v_copy = (Line*)take(STEP * D * sizeof(Elem));
         s = (float*)take(AMX_BLOCK * STEP * sizeof(float));
@@ -203,7 +205,7 @@ class Tile {
         return keys;
     }
 
-    // Tokens of the chunk at `pos` that the tile may see; the slots behind them may hold NaN, which no weight of 0 stops.
+    // Tokens of the chunk at `pos` that the tile may see. Slots behind them may hold NaN, which a weight of 0 keeps.
     int64_t num_written(int64_t pos) const { return std::min<int64_t>(CHUNK, u.end_pos() - pos); }
 
     static void copy_v(Line* to, const Line* from, int64_t num_tokens) {
@@ -223,29 +225,34 @@ class Tile {
         const bool few = rows <= ROWS_AT_ONCE;  // then memory is the limit: fetch ahead
         for (int64_t m = 0; m < rows; m += VECTOR_BLOCK) {
             const int64_t end = std::min<int64_t>(rows, m + VECTOR_BLOCK);
-            in_blocks(m, end, [&](int64_t i, auto n) { score<n>(i, i - m, keys, next, few); });
+            in_blocks(m, end, [&](int64_t i, auto n) {
+                few ? score<n, true>(i, i - m, keys, next) : score<n, false>(i, i - m, keys, next);
+            });
             softmax(state, first, m, end);
-            in_blocks(m, end, [&](int64_t i, auto n) { accumulate<n>(state, i, i - m, keys, next, few); });
+            in_blocks(m, end, [&](int64_t i, auto n) {
+                few ? accumulate<n, true>(state, i, i - m, keys, next)
+                    : accumulate<n, false>(state, i, i - m, keys, next);
+            });
         }
     }
 
     // `m` is the row in the tile, `i` in the block.
-    template <int M>
-    void score(int64_t m, int64_t i, const Keys& keys, const Keys& next, bool fetch) {
+    template <int M, bool FETCH>
+    void score(int64_t m, int64_t i, const Keys& keys, const Keys& next) {
         for (int c = 0; c < CHUNKS; c += LINES_AT_ONCE) {
             bool all = true;
             for (int j = 0; j < LINES_AT_ONCE; j++) all &= keys.k[c + j] != nullptr;
             if (all) {
-                score_rows<M, LINES_AT_ONCE>(m, i, keys, next, c, fetch);
+                score_rows<M, LINES_AT_ONCE, FETCH>(m, i, keys, next, c);
                 continue;
             }
             for (int j = 0; j < LINES_AT_ONCE; j++)
-                if (keys.k[c + j]) score_rows<M, 1>(m, i, keys, next, c + j, fetch);
+                if (keys.k[c + j]) score_rows<M, 1, false>(m, i, keys, next, c + j);
         }
     }
 
-    template <int M, int N>
-    void score_rows(int64_t m, int64_t i, const Keys& keys, const Keys& next, int c, bool fetch) {
+    template <int M, int N, bool FETCH>
+    void score_rows(int64_t m, int64_t i, const Keys& keys, const Keys& next, int c) {
         v16 acc[M][N] = {};
         const Word* w = q + m * D / E::PACK;
         const Line *k[N], *ahead[N];
@@ -254,7 +261,7 @@ class Tile {
             Line line[N];
             for (int j = 0; j < N; j++) {
                 line[j] = k[j][d];
-                if (fetch) __builtin_prefetch(ahead[j] + d);
+                if (FETCH) __builtin_prefetch(ahead[j] + d);
             }
             for (int r = 0; r < M; r++)
                 for (int j = 0; j < N; j++) acc[r][j] = E::mac(acc[r][j], line[j], w[r * D / E::PACK + d]);
@@ -263,17 +270,16 @@ class Tile {
             for (int j = 0; j < N; j++) store(s + (i + r) * STEP + (c + j) * CHUNK, acc[r][j]);
     }
 
-    template <int M>
-    void accumulate(State& state, int64_t m, int64_t i, const Keys& keys, const Keys& next, bool fetch) {
+    template <int M, bool FETCH>
+    void accumulate(State& state, int64_t m, int64_t i, const Keys& keys, const Keys& next) {
         int64_t d = 0;
         for (; d + LINES_AT_ONCE <= D / LANES; d += LINES_AT_ONCE)
-            accumulate_rows<M, LINES_AT_ONCE>(state, m, i, keys, next, d, fetch);
-        for (; d < D / LANES; d++) accumulate_rows<M, 1>(state, m, i, keys, next, d, fetch);
+            accumulate_rows<M, LINES_AT_ONCE, FETCH>(state, m, i, keys, next, d);
+        for (; d < D / LANES; d++) accumulate_rows<M, 1, false>(state, m, i, keys, next, d);
     }
 
-    template <int M, int N>
-    void accumulate_rows(State& state, int64_t m, int64_t i, const Keys& keys, const Keys& next, int64_t d,
-                         bool fetch) {
+    template <int M, int N, bool FETCH>
+    void accumulate_rows(State& state, int64_t m, int64_t i, const Keys& keys, const Keys& next, int64_t d) {
         v16 acc[M][N];
         float* o = state.o + m * D + d * LANES;
         for (int r = 0; r < M; r++)
@@ -286,7 +292,7 @@ class Tile {
                 Line line[N];
                 for (int j = 0; j < N; j++) {
                     line[j] = v[j * V_LINES + t];
-                    if (fetch) __builtin_prefetch(ahead + j * V_LINES + t);
+                    if (FETCH) __builtin_prefetch(ahead + j * V_LINES + t);
                 }
                 for (int r = 0; r < M; r++)
                     for (int j = 0; j < N; j++) acc[r][j] = E::mac(acc[r][j], line[j], w[r * STEP / E::PACK + t]);
@@ -378,7 +384,7 @@ class Tile {
     }
 };
 
-// Tiles of long rows come first and the costliest of them at the front; single tokens then fill the gaps between threads.
+// Tiles of long rows come first, the costliest at the front; single tokens then even out the threads.
 std::vector<Unit> plan(const Args& a, int64_t& work) {
     std::vector<Unit> units;
     const int64_t tile_tokens = std::max<int64_t>(1, TILE_ROWS / a.group());
@@ -471,17 +477,17 @@ extern "C" {
 
 void quire_write_kv(int bf16, char* cache, const void* k, const void* v, const int64_t* slots, int64_t num_tokens,
                     int64_t num_kv_heads, int64_t head_size, int64_t block_size, int64_t k_stride, int64_t v_stride) {
-    (bf16 ? write_kv<BF16> : write_kv<F32>)(cache, k, v, slots, num_tokens, num_kv_heads, head_size, block_size, k_stride,
-                                            v_stride);
+    (bf16 ? write_kv<BF16> : write_kv<F32>)(cache, k, v, slots, num_tokens, num_kv_heads, head_size, block_size,
+                                            k_stride, v_stride);
 }
 
 void quire_paged_attention(int bf16, const void* q, void* out, const char* cache, const int32_t* query_starts,
-                           const int32_t* context_lens, const int32_t* block_table, const float* sinks, int64_t num_rows,
-                           int64_t num_heads, int64_t num_kv_heads, int64_t head_size, int64_t block_size,
-                           int64_t q_stride, int64_t out_stride, int64_t table_stride, int64_t window,
-                           int64_t num_sink_tokens, float scale, float softcap) {
-    Args args{q,         out,        cache,    query_starts, context_lens, block_table, sinks,  num_rows,        num_heads, num_kv_heads,
-              head_size, block_size, q_stride, out_stride,   table_stride, window,      num_sink_tokens, scale, softcap};
+                           const int32_t* context_lens, const int32_t* block_table, const float* sinks,
+                           int64_t num_rows, int64_t num_heads, int64_t num_kv_heads, int64_t head_size,
+                           int64_t block_size, int64_t q_stride, int64_t out_stride, int64_t table_stride,
+                           int64_t window, int64_t num_sink_tokens, float scale, float softcap) {
+    Args args{q, out, cache, query_starts, context_lens, block_table, sinks, num_rows, num_heads, num_kv_heads, head_size,
+              block_size, q_stride, out_stride, table_stride, window, num_sink_tokens, scale, softcap};
     (bf16 ? paged_attention<BF16> : paged_attention<F32>)(args);
 }
 }

@@ -1,5 +1,5 @@
-// Fused elementwise kernels for float32 and bfloat16: norm with residual, gated SiLU, rotary embedding with the cache write.
-// Called through ctypes by ops/cpu/elementwise.py; the torch twins in ops/ref/elementwise.py say what each must compute.
+// Fused elementwise kernels for float32 and bfloat16: norm with residual, gated SiLU, rotary embedding and cache write.
+// Called through ctypes by ops/cpu/elementwise.py; the torch twins in ops/ref/elementwise.py say what each computes.
 // Rows are contiguous and may be strided apart (strides in elements). Small inputs stay on the calling thread.
 #include "kv_layout.h"
 
@@ -106,7 +106,8 @@ struct RopeArgs {
     const float* cos_sin;
     const int64_t *positions, *slots;
     char* cache;  // null: rotate only
-    int64_t num_tokens, num_heads, num_kv_heads, head_size, rot_dim, q_stride, k_stride, v_stride, block_size, interleaved;
+    int64_t num_tokens, num_heads, num_kv_heads, head_size, rot_dim, q_stride, k_stride, v_stride, block_size;
+    bool interleaved;
 };
 
 template <class E>
@@ -138,8 +139,8 @@ void quire_rms_norm(int bf16, void* out, void* sum, const void* x, int64_t strid
         rms_norm((uint16_t*)out, (uint16_t*)sum, (const uint16_t*)x, stride, (const uint16_t*)residual,
                  (const uint16_t*)weight, rows, n, eps);
     else
-        rms_norm((float*)out, (float*)sum, (const float*)x, stride, (const float*)residual, (const float*)weight, rows, n,
-                 eps);
+        rms_norm((float*)out, (float*)sum, (const float*)x, stride, (const float*)residual, (const float*)weight, rows,
+                 n, eps);
 }
 
 void quire_silu_mul(int bf16, void* out, const void* x, int64_t rows, int64_t n) {
@@ -150,11 +151,11 @@ void quire_silu_mul(int bf16, void* out, const void* x, int64_t rows, int64_t n)
 }
 
 void quire_rope_and_write(int bf16, void* q, void* k, const void* v, const float* cos_sin, const int64_t* positions,
-                          const int64_t* slots, char* cache, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
-                          int64_t head_size, int64_t rot_dim, int64_t q_stride, int64_t k_stride, int64_t v_stride,
-                          int64_t block_size, int64_t interleaved) {
-    RopeArgs args{q,         k,         v,       cos_sin,  positions, slots,    cache,      num_tokens, num_heads,
-                  num_kv_heads, head_size, rot_dim, q_stride, k_stride,  v_stride, block_size, interleaved};
+                          const int64_t* slots, char* cache, int64_t num_tokens, int64_t num_heads,
+                          int64_t num_kv_heads, int64_t head_size, int64_t rot_dim, int64_t q_stride, int64_t k_stride,
+                          int64_t v_stride, int64_t block_size, int64_t interleaved) {
+    RopeArgs args{q, k, v, cos_sin, positions, slots, cache, num_tokens, num_heads, num_kv_heads, head_size, rot_dim,
+                  q_stride, k_stride, v_stride, block_size, interleaved != 0};
     if (bf16)
         rope_and_write<BF16>(args);
     else

@@ -1,5 +1,5 @@
-// How keys and values lie inside a block of the native cache. Included by the kernel that reads it (attention.cpp) and by
-// those that write it. Lines are 64 bytes: 16 lanes of one word; a word is one float or a pair of bfloat16.
+// How keys and values lie inside a block of the native cache. Included by the kernel that reads it (attention.cpp) and
+// by those that write it. Lines are 64 bytes: 16 lanes of one word; a word is one float or a pair of bfloat16.
 //
 //   block = K half, V half;  half = [kv head][block_size / 16] chunks of 16 tokens
 //   K chunk: line d holds dim (or pair of dims) d of its 16 tokens: 16 scores accumulate without a horizontal sum
@@ -45,13 +45,14 @@ struct KvLayout {
         return block * 2 * half_bytes() + (head * (block_size / CHUNK) + offset / CHUNK) * chunk_bytes();
     }
 
-    void store_token(char* cache, int64_t slot, int64_t head, const typename E::Elem* k, const typename E::Elem* v) const {
+    using Elem = typename E::Elem;
+    void store_token(char* cache, int64_t slot, int64_t head, const Elem* k, const Elem* v) const {
         int64_t offset = slot % block_size, lane = offset % CHUNK;
         char* chunk = cache + chunk_at(slot / block_size, head, offset);
-        auto* k_out = (typename E::Elem*)chunk + lane * E::PACK;
+        auto* k_out = (Elem*)chunk + lane * E::PACK;
         for (int64_t d = 0; d < head_size; d += E::PACK, k_out += LANES * E::PACK)
             for (int i = 0; i < E::PACK; i++) k_out[i] = k[d + i];
-        auto* v_out = (typename E::Elem*)(chunk + half_bytes()) + lane / E::PACK * LANES * E::PACK + lane % E::PACK;
+        auto* v_out = (Elem*)(chunk + half_bytes()) + lane / E::PACK * LANES * E::PACK + lane % E::PACK;
         for (int64_t d = 0; d < head_size; d += LANES, v_out += CHUNK * LANES)
             for (int i = 0; i < LANES; i++) v_out[i * E::PACK] = v[d + i];
     }

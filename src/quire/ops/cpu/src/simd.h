@@ -1,5 +1,5 @@
-// Sixteen floats as one value, in the compiler's vector extension: AVX-512 registers here, halves or quarters of it
-// elsewhere. Included by the kernels beside it. bfloat16 travels as uint16_t, or as pairs in one uint32_t (low half first).
+// Sixteen floats as one value, in the compiler's vector extension: one AVX-512 register, or two of AVX2, or four of
+// NEON. Included by the kernels beside it. bfloat16 travels as uint16_t, or as pairs in one uint32_t (low half first).
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -62,7 +62,7 @@ static inline float horizontal_sum(v16 x) {
     return x[0];
 }
 
-// 2^x within 2 ulp for x <= 126; exactly 1 at 0, exactly 0 for -inf, NaN and below -127, unsettled between -126 and -127.
+// 2^x within 2 ulp for -126 <= x <= 126, exactly 1 at 0; exactly 0 for -inf, NaN and from -127 down.
 static inline v16 exp2(v16 x) {
     x = max(x, splat(-127.0f));
     const v16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits

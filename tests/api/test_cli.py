@@ -1,0 +1,126 @@
+"""The command line: what it prints, what it exits with, and that --help comes from the options."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from quire.api import workloads
+from quire.api.cli import run
+from quire.registry import names
+
+
+def quire(*argv: str, stdin: str = "", timeout: float = 120) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "quire", *argv], capture_output=True, text=True, input=stdin, timeout=timeout)
+
+
+TINY_FLAGS = ["--dtype", "float32", "--skip-tokenizer-init", "--num-threads", "1", "--kv-cache-memory-bytes", "64M"]
+
+
+def test_every_command_has_help_from_its_options(capsys):
+    for command in names("quire.api.commands"):
+        with pytest.raises(SystemExit) as exit:
+            run([command, "--help"])
+        text = capsys.readouterr().out
+        assert exit.value.code == 0
+        assert "--max-model-len N" in text and "default: smollm2" in text
+
+
+def test_without_a_command_help_is_shown(capsys):
+    assert run([]) == 0
+    assert "commands:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["nonsense"], 2, "choose from"),
+        (["generate", "--dtype", "int1", "x"], 2, "--help"),
+        (["generate", "--model", "no-such-model", "x"], 3, "smollm2"),
+        (["generate", "--temperature", "nan", "x"], 2, "finite"),
+        (["bench", "latency", "--workload", "mixed64"], 2, "stream-128"),
+        (["bench", "throughput"], 2, "mixed64"),
+        (["info", "no/such-model-anywhere"], 3, "no/such-model-anywhere"),
+    ],
+)
+def test_errors_are_one_line_and_an_exit_code(argv, code, words, capsys):
+    assert run(argv) == code
+    captured = capsys.readouterr()
+    assert words in captured.err and "Traceback" not in captured.err
+    assert captured.err.startswith("quire: ") and captured.err.count("\n") == 1
+
+
+def test_generate_streams_a_continuation(smollm2):
+    done = quire("generate", "--temperature", "0", "--max-tokens", "8", "--max-model-len", "512", "The capital of France is")
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+
+
+def test_generate_reads_standard_input_and_speaks_the_template(smollm2):
+    done = quire("generate", "--chat", "--temperature", "0", "--max-tokens", "30", stdin="What is the capital of France?")
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+
+
+def test_a_prompt_too_long_is_one_line(smollm2):
+    done = quire("generate", "--max-model-len", "16", "word " * 100)
+    assert done.returncode == 4
+    assert "--max-model-len" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_chat_answers_and_remembers(smollm2):
+    done = quire("chat", "--temperature", "0", "--max-tokens", "20", stdin="What is the capital of France?\n/reset\n/exit\n")
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout and "(forgotten)" in done.stdout
+
+
+def test_info_tells_what_fits(smollm2, capsys):
+    assert run(["info", "smollm2", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["architecture"] == "LlamaForCausalLM"
+    assert facts["num_parameters"] == 134_515_008
+    assert facts["kv_bytes_per_token"] == 30 * 2 * 3 * 64 * 2
+    assert run(["info"]) == 0
+    assert "requests of max_model_len" in capsys.readouterr().out
+
+
+def test_bench_ends_with_one_json_object(tiny_llama, capsys, monkeypatch):
+    def small(name, device):
+        tasks = [workloads.Task([1 + i, 2, 3], 4) for i in range(3)]
+        return workloads.Workload(name, tasks, 0.0)
+
+    monkeypatch.setattr(workloads, "build", small)
+    for kind, name, keys in (
+        ("latency", "stream-128", {"ttft_ms", "tpot_ms", "decode_tok_s"}),
+        ("throughput", "mixed64", {"out_tok_s", "req_s"}),
+        ("startup", None, set()),
+    ):
+        argv = ["bench", kind, "--model", str(tiny_llama), "--json", *TINY_FLAGS]
+        assert run(argv + (["--workload", name] if name else [])) == 0
+        result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+        assert keys | {"startup_s", "duration_s"} <= result.keys()
+
+
+def test_workloads_are_the_published_ones():
+    stream = workloads.build("stream-128", "cpu").tasks
+    assert len(stream) == 1 and len(stream[0].prompt_token_ids) == 128 and stream[0].num_output_tokens == 129
+    mixed = workloads.build("mixed64", "cpu").tasks
+    assert len(mixed) == 64 and all(32 <= len(t.prompt_token_ids) <= 256 and 32 <= t.num_output_tokens <= 128 for t in mixed)
+    assert workloads.build("mixed256", "cuda").max_model_len <= 2048
+    assert len(workloads.build("p1024d128", "cuda").tasks) == 1000
+
+
+def test_dummy_weights_need_only_a_config(tmp_path, capsys):
+    from quire.models.llama import TINY
+
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    argv = ["bench", "startup", "--model", str(tmp_path), "--load-format", "dummy", "--json", *TINY_FLAGS]
+    assert run(argv) == 0
+    assert json.loads(capsys.readouterr().out)["duration_s"] > 0
+
+
+def test_the_example_program_runs(smollm2):
+    command = [sys.executable, "examples/own_flags.py", "--topic", "trains", "--max-model-len", "256"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.startswith("- ")
