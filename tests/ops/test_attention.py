@@ -205,6 +205,16 @@ def test_thread_count_does_not_change_a_bit_in_float32() -> None:
         torch.set_num_threads(threads)
 
 
+def test_torch_s_own_bf16_products_are_not_disturbed() -> None:
+    """Both use AMX on the same threads, and torch remembers how it last configured the tiles."""
+    a, b = torch.randn(200, 300).bfloat16(), torch.randn(300, 160).bfloat16()
+    world = World.of(Case(((70, 300), (1, 90)), head_size=64, dtype=torch.bfloat16))
+    product, attention = a @ b, paged(native, world)
+    for _ in range(3):
+        assert torch.equal(a @ b, product)
+        assert torch.equal(paged(native, world), attention)
+
+
 @pytest.mark.parametrize("ops", [twin, native], ids=["twin", "native"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_negative_slot_is_not_written(ops: ModuleType, dtype: torch.dtype) -> None:

@@ -208,7 +208,7 @@ def test_bad_weights_and_inputs_are_refused():
     assert cpu.linear(torch.empty(0, 64, dtype=torch.bfloat16), w).shape == (0, 4)
 
 
-# ------------------------------------------------------------------------------------------------ building, in other processes
+# ------------------------------------------------------------------------------------ building, in other processes
 
 CHECK = """
 import sys, torch

@@ -25,11 +25,14 @@ class Packed(LinearMethod):
             self.shards[shard_idx] = linear.pack_dense(tensor.dense(self.dtype))
 
     def finish(self) -> None:
+        runs: list[list[linear.PackedWeight]] = []
         for shard in self.shards:
-            if self.pieces and linear.joinable(self.pieces[-1], shard):
-                shard = linear.concat([self.pieces.pop(), shard])
-            self.pieces.append(shard)
+            if runs and linear.joinable(runs[-1][-1], shard):
+                runs[-1].append(shard)
+            else:
+                runs.append([shard])
         self.shards = []
+        self.pieces = [linear.concat(run) for run in runs]
 
     def apply(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
         if len(self.pieces) == 1:

@@ -3,7 +3,8 @@
 Called by the worker once the number of blocks is known. Which block holds what is `kv/`'s business.
 """
 
-import numpy as np
+import mmap
+
 import torch
 from torch import Tensor, nn
 
@@ -17,13 +18,20 @@ def kv_specs(model: nn.Module, dtype: torch.dtype) -> dict[str, KVSpec]:
 
 def attach_kv(model: nn.Module, layout: KVLayout, dtype: torch.dtype) -> None:
     """Gives every attention layer its group and its cache [num_blocks, 2, block_size, kv heads, head size]."""
-    # numpy takes zero pages from the system without touching them: blocks never used cost nothing.
-    planes = [torch.from_numpy(np.zeros((layout.num_blocks, layout.plane_bytes), np.uint8)) for _ in range(layout.num_planes)]
+    planes = [_zeros(layout.num_blocks, layout.plane_bytes) for _ in range(layout.num_planes)]
     for group_idx, group in enumerate(layout.groups):
         for plane, name in zip(planes, group.layers):
             layer = model.get_submodule(name)
             layer.group_idx = group_idx
             layer.cache = _view(plane, group.block_size, group.spec, dtype)
+
+
+def _zeros(num_blocks: int, block_bytes: int) -> Tensor:
+    """Zero pages straight from the system, in huge pages where it has them: blocks never used cost nothing."""
+    pages = mmap.mmap(-1, num_blocks * block_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(num_blocks, block_bytes)
 
 
 def _view(plane: Tensor, block_size: int, spec: KVSpec, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,7 @@
 """Compiles the C++ kernels of `src/` once with the system compiler and loads them with ctypes.
 
-Called by the modules beside it (linear, attention, elementwise). Knows nothing about what a kernel computes: a source has
-a plain C ABI, needs no torch headers (so it builds in seconds) and may have a twin to fall back on. Nothing here raises.
+Called by the modules beside it (linear, attention, elementwise). Knows nothing about what a kernel computes: a source
+has a plain C ABI, needs no torch headers (so it builds in seconds) and a twin to fall back on. `load` never raises.
 """
 
 import ctypes
@@ -29,27 +29,34 @@ COMPILE_TIMEOUT_S = 300
 @functools.cache
 def load(name: str) -> ctypes.CDLL | None:
     """The compiled `src/<name>.cpp`, or None, with a line in the log that says why, where the twin must run instead."""
-    if not env.native_kernels_allowed():
-        return _unavailable(name, "QUIRE_NATIVE=0")
-    compiler = _find_compiler()
-    if compiler is None:
-        return _unavailable(name, "no C++ compiler found (install g++ or set CXX)")
-    runtime = _openmp_runtime()
-    if runtime is None:
-        return _unavailable(name, "torch has no libgomp to share its threads")
     try:
-        library = _library_path(name, compiler, runtime)
-        if not library.exists():
-            _compile(SOURCES / f"{name}.cpp", library, compiler, runtime)
-        return ctypes.CDLL(str(library))
+        return _load(name)
+    except _Unavailable as error:
+        reason = str(error)
     except subprocess.CalledProcessError as error:
-        return _unavailable(name, f"{compiler} failed: {error.stderr.strip()[-2000:]}")
+        reason = f"{error.cmd[0]} failed: {error.stderr.strip()[-2000:]}"
     except (OSError, subprocess.SubprocessError) as error:
-        return _unavailable(name, str(error))
-
-
-def _unavailable(name: str, reason: str) -> None:
+        reason = str(error)
     logger.info("compiled CPU kernels %r are off, using the torch ones: %s", name, reason)
+    return None
+
+
+class _Unavailable(Exception):
+    pass
+
+
+def _load(name: str) -> ctypes.CDLL:
+    if not env.native_kernels_allowed():
+        raise _Unavailable("QUIRE_NATIVE=0")
+    compiler, runtime = _find_compiler(), _openmp_runtime()
+    if compiler is None:
+        raise _Unavailable("no C++ compiler found (install g++ or set CXX)")
+    if runtime is None:
+        raise _Unavailable("torch has no libgomp whose threads could be shared")
+    library = _library_path(name, compiler, runtime)
+    if not library.exists():
+        _compile(SOURCES / f"{name}.cpp", library, compiler, runtime)
+    return ctypes.CDLL(str(library))
 
 
 def _find_compiler() -> str | None:

@@ -15,9 +15,9 @@ from torch import Tensor
 from quire.errors import ConfigError
 from quire.ops.cpu import build
 from quire.ops.ref import packed
-from quire.ops.ref.packed import PackedWeight, packable
+from quire.ops.ref.packed import PackedWeight, joinable, packable
 
-__all__ = ["PackedWeight", "concat", "linear", "pack_dense", "pack_gguf", "packable", "supported"]
+__all__ = ["PackedWeight", "concat", "joinable", "linear", "pack_dense", "pack_gguf", "packable", "supported"]
 
 # Up to this many rows integer products beat unpacking to bf16 tiles (benchmarks/cpu_linear.py).
 FEW_ROWS = {4: 5, 8: 6, 16: 0}
@@ -58,7 +58,7 @@ def supported() -> bool:
 
 
 def _native(w: PackedWeight) -> int:
-    """The address of the kernels' view of a weight. The view is kept with the weight, as are the tensors it points into."""
+    """The address of the kernels' view of a weight, kept with the weight as are the tensors it points into."""
     address = w.__dict__.get("_address")
     if address is None:
         scales, mins = (0 if part is None else part.data_ptr() for part in (w.scales, w.mins))
@@ -92,7 +92,7 @@ def pack_dense(weight: Tensor) -> PackedWeight:
 
 
 class _HugePages:
-    """Room for weights in huge pages, 32 MiB at a time: fewer address translations make reading all of them 10 to 20% faster.
+    """Room for weights in huge pages, 32 MiB at a time: fewer address translations, reading is 10 to 20% faster.
 
     A chunk is freed when the last weight in it is.
     """

@@ -1,10 +1,10 @@
-"""Packed weights in plain torch: the layout, how GGUF blocks turn into it, and the product; twin of `ops/cpu/linear.py`.
+"""Packed weights in plain torch: the layout, how GGUF blocks turn into it, the product; twin of `ops/cpu/linear.py`.
 
-Called by tests as the oracle and by `ops/cpu/linear.py` for everything that is not a kernel. Knows nothing about models or files.
+Called by tests as the oracle and by `ops/cpu/linear.py` for all that is no kernel. Knows nothing of models and files.
 
-Shape letters: N outputs, K inputs, P panels of 16 outputs, B blocks of 32 inputs, G groups sharing a scale (32 or 16 inputs).
-A weight is scale * (q - zero) + min. `data` holds q as `ops/cpu/src/linear.cpp` draws it: the sixteen outputs of a panel side
-by side, four bytes each, so that one 512-bit load serves sixteen outputs.
+Shape letters: P panels of 16 outputs, B blocks of 32 inputs. A weight is scale * (q - zero) + min, scale and min per
+output and group of 32 or 16 inputs. `data` holds q as `ops/cpu/src/linear.cpp` draws it: the sixteen outputs of a panel
+side by side, four bytes each, so that one 512-bit load serves sixteen outputs.
 """
 
 from collections.abc import Callable
@@ -102,7 +102,7 @@ def _k_nibbles(qs: Tensor) -> Tensor:
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight 6-bit scales and mins in twelve bytes: low bits of all first, the upper two of the last four in the spare bits."""
+    """Eight 6-bit scales and mins in twelve bytes; upper bits of the last four lie in the spare ones of the first."""
     first, second, rest = blocks[:, 4:16].split(4, dim=1)
     scales = torch.cat((first & 63, (rest & 15) | (first >> 6 << 4)), dim=1)
     mins = torch.cat((second & 63, (rest >> 4) | (second >> 6 << 4)), dim=1)
@@ -221,22 +221,31 @@ def pack_dense(weight: Tensor) -> PackedWeight:
     return packed
 
 
+def joinable(first: PackedWeight, second: PackedWeight) -> bool:
+    """Whether `concat` can put the outputs of `second` behind those of `first`."""
+    return _form(first) == _form(second) and first.n % LANES == 0
+
+
 def concat(weights: list[PackedWeight], allocate: Callable[..., Tensor] = torch.empty) -> PackedWeight:
-    """One weight with the outputs of all, in order (for fused projections); all must have the same form and fill whole panels."""
+    """One weight with the outputs of all, in order, for fused projections. All need one form and whole panels."""
     first = weights[0]
     if any(_form(w) != _form(first) for w in weights):
         raise ConfigError("packed weights of different forms cannot be fused: keep them as separate layers")
     if any(w.n % LANES for w in weights[:-1]):
         raise ConfigError(f"packed weights can be fused only where outputs are multiples of {LANES}")
 
-    def joined(parts: list[Tensor | None]) -> Tensor | None:
-        if parts[0] is None:
-            return None
+    def joined(parts: list[Tensor]) -> Tensor:
         shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
         return torch.cat(parts, out=allocate(shape, dtype=parts[0].dtype))
 
-    data, scales, mins = (joined([getattr(w, name) for w in weights]) for name in ("data", "scales", "mins"))
-    return replace(first, data=data, scales=scales, mins=mins, n=sum(w.n for w in weights))
+    scales, mins = [w.scales for w in weights if w.scales is not None], [w.mins for w in weights if w.mins is not None]
+    return replace(
+        first,
+        data=joined([w.data for w in weights]),
+        scales=joined(scales) if scales else None,
+        mins=joined(mins) if mins else None,
+        n=sum(w.n for w in weights),
+    )
 
 
 def _form(w: PackedWeight) -> tuple:

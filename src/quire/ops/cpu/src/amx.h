@@ -20,6 +20,11 @@ inline bool allowed() {
     return granted;
 }
 
+// gcc's intrinsics do not tell it what memory they read (of a configuration, only the first 8 bytes): without a fence
+// it moves or drops the stores before them, and the next tile instruction is illegal.
+static inline void fence() { asm volatile("" ::: "memory"); }
+static inline void fence(const void* escaped) { asm volatile("" ::"r"(escaped) : "memory"); }
+
 // Configures this thread's tiles for its lifetime. The old configuration comes back: oneDNN, which runs on the same
 // threads, remembers what it last configured and would not do it again.
 class Tiles {
@@ -33,23 +38,24 @@ class Tiles {
    public:
     explicit Tiles(bool active) : active_(active) {
         if (!active) return;
+        fence(&before_);
         _tile_storeconfig(&before_);
+        fence(&before_);
         Config config;
         config.palette = 1;
         for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = 16;
+        fence(&config);
         _tile_loadconfig(&config);
     }
     ~Tiles() {
         if (!active_) return;
+        fence(&before_);
         if (before_.palette)
             _tile_loadconfig(&before_);
         else
             _tile_release();
     }
 };
-
-// What lies in memory is what tiles load: gcc's intrinsics do not say that they read it.
-static inline void fence() { asm volatile("" ::: "memory"); }
 
 // c[16 * MT][32] (+)= a[16 * MT][32 * depth] * (b0 | b1): tiles of b lie `depth` times 1024 bytes in a row each.
 // Strides in bytes.

@@ -73,6 +73,9 @@ struct State {
     }
 };
 
+// Rows as AMX wants them.
+int64_t padded(int64_t rows) { return (rows + 15) / 16 * 16; }
+
 void clear(State& state, int64_t rows, int64_t head_size) {
     std::fill_n(state.top, rows, -INFINITY);
     memset((void*)state.sum, 0, rows * sizeof(v16));
@@ -115,12 +118,14 @@ void in_blocks(int64_t first, int64_t rows, F f) {
     if constexpr (N > 1) in_blocks<N - 1>(first, rows, f);
 }
 
-template <class E>
+// With AMX for many rows in bfloat16, with vectors for the rest.
+template <class E, bool AMX>
 class Tile {
     using Elem = typename E::Elem;
     using Word = typename E::Word;
     using Line = typename E::Line;
-    static constexpr int STEP = 64 * E::PACK;  // keys per turn of the online softmax
+    // Keys per turn of the online softmax: many spare work on the outputs, few leave cache for what is fetched ahead.
+    static constexpr int STEP = AMX ? 128 : 64;
     static constexpr int CHUNKS = STEP / CHUNK;
     static constexpr int V_LINES = CHUNK / E::PACK;  // of one chunk, per 16 dims
 
@@ -134,7 +139,7 @@ class Tile {
     const Unit& u;
     const KvLayout<E> layout;
     const int64_t D, G, rows, padded_rows;
-    const bool use_amx, unfinished;
+    const bool unfinished;
     Word* q;           // [rows][D / PACK]
     float* s;          // [block][STEP]: scores of a step
     Word* p;           // [block][STEP / PACK]: their exponentials
@@ -147,7 +152,6 @@ class Tile {
     Tile(const Args& a, const Unit& u, char* memory, char* kept)
         : a(a), u(u), layout{a.num_kv_heads, a.head_size, a.block_size}, D(a.head_size), G(a.group()),
           rows(u.num_tokens * G), padded_rows(padded(rows)),
-          use_amx(E::PACK == 2 && rows >= AMX_MIN_ROWS && D % 32 == 0 && AMX_BUILT && amx::allowed()),
           unfinished(kept) {
         auto take = [&](int64_t bytes) { return std::exchange(memory, memory + bytes); };
         v_copy = (Line*)take(STEP * D * sizeof(Elem));
@@ -159,7 +163,6 @@ class Tile {
         total = State::at(kept ? kept : take(State::bytes(padded_rows, D)), padded_rows, D);
     }
 
-    static int64_t padded(int64_t rows) { return (rows + 15) / 16 * 16; }
     static size_t bytes(int64_t rows, int64_t head_size) {
         return (STEP + padded(rows)) * head_size * sizeof(Elem) +
                AMX_BLOCK * (STEP * (sizeof(float) + sizeof(Elem)) + sizeof(float)) +
@@ -186,7 +189,12 @@ class Tile {
         Keys keys = find(begin);
         for (int64_t first = begin; first < begin + PARTITION; first += STEP) {
             Keys next = find(first + STEP);
-            if (keys.any) use_amx ? amx_step(state, keys, first) : vector_step(state, keys, next, first);
+            if (keys.any) {
+                if constexpr (AMX)
+                    amx_step(state, keys, first);
+                else
+                    vector_step(state, keys, next, first);
+            }
             keys = next;
         }
     }
@@ -430,6 +438,14 @@ struct Buffer {
 };
 
 template <class E>
+void run_unit(const Args& a, const Unit& u, char* memory, char* kept) {
+    if constexpr (AMX_BUILT && E::PACK == 2)
+        if (u.num_tokens * a.group() >= AMX_MIN_ROWS && a.head_size % 32 == 0 && amx::allowed())
+            return Tile<E, true>(a, u, memory, kept).run();
+    Tile<E, false>(a, u, memory, kept).run();
+}
+
+template <class E>
 void paged_attention(const Args& a) {
     static thread_local Buffer scratch, kept;
     int64_t work;
@@ -438,22 +454,22 @@ void paged_attention(const Args& a) {
     const bool parallel = work > PARALLEL_WORK, few = (int64_t)units.size() < 4 * omp_get_max_threads();
     if (parallel && few) parts = split(a, units);
     const std::vector<Unit>& todo = parts.empty() ? units : parts;
-    const size_t kept_bytes = State::bytes(Tile<E>::padded(max_rows), a.head_size);
+    const size_t kept_bytes = State::bytes(padded(max_rows), a.head_size);
     char* const kept_states = parts.empty() ? nullptr : kept.at_least(parts.size() * kept_bytes);
 #pragma omp parallel if (parallel)
     {
         amx::Tiles tiles(E::PACK == 2 && AMX_BUILT && amx::allowed());
-        char* memory = scratch.at_least(Tile<E>::bytes(max_rows, a.head_size));
+        char* memory = scratch.at_least(Tile<E, true>::bytes(max_rows, a.head_size));
 #pragma omp for schedule(dynamic, 1)
         for (size_t i = 0; i < todo.size(); i++)
-            Tile<E>(a, todo[i], memory, parts.empty() ? nullptr : kept_states + i * kept_bytes).run();
+            run_unit<E>(a, todo[i], memory, parts.empty() ? nullptr : kept_states + i * kept_bytes);
     }
     for (size_t i = 0; i < parts.size();) {
-        const int64_t rows = parts[i].num_tokens * a.group(), padded = Tile<E>::padded(rows);
-        State total = State::at(kept_states + i * kept_bytes, padded, a.head_size);
+        const int64_t rows = parts[i].num_tokens * a.group();
+        State total = State::at(kept_states + i * kept_bytes, padded(rows), a.head_size);
         size_t next = i + 1;
         for (; next < parts.size() && parts[next].same_tile(parts[i]); next++)
-            merge(total, State::at(kept_states + next * kept_bytes, padded, a.head_size), rows, a.head_size);
+            merge(total, State::at(kept_states + next * kept_bytes, padded(rows), a.head_size), rows, a.head_size);
         write_output<E>(a, parts[i], total);
         i = next;
     }
@@ -486,8 +502,8 @@ void quire_paged_attention(int bf16, const void* q, void* out, const char* cache
                            int64_t num_rows, int64_t num_heads, int64_t num_kv_heads, int64_t head_size,
                            int64_t block_size, int64_t q_stride, int64_t out_stride, int64_t table_stride,
                            int64_t window, int64_t num_sink_tokens, float scale, float softcap) {
-    Args args{q, out, cache, query_starts, context_lens, block_table, sinks, num_rows, num_heads, num_kv_heads, head_size,
-              block_size, q_stride, out_stride, table_stride, window, num_sink_tokens, scale, softcap};
+    Args args{q, out, cache, query_starts, context_lens, block_table, sinks, num_rows, num_heads, num_kv_heads,
+              head_size, block_size, q_stride, out_stride, table_stride, window, num_sink_tokens, scale, softcap};
     (bf16 ? paged_attention<BF16> : paged_attention<F32>)(args);
 }
 }

@@ -39,8 +39,8 @@ template <class T>
 void norm_row(T* out, const T* x, const T* weight, float inverse, int64_t n) {
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) {
-        store(out + i, load(x + i) * inverse);  // rounded before the weight: see the twin
-        store(out + i, load(out + i) * load(weight + i));
+        // Rounded before the weight: see the twin.
+        store(out + i, rounded(load(x + i) * inverse, x) * load(weight + i));
     }
     for (; i < n; i++) {
         store1(out + i, load1(x + i) * inverse);
@@ -71,8 +71,8 @@ void silu_mul(T* out, const T* x, int64_t rows, int64_t n) {
         int64_t i = 0;
         for (; i + LANES <= n; i += LANES) {
             v16 g = load(gate + i);
-            store(to + i, g / (1.0f + exp2(min(g * -1.442695041f, splat(126.0f)))));
-            store(to + i, load(to + i) * load(up + i));
+            v16 silu = g * reciprocal(1.0f + exp2(min(g * -1.442695041f, splat(126.0f))));
+            store(to + i, rounded(silu, gate) * load(up + i));
         }
         for (; i < n; i++) {
             float g = load1(gate + i);

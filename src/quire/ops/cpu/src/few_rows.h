@@ -1,8 +1,8 @@
 // Few rows: weights stay integers and so do activations, exact in all but the smallest of them.
 //
-// A row of x becomes, block by block, 16-bit integers with a power-of-two scale (bf16 values within 2^-7 of the block's largest
-// are exact), split in two signed bytes for VPDPBUSD: 64 products each, two per cycle, where VDPBF16PS does 32 in two
-// cycles. Sums of a group are exact; scales apply in float32.
+// A row of x becomes, block by block, 16-bit integers with a power-of-two scale (bf16 values within 2^-7 of the block's
+// largest are exact), split in two signed bytes for VPDPBUSD: 64 products each, two per cycle, where VDPBF16PS does 32
+// in two cycles. Sums of a group are exact; scales apply in float32.
 
 #pragma once
 

@@ -1,7 +1,8 @@
-// Many rows: a pair of panels becomes bf16 tiles in scratch once and serves all rows; AMX multiplies, VDPBF16PS where there is none.
+// Many rows: a pair of panels becomes bf16 tiles in scratch once and serves all rows. AMX multiplies, or VDPBF16PS.
 //
-// A strip of 32 rows against a pair of panels is four products per block on four loaded tiles: as many loads as products, which
-// the caches can just feed. While the tile unit works on one pair, the vector units unpack the next one.
+// A strip of 32 rows against a pair of panels is four products per block on four loaded tiles: as many loads as
+// products, which the caches can just feed. While the tile unit works on one pair, the vector units unpack the next
+// one.
 
 #pragma once
 
@@ -22,7 +23,8 @@ inline __m512i pack_bf16(__m512 even, __m512 odd) {
 // Integers become floats by being put into a mantissa: (bits of q at `Bit`) | exponent reads as 2^(23 - Bit) + q.
 template <int Bit, int Width>
 inline __m512 in_mantissa(__m512i v) {
-    const __m512i mask = _mm512_set1_epi32(((1 << Width) - 1) << Bit), exponent = _mm512_set1_epi32((127 + 23 - Bit) << 23);
+    const __m512i mask = _mm512_set1_epi32(((1 << Width) - 1) << Bit);
+    const __m512i exponent = _mm512_set1_epi32((127 + 23 - Bit) << 23);
     return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(v, mask, exponent, 0xea));  // (v & mask) | exponent
 }
 
@@ -103,13 +105,14 @@ struct Unpacker<16> {  // nothing to unpack: fetches the tile into the cache
 
 constexpr int kStripTiles = 2, kStripRows = kStripTiles * kLanes;
 
-// Rows of x as AMX A tiles, [strip of up to 32 rows][block][row tile][16 rows][32], rows beyond the last zero: in the order the
-// products read them. Each thread copies its share.
+// Rows of x as AMX A tiles, [strip of up to 32 rows][block][row tile][16 rows][32], rows beyond the last zero: in the
+// order the products read them. Each thread copies its share.
 void tile_rows(const Job& job, int k, uint16_t* tiles) {
     const int num_blocks = k / kBlock, num_tiles = (job.rows + kLanes - 1) / kLanes;
     const Range mine = my_share(num_tiles * num_blocks);
     for (int unit = mine.begin; unit < mine.end; ++unit) {
-        const int strip = unit / (num_blocks * kStripTiles), width = std::min(kStripTiles, num_tiles - strip * kStripTiles);
+        const int strip = unit / (num_blocks * kStripTiles);
+        const int width = std::min(kStripTiles, num_tiles - strip * kStripTiles);
         const int inside = unit - strip * num_blocks * kStripTiles, block = inside / width;
         const int first = (strip * kStripTiles + inside % width) * kLanes;
         const uint16_t* from = job.x + int64_t(first) * k + block * kBlock;
@@ -166,11 +169,12 @@ bool amx_allowed() {
     return allowed;
 }
 
-inline void compiler_fence() { asm volatile("" ::: "memory"); }  // gcc's tile intrinsics do not say what memory they touch
+// gcc's tile intrinsics do not say what memory they touch.
+inline void compiler_fence() { asm volatile("" ::: "memory"); }
 
-// Eight tiles of 16 x 64 bytes for this thread while it lives. What was configured before comes back: oneDNN runs on the same
-// threads, remembers what it configured last and does not do it again.
-class Tiles {
+// Eight tiles of 16 x 64 bytes for this thread while it lives. What was configured before comes back: oneDNN runs on
+// the same threads, remembers what it configured last and does not do it again.
+class TileConfig {
     struct alignas(64) Config {
         uint8_t palette, start_row, reserved[14];
         uint16_t row_bytes[16];
@@ -178,7 +182,7 @@ class Tiles {
     } before_;
 
    public:
-    Tiles() {
+    TileConfig() {
         _tile_storeconfig(&before_);
         Config config = {};
         config.palette = 1;
@@ -186,7 +190,7 @@ class Tiles {
         asm volatile("" ::"r"(&config), "r"(&before_) : "memory");
         _tile_loadconfig(&config);
     }
-    ~Tiles() {
+    ~TileConfig() {
         asm volatile("" ::"r"(&before_) : "memory");
         if (before_.palette)
             _tile_loadconfig(&before_);
@@ -240,8 +244,8 @@ void multiply(const Weight& w, const Job& job, const Strip& strip) {
 
 bool amx_allowed() { return true; }
 
-struct Tiles {
-    Tiles() {}
+struct TileConfig {
+    TileConfig() {}
 };
 
 template <int Bits, int Tiles, int NumNext>
@@ -251,7 +255,8 @@ void multiply(const Weight& w, const Job& job, const Strip& strip) {
     for (int first = 0; first < num_rows; first += kAtOnce) {
         __m512 left[kAtOnce] = {}, right[kAtOnce] = {};
         for (int pair = 0; pair < w.k / 2; ++pair) {
-            const auto left_weights = (__m512bh)strip.left.tiles[pair], right_weights = (__m512bh)strip.right.tiles[pair];
+            const auto left_weights = (__m512bh)strip.left.tiles[pair];
+            const auto right_weights = (__m512bh)strip.right.tiles[pair];
             const uint16_t* x = strip.x + (int64_t(pair / 16) * Tiles * kLanes + first) * kBlock + pair % 16 * 2;
             for (int r = 0; r < kAtOnce; ++r) {
                 int32_t two;
@@ -291,7 +296,8 @@ void multiply_strips(const Weight& w, const Job& job, const uint16_t* x, Range s
         if (Bits == 16) return {idx, data + std::min(idx, num_panels - 1) * panel_vectors};
         return {idx, scratch + idx % 4 * panel_vectors};
     };
-    for (int idx = 2 * pairs.begin; idx < std::min(2 * pairs.begin + 2, num_panels); ++idx) unpack_panel<Bits>(w, panel_at(idx));
+    for (int idx = 2 * pairs.begin; idx < std::min(2 * pairs.begin + 2, num_panels); ++idx)
+        unpack_panel<Bits>(w, panel_at(idx));
     for (int pair = pairs.begin; pair < pairs.end; ++pair) {
         Strip strip = {};
         strip.left = panel_at(2 * pair), strip.right = panel_at(2 * pair + 1);
@@ -302,7 +308,8 @@ void multiply_strips(const Weight& w, const Job& job, const uint16_t* x, Range s
             strip.x = x + int64_t(s) * kStripRows * w.k;
             strip.first_row = s * kStripRows;
             strip.num_next = 0;
-            while (strip.num_next < per_strip && idx < std::min(2 * pair + 4, end)) strip.next[strip.num_next++] = panel_at(idx++);
+            while (strip.num_next < per_strip && idx < std::min(2 * pair + 4, end))
+                strip.next[strip.num_next++] = panel_at(idx++);
             if (num_tiles - s * kStripTiles == 1)
                 multiply<Bits, 1>(w, job, strip);
             else
@@ -322,7 +329,7 @@ void many_rows(const Weight& w, const Job& job) {
 #pragma omp barrier
         const Range pairs = my_share(num_pairs);
         if (pairs.begin < pairs.end) {
-            const Tiles configured;
+            const TileConfig configured;
             auto* scratch = static_cast<__m512i*>(panel_scratch.get(size_t(w.k) * kLanes * 2 * 4));
             for (int first = 0; first < num_strips; first += strips_at_once)
                 multiply_strips<Bits>(w, job, x, {first, std::min(num_strips, first + strips_at_once)}, pairs, scratch);
