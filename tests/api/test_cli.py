@@ -38,7 +38,7 @@ def test_without_a_command_help_is_shown(capsys):
         (["nonsense"], 2, "choose from"),
         (["generate", "--dtype", "int1", "x"], 2, "--help"),
         (["generate", "--model", "no-such-model", "x"], 3, "smollm2"),
-        (["generate", "--temperature", "nan", "x"], 2, "finite"),
+        (["generate", "--temperature", "nan", "x"], 4, "finite"),
         (["bench", "latency", "--workload", "mixed64"], 2, "stream-128"),
         (["bench", "throughput"], 2, "mixed64"),
         (["info", "no/such-model-anywhere"], 3, "no/such-model-anywhere"),

@@ -42,9 +42,6 @@ class LinearMethod(ABC):
         """Use this very tensor (an embedding's) as the weight, if the method can; else it is loaded like any other."""
         return False
 
-    def finish(self) -> None:
-        """Called when every shard has come."""
-
     @abstractmethod
     def apply(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
         """x @ weight.T + bias, in `out_dtype` or x's own."""

@@ -23,15 +23,17 @@ class Packed(LinearMethod):
             self.shards[shard_idx] = linear.pack_gguf(tensor.type_name, tensor.raw, rows, columns)
         else:
             self.shards[shard_idx] = linear.pack_dense(tensor.dense(self.dtype))
+        if all(shard is not None for shard in self.shards):
+            self._join()
 
-    def finish(self) -> None:
+    def _join(self) -> None:
         runs: list[list[linear.PackedWeight]] = []
         for shard in self.shards:
             if runs and linear.joinable(runs[-1][-1], shard):
                 runs[-1].append(shard)
             else:
                 runs.append([shard])
-        self.shards = []
+        self.shards = [None] * len(self.shards)
         self.pieces = [linear.concat(run) for run in runs]
 
     def apply(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:

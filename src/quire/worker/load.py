@@ -40,9 +40,6 @@ def load_weights(model: nn.Module, tensors: Iterator[tuple[str, RawTensor]], dty
             pending.discard(tied[name])
     if pending:
         raise BadModelFileError(f"the checkpoint lacks {min(pending)} and {len(pending) - 1} other tensors: it is incomplete")
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.method.finish()
 
 
 def wanted_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

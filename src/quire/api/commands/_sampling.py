@@ -1,6 +1,7 @@
 """The sampling flags that `chat` and `generate` share."""
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from quire.config import knob
 from quire.frontend.model import Model
@@ -20,7 +21,12 @@ class SamplingOptions:
     stop: list[str] = knob([], "end the answer at any of these texts")
     ignore_eos: bool = knob(False, "go on past the model's end-of-text token")
 
+    def __post_init__(self) -> None:
+        SamplingParams(**self._given())  # wrong values are told before a model is loaded
+
     def params(self, model: Model, max_tokens: int | None, seed: int | None) -> SamplingParams:
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        given = {name: value for name, value in given.items() if value not in (None, [])}
-        return model.default_params(**{"max_tokens": max_tokens, "seed": seed, **given})
+        return model.default_params(**{"max_tokens": max_tokens, "seed": seed, **self._given()})
+
+    def _given(self) -> dict[str, Any]:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if value not in (None, [])}
