@@ -26,7 +26,7 @@ def tiny_llama(tmp_path_factory, smollm2) -> Path:
     config = LlamaConfig(**{k: v for k, v in TINY.items() if k not in ("architectures", "model_type")})
     model = LlamaForCausalLM(config).float().eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:

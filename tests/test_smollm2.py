@@ -54,6 +54,6 @@ def test_float32_gives_transformers_tokens_and_logprobs(oracle, float32_outputs)
 def test_lower_precision_stays_within_a_percent(dtype, float32_outputs):
     with LLM("smollm2", dtype=dtype, max_model_len=512) as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
-    reference = statistics.mean(l for o in float32_outputs for l in prompt_logprobs(o))
-    mean = statistics.mean(l for o in outputs for l in prompt_logprobs(o))
+    reference = statistics.mean(p for o in float32_outputs for p in prompt_logprobs(o))
+    mean = statistics.mean(p for o in outputs for p in prompt_logprobs(o))
     assert mean == pytest.approx(reference, rel=0.01)

@@ -11,7 +11,15 @@ import time
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.errors import BadModelFileError, CapacityError, ConfigError, ModelNotFoundError, QuireError, RequestError, UnsupportedModelError
+from quire.errors import (
+    BadModelFileError,
+    CapacityError,
+    ConfigError,
+    ModelNotFoundError,
+    QuireError,
+    RequestError,
+    UnsupportedModelError,
+)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 TINY = {"dtype": "float32", "skip_tokenizer_init": True, "kv_cache_memory_bytes": 32 << 20, "num_threads": 1, "max_model_len": 128}

@@ -5,6 +5,7 @@ not text, tensors or clients.
 """
 
 import logging
+
 import msgspec
 
 from quire import registry

@@ -44,5 +44,6 @@ class Executor(ABC):
     def sample(self, plan: StepPlan) -> PendingStep:
         """Launches the choice of tokens for the step whose forward was launched last."""
 
+    @abstractmethod
     def close(self) -> None:
         """Stops the workers and frees what they hold."""

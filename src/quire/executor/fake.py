@@ -47,6 +47,9 @@ class FakeExecutor(Executor):
     def sample(self, plan: StepPlan) -> "_FakeStep":
         return self.queue[-1]
 
+    def close(self) -> None:
+        self.rows.clear()
+
     def run_until(self, step: "_FakeStep") -> None:
         while step.done is None:
             oldest = self.queue.popleft()

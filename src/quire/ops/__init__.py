@@ -3,8 +3,8 @@
 `choose_kernels` is the one decision between them; `worker/build.py` attaches the result to layers.
 """
 
-from types import ModuleType
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -12,8 +12,8 @@ import torch
 class Kernels(NamedTuple):
     """What layers call, by name; signatures are those of `ops/ref`."""
 
-    rms_norm: object
-    silu_mul: object
+    rms_norm: Callable
+    silu_mul: Callable
     linear_method: str  # a file of quant/
 
 

@@ -1,0 +1,32 @@
+"""The same request gives the same tokens in any company: a part of benchmarks/invariance.py, on real weights in float32."""
+
+import pytest
+from benchmarks.invariance import CONDITIONS, Check
+
+
+@pytest.fixture(scope="module")
+def check(smollm2):
+    check = Check(num_prompts=5, num_tokens=20)
+    _, llm = check.run({})
+    llm.close()
+    return check
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_tokens_do_not_depend_on(condition, check):
+    differing, llm = check.run(CONDITIONS[condition])
+    llm.close()
+    assert differing == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_tokens_do_not_depend_on_preemption(depth, check):
+    differing, preemptions = check.preempted({"pipeline_depth": depth})
+    assert preemptions > 0
+    assert differing == 0
+
+
+def test_tokens_do_not_depend_on_prefix_hits(check):
+    differing, cached = check.prefix_hits()
+    assert cached > 0
+    assert differing == 0
