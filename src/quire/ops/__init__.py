@@ -14,6 +14,7 @@ class Kernels(NamedTuple):
 
     rms_norm: Callable
     silu_mul: Callable
+    embedding: Callable
     linear_method: str  # a file of quant/
 
 
@@ -23,4 +24,4 @@ def choose_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
 
     fast = elementwise if elementwise.supported(dtype) else reference
     packs = dtype == torch.bfloat16 and linear.supported()
-    return Kernels(fast.rms_norm, fast.silu_mul, "packed" if packs else "dense")
+    return Kernels(fast.rms_norm, fast.silu_mul, fast.embedding, "packed" if packs else "dense")

@@ -17,6 +17,7 @@ from quire.sampling.logprobs import token_logprobs
 from quire.sampling.sampler import sample
 from quire.step import StepPlan, StepResult, TokenLogprobs
 from quire.worker.batch import Batch
+from quire.worker.graphs import DecodeGraphs
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Runner:
         self.model = model
         self.groups = layout.groups
         self.batch = Batch(num_rows, max_len, layout.groups, vocab_size)
+        self.graphs = DecodeGraphs(model, layout.groups, num_rows, max_len)
         self.launched: _Launched | None = None
 
     @torch.inference_mode()
@@ -45,35 +47,45 @@ class Runner:
         rows, starts, counts = np.array(plan.rows), np.array(plan.starts), np.array(plan.num_tokens)
         query_starts = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=query_starts[1:])
-        if query_starts[-1] == len(rows):  # one token each
+        one_each = query_starts[-1] == len(rows)
+        if one_each:
             token_rows, positions = rows, starts
         else:
             idx = np.repeat(np.arange(len(rows)), counts)
             token_rows = rows[idx]
             positions = np.arange(query_starts[-1]) - query_starts[idx] + starts[idx]
-        self._fill_context(rows, starts + counts, query_starts, token_rows, positions, int(counts.max()))
-        token_ids = torch.from_numpy(batch.tokens[token_rows, positions])
-        hidden_TD = self.model(token_ids, torch.from_numpy(positions))
+        context_lens = starts + counts
+        token_ids = batch.tokens[token_rows, positions]
+        slots, tables = self._places(rows, token_rows, positions, int(context_lens.max()))
+        hidden_TD = self.graphs.run(token_ids, positions, slots, tables) if one_each else None
+        if hidden_TD is None:
+            self._fill_context(query_starts, context_lens, slots, tables)
+            hidden_TD = self.model(torch.from_numpy(token_ids), torch.from_numpy(positions))
         self.launched = _Launched(plan, hidden_TD, query_starts)
 
-    def _fill_context(
-        self, rows: np.ndarray, context_lens: np.ndarray, query_starts: np.ndarray, token_rows: np.ndarray,
-        positions: np.ndarray, max_query_len: int,
-    ) -> None:  # fmt: skip
-        """Where each group's layers find and put this step's tokens."""
-        context, max_context_len = self.model.context, int(context_lens.max())
-        context.tables.clear()
-        context.slots_T.clear()
-        starts_tensor = torch.from_numpy(query_starts)
-        lens_tensor = torch.from_numpy(context_lens.astype(np.int32))
+    def _places(
+        self, rows: np.ndarray, token_rows: np.ndarray, positions: np.ndarray, max_context_len: int
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Per group: the slot each token is written to, and the block tables of the rows."""
+        slots, tables = [], []
         for group, table in zip(self.groups, self.batch.tables):
             size = group.block_size
-            blocks = table[token_rows, positions // size].astype(np.int64)
-            context.slots_T.append(torch.from_numpy(blocks * size + positions % size))
-            used = np.ascontiguousarray(table[rows, : -(-max_context_len // size)])
-            context.tables.append(
-                AttentionTables(starts_tensor, lens_tensor, torch.from_numpy(used), size, max_query_len, max_context_len)
-            )
+            slots.append(table[token_rows, positions // size].astype(np.int64) * size + positions % size)
+            tables.append(table[rows, : -(-max_context_len // size)])
+        return slots, tables
+
+    def _fill_context(
+        self, query_starts: np.ndarray, context_lens: np.ndarray, slots: list[np.ndarray], tables: list[np.ndarray]
+    ) -> None:
+        """What attention layers read in this step."""
+        context = self.model.context
+        starts, lens = torch.from_numpy(query_starts), torch.from_numpy(context_lens.astype(np.int32))
+        longest = int(np.diff(query_starts).max()), int(context_lens.max())
+        context.slots_T[:] = map(torch.from_numpy, slots)
+        context.tables[:] = [
+            AttentionTables(starts, lens, torch.from_numpy(np.ascontiguousarray(table)), group.block_size, *longest)
+            for group, table in zip(self.groups, tables)
+        ]
 
     @torch.inference_mode()
     def sample(self) -> StepResult:

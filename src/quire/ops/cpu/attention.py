@@ -6,25 +6,33 @@ lie in the kernel's own order (`src/kv_layout.h`), so a cache written here is re
 
 import ctypes
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.ops.cpu.build import load
+from quire.ops.cpu.tape import bind
 from quire.ops.ref.attention import AttentionTables
 
 _PTR, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
+class _Kernels(NamedTuple):
+    write_kv: Callable[..., None]
+    paged_attention: Callable[..., None]
+
+
 @functools.cache
-def _kernels() -> ctypes.CDLL | None:
+def _kernels() -> _Kernels | None:
     library = load("attention")
-    if library is not None:
-        library.quire_write_kv.argtypes = [ctypes.c_int, *[_PTR] * 4, *[_INT] * 6]
-        library.quire_write_kv.restype = None
-        library.quire_paged_attention.argtypes = [ctypes.c_int, *[_PTR] * 7, *[_INT] * 10, _FLOAT, _FLOAT]
-        library.quire_paged_attention.restype = None
-    return library
+    if library is None:
+        return None
+    return _Kernels(
+        bind(library, "quire_write_kv", [ctypes.c_int, *[_PTR] * 4, *[_INT] * 6]),
+        bind(library, "quire_paged_attention", [ctypes.c_int, *[_PTR] * 7, *[_INT] * 10, _FLOAT, _FLOAT]),
+    )
 
 
 def supported(dtype: torch.dtype, head_size: int, block_size: int) -> bool:
@@ -36,7 +44,7 @@ def supported(dtype: torch.dtype, head_size: int, block_size: int) -> bool:
 def write_kv(cache: Tensor, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
     """Store keys and values at `slots_T` (block id * block size + offset); a negative slot is padding."""
     num_tokens, num_kv_heads, head_size = k_TKD.shape
-    _kernels().quire_write_kv(
+    _kernels().write_kv(
         cache.dtype == torch.bfloat16, cache.data_ptr(), k_TKD.data_ptr(), v_TKD.data_ptr(), slots_T.data_ptr(),
         num_tokens, num_kv_heads, head_size, cache.shape[2], k_TKD.stride(0), v_TKD.stride(0),
     )  # fmt: skip
@@ -59,7 +67,7 @@ def paged_attention(
         out = torch.empty(q_THD.shape, dtype=q_THD.dtype)
     _, num_heads, head_size = q_THD.shape
     _, _, block_size, num_kv_heads, _ = cache.shape
-    _kernels().quire_paged_attention(
+    _kernels().paged_attention(
         cache.dtype == torch.bfloat16, q_THD.data_ptr(), out.data_ptr(), cache.data_ptr(),
         tables.query_starts.data_ptr(), tables.context_lens.data_ptr(), tables.block_table.data_ptr(),
         None if sinks_H is None else sinks_H.data_ptr(), tables.context_lens.shape[0],

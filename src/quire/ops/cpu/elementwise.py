@@ -6,25 +6,36 @@ models. `rope_and_write` writes the cache of `ops/cpu/attention.py`, whose block
 
 import ctypes
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.ops.cpu.build import load
+from quire.ops.cpu.tape import bind
 
 _PTR, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
+class _Kernels(NamedTuple):
+    rms_norm: Callable[..., None]
+    silu_mul: Callable[..., None]
+    rope_and_write: Callable[..., None]
+    embed: Callable[..., None]
+
+
 @functools.cache
-def _kernels() -> ctypes.CDLL | None:
+def _kernels() -> _Kernels | None:
     library = load("elementwise")
-    if library is not None:
-        library.quire_rms_norm.argtypes = [ctypes.c_int, *[_PTR] * 3, _INT, *[_PTR] * 2, _INT, _INT, ctypes.c_float]
-        library.quire_silu_mul.argtypes = [ctypes.c_int, _PTR, _PTR, _INT, _INT]
-        library.quire_rope_and_write.argtypes = [ctypes.c_int, *[_PTR] * 7, *[_INT] * 10]
-        for function in (library.quire_rms_norm, library.quire_silu_mul, library.quire_rope_and_write):
-            function.restype = None
-    return library
+    if library is None:
+        return None
+    return _Kernels(
+        bind(library, "quire_rms_norm", [ctypes.c_int, *[_PTR] * 3, _INT, *[_PTR] * 2, _INT, _INT, ctypes.c_float]),
+        bind(library, "quire_silu_mul", [ctypes.c_int, _PTR, _PTR, _INT, _INT]),
+        bind(library, "quire_rope_and_write", [ctypes.c_int, *[_PTR] * 7, *[_INT] * 10]),
+        bind(library, "quire_embed", [_PTR, _PTR, _PTR, _INT, _INT]),
+    )
 
 
 def supported(dtype: torch.dtype) -> bool:
@@ -37,18 +48,26 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Tensor | N
     rows, width = x_TD.shape
     normed = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     total = x_TD if residual_TD is None else torch.empty_like(normed)
-    _kernels().quire_rms_norm(
+    _kernels().rms_norm(
         x_TD.dtype == torch.bfloat16, normed.data_ptr(), total.data_ptr(), x_TD.data_ptr(), x_TD.stride(0),
         None if residual_TD is None else residual_TD.data_ptr(), weight_D.data_ptr(), rows, width, eps,
     )  # fmt: skip
     return normed, total
 
 
+def embedding(token_ids_T: Tensor, weight_VD: Tensor) -> Tensor:
+    """The rows of the table that the ids (int32) name."""
+    out = weight_VD.new_empty(token_ids_T.shape[0], weight_VD.shape[1])
+    row_bytes = weight_VD.shape[1] * weight_VD.itemsize
+    _kernels().embed(out.data_ptr(), weight_VD.data_ptr(), token_ids_T.data_ptr(), token_ids_T.shape[0], row_bytes)
+    return out
+
+
 def silu_mul(x_T2F: Tensor) -> Tensor:
     """silu(gate) * up, where a row is all of gate and then all of up."""
     rows, width = x_T2F.shape[0], x_T2F.shape[1] // 2
     out = x_T2F.new_empty(rows, width)
-    _kernels().quire_silu_mul(x_T2F.dtype == torch.bfloat16, out.data_ptr(), x_T2F.data_ptr(), rows, width)
+    _kernels().silu_mul(x_T2F.dtype == torch.bfloat16, out.data_ptr(), x_T2F.data_ptr(), rows, width)
     return out
 
 
@@ -86,7 +105,7 @@ def _rope(
     cache_ptr, slots_ptr, block_size = (
         (None, None, 0) if cache is None else (cache.data_ptr(), slots_T.data_ptr(), cache.shape[2])
     )
-    _kernels().quire_rope_and_write(
+    _kernels().rope_and_write(
         q_THD.dtype == torch.bfloat16, q_THD.data_ptr(), k_TKD.data_ptr(), v_ptr, cos_sin.data_ptr(),
         positions_T.data_ptr(), slots_ptr, cache_ptr, num_tokens, num_heads, k_TKD.shape[1], head_size,
         cos_sin.shape[1], q_THD.stride(0), k_TKD.stride(0), v_stride, block_size, interleaved,

@@ -21,6 +21,11 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Tensor | N
     return weight_D * normed.to(x_TD.dtype), residual_TD
 
 
+def embedding(token_ids_T: Tensor, weight_VD: Tensor) -> Tensor:
+    """The rows of the table that the ids name."""
+    return functional.embedding(token_ids_T, weight_VD)
+
+
 def silu_mul(x_T2F: Tensor) -> Tensor:
     """silu(gate) * up, where a row is all of gate and then all of up."""
     gate, up = x_T2F.chunk(2, -1)

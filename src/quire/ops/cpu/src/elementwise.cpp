@@ -1,6 +1,7 @@
 // Fused elementwise kernels for float32 and bfloat16: norm with residual, gated SiLU, rotary embedding and cache write.
 // Called through ctypes by ops/cpu/elementwise.py; the torch twins in ops/ref/elementwise.py say what each computes.
 // Rows are contiguous and may be strided apart (strides in elements). Small inputs stay on the calling thread.
+#include <cstring>
 #include "kv_layout.h"
 
 #include <cmath>
@@ -148,6 +149,10 @@ void quire_silu_mul(int bf16, void* out, const void* x, int64_t rows, int64_t n)
         silu_mul((uint16_t*)out, (const uint16_t*)x, rows, n);
     else
         silu_mul((float*)out, (const float*)x, rows, n);
+}
+
+void quire_embed(char* out, const char* table, const int32_t* ids, int64_t rows, int64_t row_bytes) {
+    for (int64_t r = 0; r < rows; r++) std::memcpy(out + r * row_bytes, table + ids[r] * row_bytes, row_bytes);
 }
 
 void quire_rope_and_write(int bf16, void* q, void* k, const void* v, const float* cos_sin, const int64_t* positions,

@@ -1,0 +1,54 @@
+"""Recorded steps compute what steps walked through in Python compute, whatever the rows and however they come and go."""
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.ops.cpu import elementwise, linear
+from quire.ops.cpu.tape import Recording
+from tests.prompts import PROMPTS
+
+
+def answers(llm: LLM, count: int) -> list[list[int]]:
+    params = [SamplingParams(temperature=0, max_tokens=3 + 5 * (i % 7), ignore_eos=True) for i in range(count)]
+    return [o.outputs[0].token_ids for o in llm.generate(PROMPTS[:count], params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("count", [1, 5, 19])
+def test_a_tape_gives_the_same_tokens_as_python(smollm2, count):
+    with LLM("smollm2", max_model_len=256, enable_prefix_caching=False) as llm:
+        graphs = llm.client.engine.executor.worker.runner.graphs
+        recorded, played = answers(llm, count), answers(llm, count)
+        tapes = dict(graphs.tapes)
+        graphs.usable = False
+        plain = answers(llm, count)
+    assert recorded == plain
+    assert played == plain
+    if linear.supported():
+        assert len(tapes) > (1 if count > 1 else 0)
+        assert max(tapes) >= min(count, 8)
+
+
+def test_a_pass_in_which_torch_computes_gives_no_tape():
+    x = torch.ones(2, 32)
+    with Recording() as recording:
+        y = x + 1
+    assert recording.tape(y) is None
+
+
+@pytest.mark.skipif(not elementwise.supported(torch.float32), reason="needs a C++ compiler")
+def test_a_tape_reads_its_inputs_anew_and_keeps_little_memory():
+    x = torch.randn(4, 64)
+    weight = torch.rand(64)
+    with torch.inference_mode():
+        with Recording() as recording:
+            y = x
+            for _ in range(50):
+                y, _ = elementwise.rms_norm(y, weight, 1e-6, x)
+        tape = recording.tape(y)
+        x.copy_(torch.randn(4, 64))
+        expected = x
+        for _ in range(50):
+            expected, _ = elementwise.rms_norm(expected, weight, 1e-6, x)
+        assert torch.equal(tape.play(), expected)
+    assert tape.arena.nbytes < 8 * x.nbytes  # a hundred buffers were allocated while recording
