@@ -137,6 +137,7 @@ class Tile {
 
     const Args& a;
     const Unit& u;
+    const Unit* following;  // what this thread does next, as far as is known: its keys are fetched ahead
     const KvLayout<E> layout;
     const int64_t D, G, rows, padded_rows;
     const bool unfinished;
@@ -149,8 +150,8 @@ class Tile {
 
    public:
     // `memory` needs bytes(). With `kept` the state is left there, to be merged, instead of giving the output.
-    Tile(const Args& a, const Unit& u, char* memory, char* kept)
-        : a(a), u(u), layout{a.num_kv_heads, a.head_size, a.block_size}, D(a.head_size), G(a.group()),
+    Tile(const Args& a, const Unit& u, const Unit* following, char* memory, char* kept)
+        : a(a), u(u), following(following), layout{a.num_kv_heads, a.head_size, a.block_size}, D(a.head_size), G(a.group()),
           rows(u.num_tokens * G), padded_rows(padded(rows)),
           unfinished(kept) {
         auto take = [&](int64_t bytes) { return std::exchange(memory, memory + bytes); };
@@ -186,26 +187,28 @@ class Tile {
    private:
     void run_partition(State& state, int64_t begin) {
         clear(state, padded_rows, D);
-        Keys keys = find(begin);
+        Keys keys = find(u, begin);
         for (int64_t first = begin; first < begin + PARTITION; first += STEP) {
-            Keys next = find(first + STEP);
+            Keys next = find(u, first + STEP);
+            const bool last = !next.any;  // of those in sight; with sinks there may be more behind a gap
+            if (last && following) next = find(*following, following->first_part * PARTITION);
             if (keys.any) {
                 if constexpr (AMX)
                     amx_step(state, keys, first);
                 else
                     vector_step(state, keys, next, first);
             }
-            keys = next;
+            keys = last ? Keys{} : next;
         }
     }
 
-    Keys find(int64_t first) const {
+    Keys find(const Unit& unit, int64_t first) const {
         Keys keys;
-        const int32_t* table = a.block_table + u.row * a.table_stride;
+        const int32_t* table = a.block_table + unit.row * a.table_stride;
         for (int c = 0; c < CHUNKS; c++) {
             int64_t pos = first + c * CHUNK;
-            if (!u.sees(a, pos, pos + CHUNK)) continue;
-            const char* chunk = a.cache + layout.chunk_at(table[pos / a.block_size], u.kv_head, pos % a.block_size);
+            if (!unit.sees(a, pos, pos + CHUNK)) continue;
+            const char* chunk = a.cache + layout.chunk_at(table[pos / a.block_size], unit.kv_head, pos % a.block_size);
             keys.k[c] = (const Line*)chunk;
             keys.v[c] = (const Line*)(chunk + layout.half_bytes());
             keys.any = true;
@@ -438,11 +441,11 @@ struct Buffer {
 };
 
 template <class E>
-void run_unit(const Args& a, const Unit& u, char* memory, char* kept) {
+void run_unit(const Args& a, const Unit& u, const Unit* following, char* memory, char* kept) {
     if constexpr (AMX_BUILT && E::PACK == 2)
         if (u.num_tokens * a.group() >= AMX_MIN_ROWS && a.head_size % 32 == 0 && amx::allowed())
-            return Tile<E, true>(a, u, memory, kept).run();
-    Tile<E, false>(a, u, memory, kept).run();
+            return Tile<E, true>(a, u, following, memory, kept).run();
+    Tile<E, false>(a, u, following, memory, kept).run();
 }
 
 template <class E>
@@ -454,15 +457,18 @@ void paged_attention(const Args& a) {
     const bool parallel = work > PARALLEL_WORK, few = (int64_t)units.size() < 4 * omp_get_max_threads();
     if (parallel && few) parts = split(a, units);
     const std::vector<Unit>& todo = parts.empty() ? units : parts;
+    const int at_once = parts.empty() && units.size() > size_t(8 * a.num_kv_heads) ? a.num_kv_heads : 1;
     const size_t kept_bytes = State::bytes(padded(max_rows), a.head_size);
     char* const kept_states = parts.empty() ? nullptr : kept.at_least(parts.size() * kept_bytes);
 #pragma omp parallel if (parallel)
     {
         amx::Tiles tiles(E::PACK == 2 && AMX_BUILT && amx::allowed());
         char* memory = scratch.at_least(Tile<E, true>::bytes(max_rows, a.head_size));
-#pragma omp for schedule(dynamic, 1)
+// A row's kv heads lie side by side in its blocks: one thread takes them in turn.
+#pragma omp for schedule(dynamic, at_once)
         for (size_t i = 0; i < todo.size(); i++)
-            run_unit<E>(a, todo[i], memory, parts.empty() ? nullptr : kept_states + i * kept_bytes);
+            run_unit<E>(a, todo[i], i + 1 < todo.size() ? &todo[i + 1] : nullptr, memory,
+                        parts.empty() ? nullptr : kept_states + i * kept_bytes);
     }
     for (size_t i = 0; i < parts.size();) {
         const int64_t rows = parts[i].num_tokens * a.group();
