@@ -14,7 +14,7 @@ def cache_dir() -> Path:
 
 def log_level() -> str:
     """QUIRE_LOG_LEVEL: debug, info, warning or error."""
-    return os.environ.get("QUIRE_LOG_LEVEL", "info").upper()
+    return os.environ.get("QUIRE_LOG_LEVEL", "warning").upper()
 
 
 def native_kernels_allowed() -> bool:

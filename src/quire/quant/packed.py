@@ -16,6 +16,7 @@ class Packed(LinearMethod):
         super().__init__(in_features, shard_sizes, dtype, keep_quantized)
         self.shards: list[linear.PackedWeight | None] = [None] * len(shard_sizes)
         self.pieces: list[linear.PackedWeight] = []  # the shards, neighbours of one form joined
+        self.wide_bias: Tensor | None = None  # float32, as the kernels want it
 
     def load(self, shard_idx: int, tensor: RawTensor) -> None:
         rows, columns = tensor.shape
@@ -37,8 +38,10 @@ class Packed(LinearMethod):
         self.pieces = [linear.concat(run) for run in runs]
 
     def apply(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+        if bias is not None and self.wide_bias is None:
+            self.wide_bias = bias.float()
         if len(self.pieces) == 1:
-            return linear.linear(x, self.pieces[0], bias, out_dtype or x.dtype)
+            return linear.linear(x, self.pieces[0], self.wide_bias, out_dtype or x.dtype)
         y = torch.cat([linear.linear(x, piece, None, out_dtype or x.dtype) for piece in self.pieces], -1)
         return y if bias is None else y + bias
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kv.specs import KVLayout, KVSpec
-from quire.layers.attention import Attention
+from quire.layers.attention import Attention, reference
 
 
 def kv_specs(model: nn.Module, dtype: torch.dtype) -> dict[str, KVSpec]:
@@ -24,6 +24,8 @@ def attach_kv(model: nn.Module, layout: KVLayout, dtype: torch.dtype) -> None:
             layer = model.get_submodule(name)
             layer.group_idx = group_idx
             layer.cache = _view(plane, group.block_size, group.spec, dtype)
+            if not layer.cache.is_contiguous():
+                layer.backend = reference  # compiled kernels take blocks without padding
 
 
 def _zeros(num_blocks: int, block_bytes: int) -> Tensor:

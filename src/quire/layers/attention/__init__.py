@@ -4,8 +4,9 @@ A backend is a module with `supports(dtype, head_size, block_size)`, `paged_atte
 layout of a block is its own affair. Backends are tried in the order of PREFERRED; `--attention-backend` names one.
 """
 
-from quire.layers.attention.layer import Attention, StepContext
+from quire.layers.attention import reference
+from quire.layers.attention.base import Attention, StepContext
 
 PREFERRED = ("native", "reference")
 
-__all__ = ["PREFERRED", "Attention", "StepContext"]
+__all__ = ["PREFERRED", "Attention", "StepContext", "reference"]

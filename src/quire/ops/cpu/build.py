@@ -102,7 +102,8 @@ def _library_path(name: str, compiler: str, runtime: Path) -> Path:
 
 def _compile(source: Path, library: Path, compiler: str, runtime: Path) -> None:
     """Two processes may compile at once: each works in its own folder and the last rename wins."""
-    logger.info("compiling CPU kernels (once): %s…", source.stem)
+    # A warning only so that people see what they wait for.
+    logger.warning("compiling CPU kernels for this machine, once: %s …", source.stem)
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=f".{source.stem}-") as folder:
         compiled, linked = Path(folder, "kernel.o"), Path(folder, "kernel.so")
