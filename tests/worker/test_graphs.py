@@ -1,5 +1,8 @@
 """Recorded steps compute what steps walked through in Python compute, whatever the rows and however they come and go."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -52,3 +55,12 @@ def test_a_tape_reads_its_inputs_anew_and_keeps_little_memory():
             expected, _ = elementwise.rms_norm(expected, weight, 1e-6, x)
         assert torch.equal(tape.play(), expected)
     assert tape.arena.nbytes < 8 * x.nbytes  # a hundred buffers were allocated while recording
+
+
+def test_recording_does_not_import_torchs_compiler():
+    program = (
+        "import sys, torch; from quire.ops.cpu.tape import Recording\n"
+        "with Recording(): torch.empty(3).view(3)\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -46,6 +46,10 @@ class Recording(TorchDispatchMode):
         self.buffers: list[Tensor] = []  # all that was allocated meanwhile, kept so that no address comes twice
         self.complete = True  # False once torch itself computed something
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler for this, two seconds in the first answer
+
     def __enter__(self) -> "Recording":
         global _recording
         _recording = self
