@@ -1,8 +1,12 @@
-// Many rows: a pair of panels becomes bf16 tiles in scratch once and serves all rows. AMX multiplies, or VDPBF16PS.
+// Many rows: panels become bf16 tiles in scratch once per call and serve all rows. AMX multiplies, or VDPBF16PS.
 //
-// A strip of 32 rows against a pair of panels is four products per block on four loaded tiles: as many loads as
-// products, which the caches can just feed. While the tile unit works on one pair, the vector units unpack the next
-// one.
+//     for each group of pairs of panels, of a thread's share
+//         for each strip of 32 rows
+//             for each pair of the group
+//                 for each block of K: four products on four loaded tiles, and a block of the next group is unpacked
+//
+// The tile unit and the vector units work at the same time. A strip's activations stay in the first-level cache while
+// the tiles of the group pass by from the second, and each row gets its outputs in runs of several cache lines.
 
 #pragma once
 
@@ -129,13 +133,31 @@ struct Panel {
     __m512i* tiles;
 };
 
-// A pair of panels against up to 32 rows, while up to two panels of the next pair get unpacked.
+// A pair of panels against up to 32 rows, while up to two panels of the next group get unpacked.
 struct Strip {
     const uint16_t* x;
     int first_row;
-    Panel left, right;  // the right one may lie beyond the last: computed from anything, not stored
+    Panel left, right;  // the right one may lie beyond the last: then computed from the left tiles, not stored
     Panel next[2];
     int num_next;
+};
+
+// Fetches the output lines of a strip for writing, a few with each block: stores that miss would hold up the products.
+class OutputPrefetch {
+    const char* line_;
+    int64_t row_bytes_;
+    int rows_per_block_;
+
+   public:
+    OutputPrefetch(const Weight& w, const Job& job, const Strip& strip) {
+        const int bytes = job.out_is_f32 ? 4 : 2;
+        row_bytes_ = int64_t(w.n) * bytes;
+        line_ = static_cast<const char*>(job.out) + strip.first_row * row_bytes_ + strip.left.idx * kLanes * bytes;
+        rows_per_block_ = (kStripRows * kBlock + w.k - 1) / w.k;
+    }
+    inline void block() {
+        for (int i = 0; i < rows_per_block_; ++i, line_ += row_bytes_) __builtin_prefetch(line_, 1);
+    }
 };
 
 // The unpacking that goes with a strip, block by block.
@@ -199,10 +221,13 @@ class TileConfig {
     }
 };
 
+// Loads come first: as fast on a quiet core, a tenth faster on one that others keep busy. Weights take streaming loads,
+// so that the activations stay in the first-level cache.
 template <int Bits, int Tiles, int NumNext>
 void multiply(const Weight& w, const Job& job, const Strip& strip) {
     constexpr int kTile = kLanes * kBlock;
     Unpacking<Bits, NumNext> unpacking;
+    OutputPrefetch outputs(w, job, strip);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -211,20 +236,19 @@ void multiply(const Weight& w, const Job& job, const Strip& strip) {
         const uint16_t* x = strip.x + int64_t(b) * Tiles * kTile;
         unpacking.start(w, strip.next, b);
         compiler_fence();
-        _tile_loadd(6, strip.left.tiles + b * kLanes, 64);
+        _tile_stream_loadd(6, strip.left.tiles + b * kLanes, 64);
         _tile_loadd(4, x, 64);
+        _tile_stream_loadd(7, strip.right.tiles + b * kLanes, 64);
+        if constexpr (Tiles == 2) _tile_loadd(5, x + kTile, 64);
         _tile_dpbf16ps(0, 4, 6);
         unpacking.part(0);
-        _tile_loadd(7, strip.right.tiles + b * kLanes, 64);
         _tile_dpbf16ps(1, 4, 7);
         unpacking.part(1);
-        if constexpr (Tiles == 2) {
-            _tile_loadd(5, x + kTile, 64);
-            _tile_dpbf16ps(2, 5, 6);
-        }
+        if constexpr (Tiles == 2) _tile_dpbf16ps(2, 5, 6);
         unpacking.part(2);
         if constexpr (Tiles == 2) _tile_dpbf16ps(3, 5, 7);
         unpacking.part(3);
+        outputs.block();
     }
     alignas(64) float sums[Tiles * kLanes][2][kLanes];
     constexpr int kStride = sizeof sums[0];
@@ -283,34 +307,37 @@ void multiply(const Weight& w, const Job& job, const Strip& strip) {
     }
 }
 
-// Rows whose activations stay in the second-level cache (half of 2 MiB) while pair after pair of panels passes.
-inline int rows_at_once(int k) { return std::max<int>(64, (1 << 20) / (2 * k) / 64 * 64); }
+// Panels that are unpacked together, next to each other in `tiles`.
+struct Group {
+    int begin, end;
+    __m512i* tiles;
+};
 
-// Some pairs of panels against the rows of some strips. `scratch` holds the bf16 tiles of four panels.
+// How many pairs make a group: two groups' tiles may take 5/8 of a second-level cache of 2 MiB. The first group is
+// unpacked while nothing is multiplied, so few rows get small ones.
+inline int pairs_at_once(int k, int num_strips) {
+    constexpr int kGroupBytes = 640 << 10;
+    return std::max(1, std::min(kGroupBytes / (2 * kLanes * 2 * k), num_strips / 2));
+}
+
+// The panels of a group against all rows, while those of the next one get unpacked: one with each strip and pair,
+// or two where there is only one strip.
 template <int Bits>
-void multiply_strips(const Weight& w, const Job& job, const uint16_t* x, Range strips, Range pairs, __m512i* scratch) {
-    const int num_panels = (w.n + kLanes - 1) / kLanes, num_tiles = (job.rows + kLanes - 1) / kLanes;
+void multiply_group(const Weight& w, const Job& job, const uint16_t* x, const Group& group, const Group& next) {
+    const int num_tiles = (job.rows + kLanes - 1) / kLanes, per_strip = num_tiles <= kStripTiles ? 2 : 1;
     const int64_t panel_vectors = w.k / 2;
-    const auto panel_at = [&](int idx) -> Panel {
-        auto* data = reinterpret_cast<__m512i*>(const_cast<uint8_t*>(w.data));
-        if (Bits == 16) return {idx, data + std::min(idx, num_panels - 1) * panel_vectors};
-        return {idx, scratch + idx % 4 * panel_vectors};
+    const auto panel_of = [&](const Group& g, int idx) -> Panel {
+        return {idx, g.tiles + (std::min(idx, g.end - 1) - g.begin) * panel_vectors};
     };
-    for (int idx = 2 * pairs.begin; idx < std::min(2 * pairs.begin + 2, num_panels); ++idx)
-        unpack_panel<Bits>(w, panel_at(idx));
-    for (int pair = pairs.begin; pair < pairs.end; ++pair) {
-        Strip strip = {};
-        strip.left = panel_at(2 * pair), strip.right = panel_at(2 * pair + 1);
-        // The next pair's panels: one each with the first two strips, or both with the only one.
-        int idx = 2 * pair + 2;
-        const int end = std::min(2 * pairs.end, num_panels), per_strip = strips.end - strips.begin == 1 ? 2 : 1;
-        for (int s = strips.begin; s < strips.end; ++s) {
-            strip.x = x + int64_t(s) * kStripRows * w.k;
-            strip.first_row = s * kStripRows;
-            strip.num_next = 0;
-            while (strip.num_next < per_strip && idx < std::min(2 * pair + 4, end))
-                strip.next[strip.num_next++] = panel_at(idx++);
-            if (num_tiles - s * kStripTiles == 1)
+    int unpacked = next.begin;
+    for (int tile = 0; tile < num_tiles; tile += kStripTiles) {
+        for (int idx = group.begin; idx < group.end; idx += 2) {
+            Strip strip = {};
+            strip.x = x + int64_t(tile) * kLanes * w.k, strip.first_row = tile * kLanes;
+            strip.left = panel_of(group, idx), strip.right = panel_of(group, idx + 1);
+            while (strip.num_next < per_strip && unpacked < next.end)
+                strip.next[strip.num_next++] = panel_of(next, unpacked++);
+            if (num_tiles - tile == 1)
                 multiply<Bits, 1>(w, job, strip);
             else
                 multiply<Bits, 2>(w, job, strip);
@@ -318,10 +345,30 @@ void multiply_strips(const Weight& w, const Job& job, const uint16_t* x, Range s
     }
 }
 
+// A thread's share of the pairs, group by group.
+template <int Bits>
+void multiply_pairs(const Weight& w, const Job& job, const uint16_t* x, Range pairs, int at_once) {
+    const int num_panels = (w.n + kLanes - 1) / kLanes;
+    const int64_t panel_vectors = w.k / 2, group_vectors = 2 * at_once * panel_vectors;
+    auto* weights = reinterpret_cast<__m512i*>(const_cast<uint8_t*>(w.data));
+    auto* scratch = static_cast<__m512i*>(Bits == 16 ? nullptr : panel_scratch.get(2 * group_vectors * 64));
+    const auto group_at = [&](int pair, int parity) -> Group {
+        const int begin = 2 * pair, end = std::min(2 * std::min(pair + at_once, pairs.end), num_panels);
+        return {begin, end, Bits == 16 ? weights + begin * panel_vectors : scratch + parity * group_vectors};
+    };
+    Group group = group_at(pairs.begin, 0);
+    for (int idx = group.begin; idx < group.end; ++idx)
+        unpack_panel<Bits>(w, {idx, group.tiles + (idx - group.begin) * panel_vectors});
+    for (int pair = pairs.begin, parity = 1; pair < pairs.end; pair += at_once, parity ^= 1) {
+        const Group next = group_at(pair + at_once, parity);
+        multiply_group<Bits>(w, job, x, group, next);
+        group = next;
+    }
+}
+
 template <int Bits>
 void many_rows(const Weight& w, const Job& job) {
     const int num_pairs = (w.n + 2 * kLanes - 1) / (2 * kLanes), num_strips = (job.rows + kStripRows - 1) / kStripRows;
-    const int strips_at_once = rows_at_once(w.k) / kStripRows;
     auto* x = static_cast<uint16_t*>(rows_scratch.get(size_t(num_strips) * kStripRows * w.k * 2));
 #pragma omp parallel
     {
@@ -330,9 +377,7 @@ void many_rows(const Weight& w, const Job& job) {
         const Range pairs = my_share(num_pairs);
         if (pairs.begin < pairs.end) {
             const TileConfig configured;
-            auto* scratch = static_cast<__m512i*>(panel_scratch.get(size_t(w.k) * kLanes * 2 * 4));
-            for (int first = 0; first < num_strips; first += strips_at_once)
-                multiply_strips<Bits>(w, job, x, {first, std::min(num_strips, first + strips_at_once)}, pairs, scratch);
+            multiply_pairs<Bits>(w, job, x, pairs, pairs_at_once(w.k, num_strips));
         }
     }
 }
