@@ -9,6 +9,7 @@ On an 135M model a step of one row spends more time in Python than in kernels; a
 
 import bisect
 import ctypes
+import threading
 from collections.abc import Callable, Iterable
 
 import torch
@@ -31,7 +32,7 @@ def bind(library: ctypes.CDLL, name: str, argtypes: Iterable[type]) -> Callable[
 
     def call(*args: object) -> None:
         function(*args)
-        if _recording is not None:
+        if _recording is not None and _recording.thread_id == threading.get_ident():
             _recording.calls.append((function, args))
 
     return call
@@ -42,6 +43,7 @@ class Recording(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.thread_id = threading.get_ident()  # other engines in this process may compute meanwhile
         self.calls: list[tuple[Callable, tuple]] = []
         self.buffers: list[Tensor] = []  # all that was allocated meanwhile, kept so that no address comes twice
         self.complete = True  # False once torch itself computed something
