@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -64,3 +65,13 @@ def test_recording_does_not_import_torchs_compiler():
         "assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.skipif(not elementwise.supported(torch.float32), reason="needs a C++ compiler")
+def test_a_tape_does_not_hear_other_threads():
+    x, weight = torch.randn(4, 64), torch.rand(64)
+    with Recording() as recording:
+        thread = threading.Thread(target=lambda: elementwise.rms_norm(x, weight, 1e-6))
+        thread.start()
+        thread.join()
+    assert recording.calls == []

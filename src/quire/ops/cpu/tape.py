@@ -22,7 +22,14 @@ _ALIGNMENT = 64
 _ALLOCATES = {"aten::empty", "aten::new_empty", "aten::empty_like"}
 _VIEWS = {"aten::view", "aten::_unsafe_view", "aten::split", "aten::split_with_sizes", "aten::slice", "aten::select", "aten::alias", "aten::detach", "aten::as_strided"}  # fmt: skip
 
-_recording: "Recording | None" = None
+
+class _Thread(threading.local):
+    """Engines in other threads compute, and record, by themselves."""
+
+    recording: "Recording | None" = None
+
+
+_thread = _Thread()
 
 
 def bind(library: ctypes.CDLL, name: str, argtypes: Iterable[type]) -> Callable[..., None]:
@@ -32,8 +39,8 @@ def bind(library: ctypes.CDLL, name: str, argtypes: Iterable[type]) -> Callable[
 
     def call(*args: object) -> None:
         function(*args)
-        if _recording is not None and _recording.thread_id == threading.get_ident():
-            _recording.calls.append((function, args))
+        if _thread.recording is not None:
+            _thread.recording.calls.append((function, args))
 
     return call
 
@@ -43,7 +50,6 @@ class Recording(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.thread_id = threading.get_ident()  # other engines in this process may compute meanwhile
         self.calls: list[tuple[Callable, tuple]] = []
         self.buffers: list[Tensor] = []  # all that was allocated meanwhile, kept so that no address comes twice
         self.complete = True  # False once torch itself computed something
@@ -53,13 +59,11 @@ class Recording(TorchDispatchMode):
         return False  # torch would import its compiler for this, two seconds in the first answer
 
     def __enter__(self) -> "Recording":
-        global _recording
-        _recording = self
+        _thread.recording = self
         return super().__enter__()
 
     def __exit__(self, *exception: object) -> None:
-        global _recording
-        _recording = None
+        _thread.recording = None
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
