@@ -59,11 +59,15 @@ class Model:
             found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
         return sorted(i for i in found if isinstance(i, int) and 0 <= i < self.vocab_size)
 
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """What the model's generation_config.json says about sampling."""
+        usable = self.generation if self.config.model.generation_config == "auto" else {}
+        return {name: usable[name] for name in _DEFAULTS if usable.get(name) is not None}
+
     def default_params(self, **changes: Any) -> SamplingParams:
         """The model's own sampling defaults, else OpenAI's."""
-        usable = self.generation if self.config.model.generation_config == "auto" else {}
-        defaults = {name: usable[name] for name in _DEFAULTS if usable.get(name) is not None}
-        return SamplingParams(**{**defaults, **changes})
+        return SamplingParams(**{**self.sampling_defaults, **changes})
 
     def need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:

@@ -24,8 +24,10 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         SamplingParams(**self._given())  # wrong values are told before a model is loaded
 
-    def params(self, model: Model, max_tokens: int | None, seed: int | None) -> SamplingParams:
-        return model.default_params(**{"max_tokens": max_tokens, "seed": seed, **self._given()})
+    def params(self, model: Model, max_tokens: int | None, seed: int | None, **unless_given: Any) -> SamplingParams:
+        """What was typed, else the model's own defaults, else `unless_given`."""
+        unless_given = {name: value for name, value in unless_given.items() if name not in model.sampling_defaults}
+        return model.default_params(**{"max_tokens": max_tokens, "seed": seed, **unless_given, **self._given()})
 
     def _given(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
