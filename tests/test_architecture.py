@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "quire"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-BASE = {"config", "params", "outputs", "messages", "step", "errors", "env", "utils", "registry", "metrics", "kv.specs", "checkpoint"}
+BASE = {"config", "params", "outputs", "messages", "step", "errors", "env", "utils", "registry", "kv.specs", "checkpoint"}
 MAY_IMPORT = {
     "api": {"frontend", "api"},
     "frontend": {"frontend"},
@@ -36,7 +36,6 @@ MAY_IMPORT = {
     "utils": {"utils", "errors", "env"},
     "registry": {"errors"},
     "checkpoint": {"checkpoint", "errors", "env", "utils"},
-    "metrics": {"metrics"},
     "__init__": {"api", "config", "outputs", "params"},
     "__main__": {"api"},
 }

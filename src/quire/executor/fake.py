@@ -29,7 +29,6 @@ class FakeExecutor(Executor):
         self.specs = specs or {"layer": Full(num_kv_heads=1, head_size=1, dtype_bytes=2)}
         self.queue: deque[_FakeStep] = deque()
         self.rows: dict[int, _Row] = {}
-        self.num_steps = 0
 
     def kv_specs(self) -> dict[str, KVSpec]:
         return self.specs
@@ -56,7 +55,6 @@ class FakeExecutor(Executor):
             oldest.done = self._run(oldest.plan)
 
     def _run(self, plan: StepPlan) -> StepResult:
-        self.num_steps += 1
         for start in plan.new_rows:
             self.rows[start.row] = _Row(start.token_ids, start.seed, start.choice_idx, len(self.groups))
         tokens = []

@@ -87,12 +87,6 @@ class BlockPool:
             return None  # in limbo
         return block
 
-    def forget_all(self) -> None:
-        """Empties the prefix cache; held blocks stay held."""
-        for block, content in enumerate(self.content):
-            if content is not None:
-                self._forget(block)
-
     def _forget(self, block: int) -> None:
         group, content_hash = self.content[block]
         del self.cached[group][content_hash]

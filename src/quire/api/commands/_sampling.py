@@ -7,12 +7,14 @@ from quire.config import knob
 from quire.frontend.model import Model
 from quire.params import SamplingParams
 
+CHAT_TEMPERATURE = 0.4  # for models that bring no default: small ones ramble at 1
+
 
 @dataclass(frozen=True)
 class SamplingOptions:
     """How tokens are chosen"""
 
-    temperature: float | None = knob(None, "0 always takes the likeliest token (default: the model's, else 1)")
+    temperature: float | None = knob(None, "0 always takes the likeliest token (default: the model's, else 0.4 in a chat and 1 for plain text)")
     top_p: float | None = knob(None, "choose among the likeliest tokens that together have this probability")
     top_k: int | None = knob(None, "choose among this many tokens; 0: all")
     min_p: float | None = knob(None, "choose among tokens at least this likely, relative to the likeliest")
@@ -24,10 +26,10 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         SamplingParams(**self._given())  # wrong values are told before a model is loaded
 
-    def params(self, model: Model, max_tokens: int | None, seed: int | None, **unless_given: Any) -> SamplingParams:
-        """What was typed, else the model's own defaults, else `unless_given`."""
-        unless_given = {name: value for name, value in unless_given.items() if name not in model.sampling_defaults}
-        return model.default_params(**{"max_tokens": max_tokens, "seed": seed, **unless_given, **self._given()})
+    def params(self, model: Model, max_tokens: int | None, seed: int | None, chat: bool) -> SamplingParams:
+        """What was typed, else the model's own defaults, else this command's."""
+        calm = {"temperature": CHAT_TEMPERATURE} if chat and "temperature" not in model.sampling_defaults else {}
+        return model.default_params(**{"max_tokens": max_tokens, "seed": seed, **calm, **self._given()})
 
     def _given(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -19,8 +19,6 @@ from quire.params import SamplingParams
 HELP = "chat with a model in the terminal"
 USAGE = "quire chat [flags]"
 
-TEMPERATURE = 0.4  # for models that bring no default: small ones ramble at 1
-
 COMMANDS = "/reset forgets the conversation, /exit ends it, Ctrl-C stops an answer"
 
 
@@ -42,7 +40,7 @@ def run(args: Namespace) -> int:
     started = time.monotonic()
     with LLM.from_config(config) as llm:
         print(f"Ready in {time.monotonic() - started:.1f} s. {COMMANDS}.\n", file=sys.stderr)
-        params = sampling.params(llm.model, None, seed=getattr(args, "seed", None), temperature=TEMPERATURE)
+        params = sampling.params(llm.model, None, seed=getattr(args, "seed", None), chat=True)
         beginning = [{"role": "system", "content": options.system}] if options.system else []
         _converse(llm, params, beginning)
     return 0

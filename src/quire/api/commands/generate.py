@@ -34,9 +34,9 @@ def run(args: Namespace) -> int:
     if text in (None, "-"):
         if sys.stdin.isatty():
             raise RequestError('there is nothing to continue: quire generate "Once upon a time"')
-        text = sys.stdin.read()
+        text = sys.stdin.read().removesuffix("\n")  # what `echo` adds
     with LLM.from_config(config) as llm:
-        params = sampling.params(llm.model, DEFAULT_TOKENS, seed=getattr(args, "seed", None))
+        params = sampling.params(llm.model, DEFAULT_TOKENS, seed=getattr(args, "seed", None), chat=options.chat)
         params.n = options.n
         prompt = llm.encode_chat([{"role": "user", "content": text}]) if options.chat else text
         if options.n == 1:
