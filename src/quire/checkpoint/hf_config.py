@@ -39,8 +39,7 @@ def read_config(files: ModelFiles) -> dict[str, Any]:
     In one spelling: RoPE as `rope_theta` and `rope_scaling` (None or a dict with `rope_type`), precision as `dtype`.
     """
     if files.kind == "gguf":
-        with GGUFFile(files.path) as gguf:
-            return config_from_gguf(gguf)
+        return config_from_gguf(files.gguf)
     config = _read_json(files.path / "config.json")
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not all(isinstance(a, str) for a in architectures):
@@ -52,8 +51,7 @@ def read_config(files: ModelFiles) -> dict[str, Any]:
 def read_generation_config(files: ModelFiles) -> dict[str, Any]:
     """The model's sampling defaults and end tokens, in generation_config.json's vocabulary; empty if it has none."""
     if files.kind == "gguf":
-        with GGUFFile(files.path) as gguf:
-            return generation_config_from_gguf(gguf)
+        return generation_config_from_gguf(files.gguf)
     path = files.path / "generation_config.json"
     return _read_json(path) if path.is_file() else {}
 

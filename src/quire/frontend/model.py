@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from quire.checkpoint.find import ModelFiles, find
+from quire.checkpoint.find import find
 from quire.checkpoint.hf_config import read_config, read_generation_config
 from quire.config import EngineConfig
 from quire.config.resolve import resolve
@@ -25,7 +25,6 @@ _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 @dataclass
 class Model:
     config: EngineConfig  # resolved: what the engine is started with
-    files: ModelFiles
     hf_config: dict[str, Any]
     generation: dict[str, Any]
     tokenizer: Tokenizer | None  # None with --skip-tokenizer-init
@@ -41,7 +40,7 @@ class Model:
         if not options.skip_tokenizer_init:
             tokenizer = Tokenizer.from_path(options.tokenizer) if options.tokenizer else Tokenizer.from_files(files)
             template = ChatTemplate.of(tokenizer, _template_source(options.chat_template))
-        return cls(resolved, files, hf_config, read_generation_config(files), tokenizer, template)
+        return cls(resolved, hf_config, read_generation_config(files), tokenizer, template)
 
     @property
     def vocab_size(self) -> int:

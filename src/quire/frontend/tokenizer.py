@@ -55,7 +55,7 @@ class Tokenizer:
 
     @classmethod
     def from_files(cls, files: ModelFiles) -> "Tokenizer":
-        return cls.from_path(files.path)
+        return cls.from_gguf(files.gguf.metadata) if files.kind == "gguf" else cls.from_path(files.path)
 
     @classmethod
     def from_path(cls, path: Path | str) -> "Tokenizer":

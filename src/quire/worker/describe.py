@@ -6,8 +6,7 @@ Called by `quire info`, by dotted path. Plain numbers out.
 import math
 from typing import Any
 
-from quire.checkpoint.find import find
-from quire.checkpoint.gguf import GGUFFile
+from quire.checkpoint.find import ModelFiles, find
 from quire.checkpoint.hf_config import gguf_name_to_hf, read_config
 from quire.checkpoint.safetensors import SafetensorsFolder
 from quire.config import EngineConfig
@@ -47,12 +46,11 @@ def describe(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def _weight_types(files: Any) -> dict[str, int]:
+def _weight_types(files: ModelFiles) -> dict[str, int]:
     """How many tensors of each type the checkpoint holds."""
     counts: dict[str, int] = {}
     if files.kind == "gguf":
-        with GGUFFile(files.path) as gguf:
-            names = [t.type_name for t in gguf.tensors.values()]
+        names = [t.type_name for t in files.gguf.tensors.values()]
     else:
         with SafetensorsFolder(files.path) as folder:
             names = [t.dtype for t in folder.tensors.values()]
@@ -61,14 +59,14 @@ def _weight_types(files: Any) -> dict[str, int]:
     return counts
 
 
-def _weight_bytes(files: Any, config: EngineConfig, model: Any, shapes: dict[str, int], itemsize: int) -> int:
+def _weight_bytes(files: ModelFiles, config: EngineConfig, model: Any, shapes: dict[str, int], itemsize: int) -> int:
     """Packed weights stay as large as in the file; everything else takes its dtype. Tied packed heads are kept twice."""
     if config.model.quantization != "gguf":
         return sum(shapes.values()) * itemsize
     linear_names = {name for name, shape in wanted_shapes(model).items() if len(shape) == 2 and "embed" not in name}
     total = 0
-    with GGUFFile(files.path) as gguf:
-        sizes = {gguf_name_to_hf(t.name): t.nbytes for t in gguf.tensors.values()}
+    architecture = files.gguf.metadata["general.architecture"]
+    sizes = {gguf_name_to_hf(t.name, architecture): t.nbytes for t in files.gguf.tensors.values()}
     for name, source in {**{n: n for n in shapes}, **model.tied}.items():
         total += sizes[source] if name in linear_names else shapes[source] * itemsize
     return total

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from quire.checkpoint.find import ModelFiles
-from quire.checkpoint.gguf import GGUFFile
 from quire.checkpoint.hf_config import gguf_architecture, gguf_name_to_hf, unpermute_rows
 from quire.checkpoint.safetensors import SafetensorsFolder
 from quire.errors import BadModelFileError, UnsupportedModelError
@@ -111,7 +110,7 @@ def checkpoint_tensors(files: ModelFiles, hf_config: dict[str, Any]) -> Iterator
 
 def _from_gguf(files: ModelFiles, hf_config: dict[str, Any]) -> Iterator[tuple[str, RawTensor]]:
     heads = {"q_proj": hf_config["num_attention_heads"], "k_proj": hf_config["num_key_value_heads"]}
-    with GGUFFile(files.path) as gguf:
+    with files.gguf as gguf:
         permutes = gguf_architecture(gguf).permutes_qk
         for tensor in gguf.tensors.values():
             name = gguf_name_to_hf(tensor.name, gguf.metadata["general.architecture"])
