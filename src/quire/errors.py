@@ -10,8 +10,11 @@ Messages are one sentence that says what to do and never hold addresses or inter
     │   ├── ModelNotFoundError      no such folder, file, name or hub id
     │   ├── BadModelFileError       a file is truncated, damaged or hostile
     │   └── UnsupportedModelError   a valid model we have no code for
-    ├── RequestError          this request cannot be served; others are not affected
+    ├── RequestError          this request cannot be served as it is; others are not affected
+    ├── OverloadedError       too many wait already: come back later
+    ├── DeadlineError         the request's own time limit passed
     └── EngineError           the engine itself failed
+        └── PoisonError       this request, alone, takes the engine down
 """
 
 
@@ -51,3 +54,19 @@ class RequestError(QuireError, ValueError):
 
 class EngineError(QuireError):
     exit_code = 5
+
+
+class OverloadedError(QuireError):
+    """`retry_after_s`: when to come back."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineError(QuireError):
+    pass
+
+
+class PoisonError(EngineError):
+    pass

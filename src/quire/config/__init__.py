@@ -6,5 +6,6 @@ the only place where an "auto" becomes a value is `resolve.py`.
 
 from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from quire.config.fields import knob
+from quire.config.serving import ServingConfig
 
-__all__ = ["CacheConfig", "DeviceConfig", "EngineConfig", "ModelConfig", "SchedulerConfig", "knob"]
+__all__ = ["CacheConfig", "DeviceConfig", "EngineConfig", "ModelConfig", "SchedulerConfig", "ServingConfig", "knob"]
