@@ -22,22 +22,19 @@ def answers(llm: LLM, count: int) -> list[list[int]]:
 def test_a_tape_gives_the_same_tokens_as_python(smollm2, count):
     with LLM("smollm2", max_model_len=256, enable_prefix_caching=False) as llm:
         graphs = llm.client.engine.executor.worker.runner.graphs
-        recorded, played = answers(llm, count), answers(llm, count)
-        tapes = dict(graphs.tapes)
-        graphs.usable = False
+        recorded = graphs.tape is not None
+        played = answers(llm, count)
+        graphs.tape = None
         plain = answers(llm, count)
-    assert recorded == plain
     assert played == plain
-    if linear.supported():
-        assert len(tapes) > (1 if count > 1 else 0)
-        assert max(tapes) >= min(count, 8)
+    assert recorded == linear.supported()
 
 
 def test_a_pass_in_which_torch_computes_gives_no_tape():
     x = torch.ones(2, 32)
     with Recording() as recording:
         y = x + 1
-    assert recording.tape(y) is None
+    assert recording.tape(y, 2) is None
 
 
 @pytest.mark.skipif(not elementwise.supported(torch.float32), reason="needs a C++ compiler")
@@ -46,15 +43,16 @@ def test_a_tape_reads_its_inputs_anew_and_keeps_little_memory():
     weight = torch.rand(64)
     with torch.inference_mode():
         with Recording() as recording:
-            y = x
+            y = x[:2]
             for _ in range(50):
-                y, _ = elementwise.rms_norm(y, weight, 1e-6, x)
-        tape = recording.tape(y)
+                y, _ = elementwise.rms_norm(y, weight, 1e-6, x[:2])
+        tape = recording.tape(y, max_rows=4)
         x.copy_(torch.randn(4, 64))
         expected = x
         for _ in range(50):
             expected, _ = elementwise.rms_norm(expected, weight, 1e-6, x)
-        assert torch.equal(tape.play(), expected)
+        for rows in (4, 1, 3):
+            assert torch.equal(tape.play(rows), expected[:rows])
     assert tape.arena.nbytes < 8 * x.nbytes  # a hundred buffers were allocated while recording
 
 

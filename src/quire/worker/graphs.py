@@ -1,8 +1,7 @@
-"""Steps in which every row gets one token, played from tapes instead of walked through in Python.
+"""Steps in which every row gets one token, played from a tape instead of walked through in Python.
 
-Used by the runner. Everything that varies lies in fixed buffers; there is one tape per number of rows (rounded up a little,
-with rows that compute nothing of use), recorded the first time that number occurs. Where a pass cannot be recorded (plain torch
-computes part of it) `run` says so once and the runner goes on without.
+Used by the runner. Everything that varies lies in fixed buffers; one tape, recorded when the engine starts, serves any number of
+rows. Where a pass cannot be recorded (plain torch computes part of it) `run` gives None and the runner goes on without.
 """
 
 import logging
@@ -19,7 +18,7 @@ from quire.ops.ref.attention import AttentionTables
 log = logging.getLogger(__name__)
 
 MAX_ROWS = 256
-EXACT_ROWS = 8  # up to here a tape per number of rows, above one per multiple of it
+RECORDED_ROWS = 2
 NO_SLOT = -1
 
 
@@ -27,9 +26,8 @@ class DecodeGraphs:
     def __init__(self, model: nn.Module, groups: tuple[Group, ...], num_rows: int, max_len: int) -> None:
         self.model = model
         self.groups = groups
-        self.max_rows = min(MAX_ROWS, -(-num_rows // EXACT_ROWS) * EXACT_ROWS)
-        self.usable = True
-        self.tapes: dict[int, Tape] = {}
+        self.max_rows = max(min(MAX_ROWS, num_rows), RECORDED_ROWS)
+        self.tape: Tape | None = None
         self.token_ids = np.zeros(self.max_rows, np.int32)
         self.positions = np.zeros(self.max_rows, np.int64)
         self.context_lens = np.ones(self.max_rows, np.int32)
@@ -42,42 +40,28 @@ class DecodeGraphs:
     ) -> Tensor | None:
         """Final hidden states of rows that each compute the token at `positions`; None where there is no tape to be had."""
         count = len(token_ids)
-        if not self.usable or count > self.max_rows:
+        if self.tape is None or count > self.max_rows:
             return None
-        padded = count if count <= EXACT_ROWS else -(-count // EXACT_ROWS) * EXACT_ROWS
-        self._fill(count, padded, token_ids, positions, slots, tables)
-        tape = self.tapes.get(padded)
-        hidden = tape.play() if tape is not None else self._record(padded)
-        return None if hidden is None else hidden[:count]
-
-    def _fill(
-        self, count: int, padded: int, token_ids: np.ndarray, positions: np.ndarray, slots: list[np.ndarray], tables: list[np.ndarray]
-    ) -> None:
         self.token_ids[:count] = token_ids
         self.positions[:count] = positions
         self.context_lens[:count] = positions + 1
-        # Rows of padding look at token 0 of block 0, which is nobody's, and write nowhere.
-        self.token_ids[count:padded] = self.positions[count:padded] = 0
-        self.context_lens[count:padded] = 1
         for mine, theirs in zip(self.slots, slots):
             mine[:count] = theirs
-            mine[count:padded] = NO_SLOT
         for mine, theirs in zip(self.tables, tables):
             mine[:count, : theirs.shape[1]] = theirs
-            mine[count:padded, 0] = 0
+        return self.tape.play(count)
 
-    def _record(self, rows: int) -> Tensor | None:
+    @torch.inference_mode()
+    def record(self) -> None:
+        """With the buffers as they are made: rows that look at token 0 of block 0, which is nobody's, and write nowhere."""
+        rows = RECORDED_ROWS
         self._fill_context(self.model.context, rows)
         inputs = torch.from_numpy(self.token_ids[:rows]), torch.from_numpy(self.positions[:rows])
         with Recording() as recording:
             hidden = self.model(*inputs)
-        tape = recording.tape(hidden)
-        if tape is None:
+        self.tape = recording.tape(hidden, self.max_rows)
+        if self.tape is None:
             log.debug("steps cannot be recorded: torch computes a part of them")
-            self.usable = False
-        else:
-            self.tapes[rows] = tape
-        return hidden
 
     def _fill_context(self, context: StepContext, rows: int) -> None:
         starts, lens = torch.from_numpy(self.query_starts[: rows + 1]), torch.from_numpy(self.context_lens[:rows])

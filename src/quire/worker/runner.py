@@ -35,6 +35,7 @@ class Runner:
         self.groups = layout.groups
         self.batch = Batch(num_rows, max_len, layout.groups, vocab_size)
         self.graphs = DecodeGraphs(model, layout.groups, num_rows, max_len)
+        self.graphs.record()
         self.launched: _Launched | None = None
 
     @torch.inference_mode()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.cpu.build import load
-from quire.ops.cpu.tape import bind
+from quire.ops.cpu.tape import Rows, bind
 from quire.ops.ref.attention import AttentionTables
 
 _PTR, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -30,8 +30,8 @@ def _kernels() -> _Kernels | None:
     if library is None:
         return None
     return _Kernels(
-        bind(library, "quire_write_kv", [ctypes.c_int, *[_PTR] * 4, *[_INT] * 6]),
-        bind(library, "quire_paged_attention", [ctypes.c_int, *[_PTR] * 7, *[_INT] * 10, _FLOAT, _FLOAT]),
+        bind(library, "quire_write_kv", [ctypes.c_int, *[_PTR] * 4, Rows, *[_INT] * 5]),
+        bind(library, "quire_paged_attention", [ctypes.c_int, *[_PTR] * 7, Rows, *[_INT] * 9, _FLOAT, _FLOAT]),
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.cpu.build import load
-from quire.ops.cpu.tape import bind
+from quire.ops.cpu.tape import Rows, bind
 
 _PTR, _INT = ctypes.c_void_p, ctypes.c_int64
 
@@ -31,10 +31,10 @@ def _kernels() -> _Kernels | None:
     if library is None:
         return None
     return _Kernels(
-        bind(library, "quire_rms_norm", [ctypes.c_int, *[_PTR] * 3, _INT, *[_PTR] * 2, _INT, _INT, ctypes.c_float]),
-        bind(library, "quire_silu_mul", [ctypes.c_int, _PTR, _PTR, _INT, _INT]),
-        bind(library, "quire_rope_and_write", [ctypes.c_int, *[_PTR] * 7, *[_INT] * 10]),
-        bind(library, "quire_embed", [_PTR, _PTR, _PTR, _INT, _INT]),
+        bind(library, "quire_rms_norm", [ctypes.c_int, *[_PTR] * 3, _INT, *[_PTR] * 2, Rows, _INT, ctypes.c_float]),
+        bind(library, "quire_silu_mul", [ctypes.c_int, _PTR, _PTR, Rows, _INT]),
+        bind(library, "quire_rope_and_write", [ctypes.c_int, *[_PTR] * 7, Rows, *[_INT] * 9]),
+        bind(library, "quire_embed", [_PTR, _PTR, _PTR, Rows, _INT]),
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.ops.cpu import build
-from quire.ops.cpu.tape import bind
+from quire.ops.cpu.tape import Rows, bind
 from quire.ops.ref import packed
 from quire.ops.ref.packed import PackedWeight, joinable, packable
 
@@ -47,7 +47,7 @@ def _library() -> ctypes.CDLL | None:
     if library is None or not library.quire_linear_supported():
         return None
     pointer, integer = ctypes.c_void_p, ctypes.c_int
-    library.linear = bind(library, "quire_linear", (pointer, pointer, integer, pointer, integer, pointer))
+    library.linear = bind(library, "quire_linear", (pointer, pointer, Rows, pointer, integer, pointer))
     library.quire_pack_gguf.argtypes = (pointer, ctypes.c_char_p, pointer)
     library.quire_pack_dense.argtypes = (pointer, pointer)
     return library

@@ -1,14 +1,15 @@
 """Tapes: a sequence of compiled calls, recorded once and played again without the Python between them.
 
 What a CUDA graph is to a GPU. `worker/graphs.py` records a forward pass whose inputs lie in fixed buffers; playing it computes
-the same thing on whatever the buffers hold by then. The wrappers beside this file make their calls through `bind`, so a
-tape sees them all. Knows pointers and calls, not what they compute.
+the same thing on whatever the buffers hold by then, for as many rows as are asked for. The wrappers beside this file make their
+calls through `bind`, so a tape sees them all. Knows pointers and calls, not what they compute.
 
 On an 135M model a step of one row spends more time in Python than in kernels; a tape gives that time back.
 """
 
 import bisect
 import ctypes
+import math
 import threading
 from collections.abc import Callable, Iterable
 
@@ -21,6 +22,10 @@ _ALIGNMENT = 64
 # torch's part in a recorded pass may be to name memory, never to compute: a tape would not repeat that.
 _ALLOCATES = {"aten::empty", "aten::new_empty", "aten::empty_like"}
 _VIEWS = {"aten::view", "aten::_unsafe_view", "aten::split", "aten::split_with_sizes", "aten::slice", "aten::select", "aten::alias", "aten::detach", "aten::as_strided"}  # fmt: skip
+
+
+class Rows(ctypes.c_int64):
+    """Type of the argument that says how many rows a call computes: the one number that may differ when it is played."""
 
 
 class _Thread(threading.local):
@@ -46,7 +51,8 @@ def bind(library: ctypes.CDLL, name: str, argtypes: Iterable[type]) -> Callable[
 
 
 class Recording(TorchDispatchMode):
-    """`with Recording() as r: out = forward(…)`, then `r.tape(out)`."""
+    """`with Recording() as r: out = forward(…)`, then `r.tape(out, max_rows)`. Record at least two rows: torch calls any
+    single row contiguous, and its wrappers would promise what others do not keep."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,43 +81,50 @@ class Recording(TorchDispatchMode):
             self.complete = False
         return result
 
-    def tape(self, output: Tensor) -> "Tape | None":
-        """The pass as a tape that leaves its result in `Tape.output`; None if it cannot be repeated."""
-        return Tape(self, output) if self.complete else None
+    def tape(self, output: Tensor, max_rows: int) -> "Tape | None":
+        """The pass as a tape that can be played for up to `max_rows`; None if it cannot be repeated."""
+        num_rows = len(output)
+        same = all(arg == num_rows for function, args in self.calls for kind, arg in zip(function.argtypes, args) if kind is Rows)
+        whole = all(len(buffer) == num_rows for buffer in self.buffers)
+        return Tape(self, output, max_rows) if self.complete and same and whole else None
 
 
 class Tape:
     """Calls with their arguments converted once, their buffers moved into one small arena."""
 
-    def __init__(self, recording: Recording, output: Tensor) -> None:
+    def __init__(self, recording: Recording, output: Tensor, max_rows: int) -> None:
         starts = sorted(buffer.data_ptr() for buffer in recording.buffers)
-        sizes = {buffer.data_ptr(): buffer.nbytes for buffer in recording.buffers}
+        recorded = {buffer.data_ptr(): buffer.nbytes for buffer in recording.buffers}
+        sizes = {start: num_bytes // len(output) * max_rows for start, num_bytes in recorded.items()}
 
         def owner(argument: object) -> int | None:
             """The buffer a pointer argument lies in."""
             if not isinstance(argument, int) or argument < 4096:
                 return None
             idx = bisect.bisect_right(starts, argument) - 1
-            return starts[idx] if idx >= 0 and argument < starts[idx] + sizes[starts[idx]] else None
+            return starts[idx] if idx >= 0 and argument < starts[idx] + recorded[starts[idx]] else None
 
         places, arena_bytes = _pack(recording.calls, sizes, owner, keep=owner(output.data_ptr()))
         self.arena = torch.empty(arena_bytes + _ALIGNMENT, dtype=torch.uint8)
         base = -(-self.arena.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        self.rows = Rows(len(output))  # the very object all calls are given
 
-        def moved(argument: object) -> object:
+        def converted(kind: type, argument: object) -> object:
+            if kind is Rows:
+                return self.rows
             start = owner(argument)
-            return argument if start is None else argument - start + base + places[start]
+            return kind(argument if start is None else argument - start + base + places[start])
 
-        self.calls = [
-            (function, tuple(kind(moved(a)) for kind, a in zip(function.argtypes, args))) for function, args in recording.calls
-        ]
-        offset = moved(output.data_ptr()) - self.arena.data_ptr()
-        self.output = self.arena[offset : offset + output.nbytes].view(output.dtype).view(output.shape)
+        self.calls = [(function, tuple(map(converted, function.argtypes, args))) for function, args in recording.calls]
+        offset = base + places[output.data_ptr()] - self.arena.data_ptr()
+        shape = max_rows, *output.shape[1:]
+        self.output = self.arena[offset : offset + math.prod(shape) * output.itemsize].view(output.dtype).view(shape)
 
-    def play(self) -> Tensor:
+    def play(self, num_rows: int) -> Tensor:
+        self.rows.value = num_rows
         for function, args in self.calls:
             function(*args)
-        return self.output
+        return self.output[:num_rows]
 
 
 def _pack(

@@ -32,8 +32,8 @@ extern "C" {
 // 1 where these kernels may run. Must come before any other call: it asks the system for the use of AMX.
 int quire_linear_supported() { return amx_allowed(); }
 
-void quire_linear(const Weight* w, const void* x, int rows, void* out, int out_is_f32, const void* bias) {
-    const Job job = {static_cast<const uint16_t*>(x), out, static_cast<const float*>(bias), rows, out_is_f32};
+void quire_linear(const Weight* w, const void* x, int64_t rows, void* out, int out_is_f32, const void* bias) {
+    const Job job = {static_cast<const uint16_t*>(x), out, static_cast<const float*>(bias), int32_t(rows), out_is_f32};
     if (w->bits == 4) run<4>(*w, job);
     if (w->bits == 8) run<8>(*w, job);
     if (w->bits == 16) run<16>(*w, job);
