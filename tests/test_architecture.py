@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "quire"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-BASE = {"config", "params", "outputs", "messages", "step", "errors", "env", "utils", "registry", "kv.specs", "checkpoint"}
+BASE = {"config", "params", "outputs", "messages", "step", "errors", "env", "utils", "registry", "kv.specs", "checkpoint", "metrics"}
 MAY_IMPORT = {
     "api": {"frontend", "api"},
     "frontend": {"frontend"},
@@ -29,12 +29,13 @@ MAY_IMPORT = {
     "config": {"config", "errors"},
     "params": {"errors"},
     "outputs": set(),
-    "messages": {"params", "step"},
+    "messages": {"config", "params", "step"},
     "step": {"params"},
     "errors": set(),
     "env": set(),
     "utils": {"utils", "errors", "env"},
     "registry": {"errors"},
+    "metrics": {"metrics", "messages", "outputs", "config"},
     "checkpoint": {"checkpoint", "errors", "env", "utils"},
     "__init__": {"api", "config", "outputs", "params"},
     "__main__": {"api"},

@@ -1,4 +1,4 @@
-"""The structs frontend and core exchange, in process today, over a socket when there is a server.
+"""The structs frontend and core exchange: by calls within one process, over a socket between two.
 
 A choice of a request (`n` > 1) is a core request of its own, named by (request_id, choice_idx). The frontend keeps everything
 needed to send an AddRequest again, with the tokens so far, to a fresh core.
@@ -6,6 +6,7 @@ needed to send an AddRequest again, with the tokens so far, to a fresh core.
 
 import msgspec
 
+from quire.config import EngineConfig
 from quire.params import SamplingParams
 from quire.step import TokenLogprobs
 
@@ -28,17 +29,22 @@ class Abort(msgspec.Struct, array_like=True, tag="abort"):
     choice_idx: int | None = None  # None: every choice
 
 
+class Check(msgspec.Struct, array_like=True, tag="check"):
+    """Asks the core to verify its own books, for tests and soaks."""
+
+
 class ChoiceDelta(msgspec.Struct, array_like=True):
     """What one choice gained in a step."""
 
     request_id: str
     choice_idx: int
     token_ids: list[int]
-    finish_reason: str | None = None  # "stop" or "length"
+    finish_reason: str | None = None  # "stop", "length", or "error": the core could not take it
     stop_reason: int | None = None  # the stop token, when it was not eos
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
     num_cached_tokens: int = 0
+    queue_s: float = 0.0  # how long it waited for its first step
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -56,3 +62,34 @@ class StepOutputs(msgspec.Struct, array_like=True, tag="outputs"):
 
     deltas: list[ChoiceDelta]
     stats: EngineStats
+    step_s: float = 0.0  # 0: a sign of life of an idle core
+
+
+class Ready(msgspec.Struct, array_like=True, tag="ready"):
+    """The core takes requests from now on."""
+
+    num_blocks: int
+    num_tokens: int  # that fit into the KV cache
+
+
+class Failed(msgspec.Struct, array_like=True, tag="failed"):
+    """The core could not start; `kind` names an exception of errors.py."""
+
+    kind: str
+    message: str
+
+
+class Checked(msgspec.Struct, array_like=True, tag="checked"):
+    problem: str = ""
+
+
+ToCore = AddRequest | Abort | Check
+FromCore = Ready | Failed | StepOutputs | Checked
+
+
+class CoreSetup(msgspec.Struct):
+    """What a core process is told when it starts, over its standard input."""
+
+    config: EngineConfig
+    address: str  # of the frontend's socket
+    recorder: str  # path of the flight recorder

@@ -38,6 +38,7 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     num_cached_tokens: int = 0
+    queue_s: float = 0.0  # from the core's receipt to its first step
 
 
 @dataclass

@@ -20,7 +20,12 @@ def names(package: str) -> list[str]:
 
 
 def load(package: str, name: str) -> ModuleType:
-    """The module of one extension; ConfigError lists what there is."""
+    """The module of one extension; ConfigError lists what there is. A dotted path names a module from elsewhere."""
+    if "." in name:
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(f"the {package.rsplit('.', 1)[1]} {name!r} cannot be imported: {error}") from None
     if name not in names(package):
         raise ConfigError(f"there is no {package.rsplit('.', 1)[1]} {name!r}: choose from {', '.join(names(package))}")
     return importlib.import_module(f"{package}.{name}")

@@ -19,6 +19,7 @@ from quire.kv.groups import check_capacity, form_layout, num_blocks_for
 from quire.kv.manager import KVManager
 from quire.kv.specs import KVLayout
 from quire.messages import Abort, AddRequest, EngineStats, StepOutputs
+from quire.utils.flight import NoRecorder
 
 log = logging.getLogger(__name__)
 
@@ -26,12 +27,12 @@ log = logging.getLogger(__name__)
 class Engine:
     """A core: takes AddRequest and Abort, gives StepOutputs. `config` is resolved."""
 
-    def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
+    def __init__(self, config: EngineConfig, executor: Executor | None = None, recorder: NoRecorder = NoRecorder()) -> None:
         self.config = config
-        self.executor = executor or registry.load("quire.executor", config.device.executor).EXECUTOR(config)
+        self.executor = executor or registry.load("quire.executor", config.device.executor.partition(":")[0]).EXECUTOR(config)
         layout = self._layout()
         self.executor.allocate(layout)
-        self.pipeline = Pipeline(self.executor, config.scheduler.pipeline_depth)
+        self.pipeline = Pipeline(self.executor, config.scheduler.pipeline_depth, recorder)
         self.kv = KVManager(layout, config.cache.enable_prefix_caching)
         self.scheduler = Scheduler(config.scheduler, self.kv, self.pipeline)
 
@@ -44,7 +45,8 @@ class Engine:
                 raise EngineError("requests are waiting and none can run: this is a bug in the scheduler")
             return StepOutputs([], self.stats())
         step, result = self.pipeline.wait()
-        return StepOutputs(self.scheduler.apply(step, result), self.stats(step.plan.total_tokens))
+        deltas = self.scheduler.apply(step, result)
+        return StepOutputs(deltas, self.stats(step.plan.total_tokens))
 
     def add(self, message: AddRequest) -> None:
         self.scheduler.add(Request(message, self.config.model.max_model_len))

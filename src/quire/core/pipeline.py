@@ -10,6 +10,7 @@ from typing import NamedTuple
 from quire.core.request import Request
 from quire.executor.base import Executor, PendingStep
 from quire.step import StepPlan, StepResult
+from quire.utils.flight import NoRecorder
 
 
 class Entry(NamedTuple):
@@ -29,9 +30,10 @@ class PlannedStep:
 
 
 class Pipeline:
-    def __init__(self, executor: Executor, depth: int) -> None:
+    def __init__(self, executor: Executor, depth: int, recorder: NoRecorder = NoRecorder()) -> None:
         self.executor = executor
         self.depth = depth
+        self.recorder = recorder  # told before a step is launched, so that a crash can be traced to its requests
         self.steps: deque[PlannedStep] = deque()
 
     @property
@@ -45,10 +47,16 @@ class Pipeline:
 
     def submit(self, step: PlannedStep) -> None:
         """Two launches, so that inputs that come late (grammar masks) can arrive between them."""
+        self._record(*self.steps, step)
         self.executor.forward(step.plan)
         step.pending = self.executor.sample(step.plan)
         self.steps.append(step)
 
     def wait(self) -> tuple[PlannedStep, StepResult]:
         step = self.steps.popleft()
-        return step, step.pending.result()
+        result = step.pending.result()
+        self._record(*self.steps)
+        return step, result
+
+    def _record(self, *steps: PlannedStep) -> None:
+        self.recorder.write(entry.request.request_id for step in steps for entry in step.entries)

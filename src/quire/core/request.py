@@ -4,6 +4,7 @@ Made by `core/engine.py` from an AddRequest, moved about by the scheduler. Must 
 """
 
 import enum
+import time
 
 from quire.kv.manager import RequestBlocks
 from quire.messages import AddRequest
@@ -23,6 +24,7 @@ class Request:
         "request_id", "choice_idx", "params", "seed", "priority", "key", "stop_ids", "eos_ids", "bad_words", "cache_salt",
         "token_ids", "num_prompt_tokens", "max_total_tokens", "num_computed", "num_in_flight", "num_sampling",
         "status", "row", "blocks", "num_preemptions", "num_prompt_logprobs", "num_cached_tokens", "leader", "followers",
+        "arrival", "queue_s",
     )  # fmt: skip
 
     def __init__(self, message: AddRequest, max_model_len: int) -> None:
@@ -51,6 +53,8 @@ class Request:
         self.num_preemptions = 0  # also tells a step's result from before a preemption
         self.num_prompt_logprobs = 0  # prompt positions whose logprobs were delivered
         self.num_cached_tokens = 0  # of the first prefix hit
+        self.arrival = time.monotonic()
+        self.queue_s = 0.0  # until its first step
         self.leader: Request | None = None
         self.followers: list[Request] = []
 

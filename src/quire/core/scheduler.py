@@ -10,6 +10,7 @@ which this plan has not touched yet; so the first in line always moves, and nobo
 
 import bisect
 import itertools
+import time
 
 from quire.config import SchedulerConfig
 from quire.core.pipeline import Entry, Pipeline, PlannedStep
@@ -133,6 +134,7 @@ class Scheduler:
         request.num_computed = num_cached
         if request.num_preemptions == 0:
             request.num_cached_tokens = num_cached
+            request.queue_s = time.monotonic() - request.arrival
             self.stats.prefix_queries += len(request.token_ids)
             self.stats.prefix_hits += num_cached
         step.plan.new_rows.append(
@@ -194,7 +196,7 @@ class Scheduler:
         return deltas
 
     def _take(self, request: Request, result: StepResult, idx: int) -> ChoiceDelta:
-        delta = ChoiceDelta(request.request_id, request.choice_idx, [], num_cached_tokens=request.num_cached_tokens)
+        delta = ChoiceDelta(request.request_id, request.choice_idx, [], num_cached_tokens=request.num_cached_tokens, queue_s=request.queue_s)
         delta.prompt_logprobs = result.prompt_logprobs.get(idx, [])
         request.num_prompt_logprobs += len(delta.prompt_logprobs)
         for token_id in result.token_ids[idx]:

@@ -1,81 +1,179 @@
 """AsyncLLM: the engine in a process of its own, for servers and asyncio programs.
 
 Public. Requests are checked and tokenized here, off the event loop where that takes long; the core computes in another process
-and is replaced when it dies, without any request noticing (`frontend/supervisor.py`). Knows prompts and streams, not protocols.
+and is replaced when it dies, without any request noticing (`supervisor.py`). Knows prompts and streams, not protocols.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+import asyncio
+import functools
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from quire.config import EngineConfig, ServingConfig
-from quire.frontend.inputs import Prompt
+from quire.errors import OverloadedError, RequestError
+from quire.frontend.chat import encode_chat
+from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.model import Model
-from quire.frontend.requests import ChoiceUpdate, RequestState
+from quire.frontend.stream import Stream
+from quire.frontend.supervisor import Supervisor
 from quire.messages import EngineStats
+from quire.metrics.serving import ServingMetrics
 from quire.outputs import RequestOutput
 from quire.params import SamplingParams
 
+Result = TypeVar("Result")
 
-class Stream:
-    """One live request, read by one task. Iterating gives what was added since the last read, one list per wake-up:
-    a reader that keeps up gets one per step, a slow one gets several steps merged, so what waits for it is bounded.
-
-    Raises DeadlineError, PoisonError or EngineError where the request could not be finished. Leaving the loop early, or
-    `abort()`, frees the request in the core within one step.
-    """
-
-    request: RequestState  # prompt_token_ids, metrics, prompt_logprobs, choices, output()
-
-    def __aiter__(self) -> AsyncIterator[list[ChoiceUpdate]]: ...
-
-    def abort(self) -> None: ...
+INLINE_CHARS = 1024  # texts up to here are tokenized on the spot: handing them to a thread takes longer
+NUM_THREADS = 2
 
 
 class AsyncLLM:
     """`async with AsyncLLM("smollm2") as llm: async for output in llm.generate("Hello"): …`"""
 
-    model: Model  # config, tokenizer, template, default_params(), max_model_len
-    stats: EngineStats  # the core's last word
-    num_restarts: int
-
-    def __init__(self, model: str = "smollm2", *, serving: ServingConfig = ServingConfig(), **options: Any) -> None: ...
+    def __init__(self, model: str = "smollm2", *, serving: ServingConfig = ServingConfig(), **options: Any) -> None:
+        self._open(EngineConfig.from_kwargs(model=model, **options), serving)
 
     @classmethod
     def from_config(cls, config: EngineConfig, serving: ServingConfig) -> "AsyncLLM":
         """Opens the model's files (fast, no weights); nothing runs before `start`."""
+        llm = cls.__new__(cls)
+        llm._open(config, serving)
+        return llm
+
+    def _open(self, config: EngineConfig, serving: ServingConfig) -> None:
+        self.serving = serving
+        self.model = Model.open(config, leave_cores=1)
+        self.inputs = InputProcessor(self.model)
+        self.metrics = ServingMetrics(config.model.model)
+        self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
+        self.supervisor: Supervisor | None = None
+        self.accepting = True
+
+    # -- living --------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Starts the core and returns when it answers; raises what kept it from starting (ConfigError, ModelError…)."""
+        self.supervisor = Supervisor(self.model.config, self.serving, self.metrics)
+        await self.supervisor.start()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes no more requests and waits for those there are; what is left after `timeout_s` is aborted."""
+        self.accepting = False
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self.supervisor.live and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        for stream in list(self.supervisor.live.values()):
+            stream.abort()
+
+    async def close(self) -> None:
+        """Stops the core; streams still open end with EngineError."""
+        self.accepting = False
+        if self.supervisor is not None:
+            await self.supervisor.close()
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+    async def __aenter__(self) -> "AsyncLLM":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    def health(self) -> str | None:
+        """None while a core is there and makes progress; else one sentence that says what is wrong."""
+        if self.supervisor is None:
+            return "the engine is starting"
+        return self.supervisor.health() if self.accepting else "the server is stopping"
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.supervisor.stats if self.supervisor is not None else EngineStats()
+
+    @property
+    def num_restarts(self) -> int:
+        return self.supervisor.num_restarts if self.supervisor is not None else 0
+
+    @property
+    def failure(self) -> Exception | None:
+        """Set once the engine has given up for good."""
+        return self.supervisor.failure if self.supervisor is not None else None
+
+    # -- asking --------------------------------------------------------------------------------------------------
 
     async def submit(
         self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0,
         cache_salt: str = "", timeout_s: float | None = None,
     ) -> Stream:  # fmt: skip
         """Starts a request. RequestError: it is wrong. OverloadedError: the queue is full. EngineError: giving up."""
+        self._admit()
+        request_id = request_id or uuid.uuid4().hex
+        if request_id in self.supervisor.live:
+            raise RequestError(f"there is a request {request_id!r:.100} already: choose another request_id")
+        make = functools.partial(self.inputs.request, request_id, prompt, params, priority, cache_salt)
+        request = await self._off_loop(make) if _long(prompt) else make()
+        self._admit()  # others may have come meanwhile
+        stream = Stream(request, self.supervisor.abort)
+        self.supervisor.add(stream)
+        timeouts = [t for t in (timeout_s, self.serving.request_timeout_s) if t is not None]
+        if timeouts:
+            stream.expire_at(asyncio.get_running_loop().time() + min(timeouts), self.supervisor.expire)
+        return stream
 
-    def generate(
+    def _admit(self) -> None:
+        if self.supervisor is None:
+            raise OverloadedError("the engine is starting: try again in a moment")
+        if not self.accepting:
+            raise OverloadedError("the server is stopping: try another one", retry_after_s=10)
+        limit = self.serving.max_queued_requests
+        if len(self.supervisor.live) >= limit:
+            raise OverloadedError(f"{limit} requests are running or waiting, which is the limit: try again later or raise --max-queued-requests")
+
+    async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
         """One request, as it grows: an output (all of it so far) after every step that added to it."""
+        stream = await self.submit(prompt, params or self.model.default_params(), request_id=request_id, **options)
+        try:
+            async for _ in stream:
+                yield stream.request.output()
+        finally:
+            stream.abort()
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request, whose stream then stops with finish_reason "abort"; unknown ids are ignored."""
+        stream = self.supervisor.live.get(request_id) if self.supervisor is not None else None
+        if stream is not None:
+            stream.abort()
+
+    # -- text ----------------------------------------------------------------------------------------------------
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:  # fmt: skip
-        """Token ids of a conversation."""
+        """The token ids of a conversation, by the model's chat template."""
+        tokenizer, template = self.model.need_tokenizer("a chat"), self.model.template
+        return await self._off_loop(
+            functools.partial(
+                encode_chat, tokenizer, template, messages, add_generation_prompt, continue_final_message,
+                template_kwargs=chat_template_kwargs,
+            )  # fmt: skip
+        )
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        encode = functools.partial(self.model.need_tokenizer("a text").encode, text, add_special_tokens=add_special_tokens)
+        return await self._off_loop(encode) if _long(text) else encode()
 
-    async def decode(self, token_ids: Sequence[int]) -> str: ...
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        decode = functools.partial(self.model.need_tokenizer("text").decode, list(token_ids), skip_special_tokens=False)
+        return await self._off_loop(decode) if len(token_ids) > INLINE_CHARS else decode()
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request, whose stream then stops; unknown ids are ignored."""
+    async def _off_loop(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
 
-    def health(self) -> str | None:
-        """None while a core is there and makes progress; else one sentence that says what is wrong."""
 
-    async def drain(self, timeout_s: float) -> None:
-        """Takes no more requests and waits for those there are; what is left after `timeout_s` is aborted."""
-
-    async def close(self) -> None:
-        """Stops the core; streams still open end with EngineError."""
+def _long(prompt: Prompt) -> bool:
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return isinstance(text, str) and len(text) > INLINE_CHARS

@@ -19,6 +19,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, {"prompt": 
 
 MAX_CACHE_SALT_CHARS = 256
 PRIORITY_LIMIT = 2**31
+PLAUSIBLE_TOKEN_CHARS = 8  # of ordinary text
 
 
 class InputProcessor:
@@ -60,7 +61,12 @@ class InputProcessor:
         if isinstance(prompt, str):
             if "\0" in prompt:
                 raise RequestError("the prompt holds a null character: remove it")
-            return prompt, self.model.need_tokenizer("a text prompt").encode(prompt)
+            tokenizer = self.model.need_tokenizer("a text prompt")
+            if len(prompt) > PLAUSIBLE_TOKEN_CHARS * (limit := self.model.max_model_len):
+                fewest = len(prompt) // tokenizer.longest_token_chars
+                if fewest >= limit:  # known without the time it takes to tokenize it
+                    raise RequestError(_too_long(f"at least {fewest:,}", limit))
+            return prompt, tokenizer.encode(prompt)
         if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
             raise RequestError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
         return None, list(prompt)
@@ -70,10 +76,7 @@ class InputProcessor:
         if not token_ids:
             raise RequestError("the prompt is empty: give at least one token")
         if len(token_ids) >= limit:
-            raise RequestError(
-                f"the prompt has {len(token_ids):,} tokens and the limit is {limit:,} for prompt and answer together: "
-                "shorten it or raise --max-model-len"
-            )
+            raise RequestError(_too_long(f"{len(token_ids):,}", limit))
         _in_vocabulary("the prompt", token_ids, vocab_size)
         _in_vocabulary("stop_token_ids", params.stop_token_ids, vocab_size)
         _in_vocabulary("logit_bias", params.logit_bias, vocab_size)
@@ -98,6 +101,10 @@ class InputProcessor:
     def _for_choice(params: SamplingParams, choice_idx: int) -> SamplingParams:
         """Prompt logprobs are the same for every choice: only the first computes them."""
         return params if choice_idx == 0 else msgspec.structs.replace(params, prompt_logprobs=None)
+
+
+def _too_long(num_tokens: str, limit: int) -> str:
+    return f"the prompt has {num_tokens} tokens and the limit is {limit:,} for prompt and answer together: shorten it or raise --max-model-len"
 
 
 def _in_vocabulary(what: str, token_ids: Any, vocab_size: int) -> None:

@@ -4,6 +4,9 @@ Fed with the core's deltas, read by whoever answers the user. Everything needed 
 """
 
 import time
+from typing import NamedTuple
+
+import msgspec
 
 from quire.frontend.detokenize import Detokenizer
 from quire.frontend.stop import StopStream, StopStrings
@@ -12,6 +15,17 @@ from quire.messages import Abort, AddRequest, ChoiceDelta
 from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from quire.params import SamplingParams
 from quire.step import TokenLogprobs
+
+
+class ChoiceUpdate(NamedTuple):
+    """What a choice gained since its reader last looked."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    finish_reason: str | None
+    stop_reason: int | str | None
 
 
 class RequestState:
@@ -41,11 +55,13 @@ class RequestState:
         if choice.finish_reason is not None:
             return None  # what was under way when a stop string ended it
         self.prompt_logprobs += delta.prompt_logprobs
-        if delta.choice_idx == 0 and delta.num_cached_tokens:
-            self.metrics.num_cached_tokens = delta.num_cached_tokens
+        metrics = self.metrics
+        if metrics.first_token_time is None:
+            metrics.num_cached_tokens = delta.num_cached_tokens
+            metrics.queue_s = delta.queue_s
         if delta.token_ids:
-            self.metrics.first_token_time = self.metrics.first_token_time or now
-            self.metrics.last_token_time = now
+            metrics.first_token_time = metrics.first_token_time or now
+            metrics.last_token_time = now
         choice.take(delta)
         if choice.finish_reason is None:
             return None
@@ -53,6 +69,32 @@ class RequestState:
         if self.finished:
             self.metrics.finished_time = now
         return Abort(self.request_id, delta.choice_idx) if delta.finish_reason is None else None
+
+    def end(self, reason: str) -> None:
+        """Ends every choice that is not finished, where it is."""
+        for choice in self.choices:
+            choice.finish_reason = choice.finish_reason or reason
+        self.num_unfinished = 0
+        self.metrics.finished_time = time.monotonic()
+
+    def updates(self) -> list[ChoiceUpdate]:
+        """What is new since the last call, choice by choice."""
+        return [update for choice in self.choices if (update := choice.update()) is not None]
+
+    def restart(self) -> list[AddRequest]:
+        """The messages that continue it, as far as it has come, on a fresh core."""
+        params = self.params
+        if len(self.prompt_logprobs) >= len(self.prompt_token_ids) - 1:
+            params = msgspec.structs.replace(params, prompt_logprobs=None)  # all there
+        else:
+            self.prompt_logprobs = []
+        return [
+            msgspec.structs.replace(
+                message, output_token_ids=list(choice.token_ids), params=params if message.choice_idx == 0 else message.params
+            )
+            for message, choice in zip(self.messages, self.choices)
+            if choice.finish_reason is None
+        ]
 
     def output(self) -> RequestOutput:
         """A snapshot for the user."""
@@ -84,6 +126,8 @@ class ChoiceState:
         self.tokenizer = tokenizer
         self.token_ids: list[int] = []
         self.texts: list[str] = []
+        self.num_read = 0, 0, 0  # texts, tokens and logprobs that `update` has given
+        self.told_end = False
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -122,12 +166,24 @@ class ChoiceState:
                 self.finish_reason, self.stop_reason = "stop", self.stop_stream.matched
             self.texts.append(self.stop_stream.flush())
 
+    def update(self) -> ChoiceUpdate | None:
+        """What is new since the last call; None if nothing is."""
+        texts, tokens, logprobs = self.num_read
+        self.num_read = len(self.texts), len(self.token_ids), len(self.logprobs)
+        if tokens == self.num_read[1] and self.told_end is (self.finish_reason is not None):
+            return None
+        self.told_end = self.finish_reason is not None
+        new_texts = self.texts[texts:]
+        return ChoiceUpdate(
+            self.index, new_texts[0] if len(new_texts) == 1 else "".join(new_texts), self.token_ids[tokens:],
+            self.logprobs[logprobs:], self.finish_reason, self.stop_reason,
+        )  # fmt: skip
+
     def output(self) -> CompletionOutput:
-        self.texts = ["".join(self.texts)]
         wanted = self.params.logprobs is not None
         return CompletionOutput(
             index=self.index,
-            text=self.texts[0],
+            text="".join(self.texts),
             token_ids=list(self.token_ids),
             cumulative_logprob=sum(entry.logprob for entry in self.logprobs) if wanted else None,
             logprobs=[logprob_dict(entry, self.tokenizer) for entry in self.logprobs] if wanted else None,

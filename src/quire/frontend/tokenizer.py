@@ -119,6 +119,11 @@ class Tokenizer:
     def token_id(self, spelling: str) -> int | None:
         return self.backend.token_to_id(spelling)
 
+    @cached_property
+    def longest_token_chars(self) -> int:
+        """No text has fewer tokens than its characters divided by this."""
+        return max(map(len, self.backend.get_vocab(with_added_tokens=True)))
+
     def is_special(self, token_id: int) -> bool:
         return token_id in self.special_ids
 
@@ -149,8 +154,13 @@ class Tokenizer:
         return self.backend.token_to_id(spelling) if spelling else None
 
 
+_LONG_CHARS = 512
+
+
 def _encode(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
     try:
+        if len(text) > _LONG_CHARS:  # the batch call lets other threads run meanwhile, the plain one does not
+            return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
     except TypeError:
         raise RequestError("the text must be a string without lone surrogates (half of a UTF-16 pair).") from None

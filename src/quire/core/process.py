@@ -1,0 +1,127 @@
+"""The core as a process of its own: `python -m quire.core.process`, started and replaced by the frontend.
+
+Reads its set-up from standard input, then messages from a socket, to which it writes what each step gave. Never waits for whoever
+reads. Lives as long as its standard input stays open, so no core outlives its frontend. Knows nothing of clients.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+
+import msgspec
+import zmq
+
+from quire import env
+from quire.core.engine import Engine
+from quire.errors import QuireError
+from quire.messages import Abort, AddRequest, Check, Checked, ChoiceDelta, CoreSetup, Failed, FromCore, Ready, StepOutputs, ToCore
+from quire.utils.flight import FlightRecorder
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0  # an idle core says that often that it is alive
+DUMP_SIGNAL = signal.SIGUSR1  # makes it write what each thread is doing, before it is killed for standing still
+
+_PR_SET_PDEATHSIG = 1
+
+
+class CoreProcess:
+    def __init__(self, setup: CoreSetup) -> None:
+        self.setup = setup
+        self.socket = zmq.Context().socket(zmq.PAIR)
+        self.socket.set_hwm(0)  # bounded by the requests the frontend lets in; sending never waits
+        self.socket.connect(setup.address)
+        self.encode = msgspec.msgpack.Encoder().encode
+        self.decode = msgspec.msgpack.Decoder(ToCore).decode
+
+    def run(self) -> int:
+        try:
+            self.engine = Engine(self.setup.config, recorder=FlightRecorder(self.setup.recorder))
+        except QuireError as error:
+            self._send(Failed(type(error).__name__, str(error)))
+            self.socket.close(linger=1000)
+            return error.exit_code
+        kv = self.engine.kv
+        self._send(Ready(kv.pool.num_blocks, (kv.pool.num_blocks - 1) // len(kv.groups) * min(kv.block_sizes)))
+        while True:
+            self._read(0 if self.engine.has_work else HEARTBEAT_S)
+            started = time.perf_counter()
+            outputs = self.engine.step()
+            if outputs.stats.step_tokens:
+                outputs.step_s = time.perf_counter() - started
+            self._send(outputs)
+
+    def _read(self, timeout_s: float) -> None:
+        """Takes in all that has arrived; waits for the first of it."""
+        if timeout_s and not self.socket.poll(timeout_s * 1000):
+            return
+        with contextlib.suppress(zmq.Again):
+            while True:
+                data = self.socket.recv(zmq.NOBLOCK)
+                try:
+                    message = self.decode(data)
+                except msgspec.DecodeError:
+                    log.error("what came over the socket is no message: dropped")
+                    continue
+                self._take(message)
+
+    def _take(self, message: ToCore) -> None:
+        match message:
+            case AddRequest():
+                try:
+                    self.engine.add(message)
+                except Exception:
+                    log.exception("a request cannot be taken in")
+                    refused = ChoiceDelta(message.request_id, message.choice_idx, [], finish_reason="error")
+                    self._send(StepOutputs([refused], self.engine.stats()))
+            case Abort():
+                self.engine.abort(message)
+            case Check():
+                self._send(Checked(self._problem()))
+
+    def _problem(self) -> str:
+        try:
+            self.engine.kv.check()
+        except Exception as error:
+            return str(error) or type(error).__name__
+        return ""
+
+    def _send(self, message: FromCore) -> None:
+        self.socket.send(self.encode(message), zmq.NOBLOCK)
+
+
+def _exit_with_frontend() -> None:
+    """Standard input ends when the frontend does. The kernel's own signal helps where no thread of ours can run."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        while os.read(0, 1):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the frontend decides what it means
+    faulthandler.enable()
+    faulthandler.register(DUMP_SIGNAL)
+    logging.basicConfig(level=env.log_level(), format="%(asctime)s %(levelname).1s core %(name)s: %(message)s", datefmt="%H:%M:%S")
+    size = int.from_bytes(sys.stdin.buffer.raw.read(4), "little")
+    data = b""
+    while len(data) < size and (part := sys.stdin.buffer.raw.read(size - len(data))):
+        data += part
+    setup = msgspec.msgpack.decode(data, type=CoreSetup)
+    _exit_with_frontend()
+    return CoreProcess(setup).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

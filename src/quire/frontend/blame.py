@@ -1,0 +1,88 @@
+"""Who took the core down? Decides, after each death, which requests may run next, and finds a guilty one by halving.
+
+Asked by the supervisor. Presence is not guilt: a kill from outside or a stall blames nobody. When the core fell by itself, the
+requests of the step under way are suspects and are tried with nobody else there: in halves, then alone. A group is cleared when
+each of its members has got a token. Only a request whose trial alone ends in another fall is guilty. Pure: no clock, no process.
+"""
+
+import enum
+from collections import deque
+from collections.abc import Collection, Iterable
+
+MAX_DEATHS = 8  # in a row, without a token between them
+
+
+class Cause(enum.Enum):
+    OUTSIDE = "was killed"  # from outside, or fell before it took a request
+    STALL = "stood still"
+    OWN = "fell by itself"
+
+
+class Blame:
+    def __init__(self) -> None:
+        self.groups: deque[set[str]] = deque()  # suspects to be tried; the first group is on trial, and runs alone
+        self.waiting: set[str] = set()  # of the group on trial: those without a token yet
+        self.num_deaths = 0  # since the last token
+        self.stalled = False  # the last death was a stall, and no token came since
+
+    @property
+    def hopeless(self) -> bool:
+        return self.num_deaths >= MAX_DEATHS
+
+    def may_run(self, request_id: str) -> bool:
+        return not self.groups or request_id in self.groups[0]
+
+    def died(self, cause: Cause, in_flight: Iterable[str], live: Collection[str]) -> str | None:
+        """Takes a death in; the id of the request that caused it, if that is proven now.
+
+        `in_flight`: the requests of the step under way, as far as known; `live`: all that were not finished.
+        """
+        self.num_deaths += 1
+        again, self.stalled = self.stalled, cause is Cause.STALL
+        if cause is Cause.OUTSIDE or (cause is Cause.STALL and not again):
+            self._begin_trial()
+            return None
+        suspects = {request_id for request_id in in_flight if request_id in live} or set(live)
+        guilty = None
+        if self.groups:
+            on_trial = self.groups.popleft()
+            suspects = on_trial & suspects or on_trial
+            guilty = next(iter(on_trial)) if len(on_trial) == 1 else None
+        if guilty is None:
+            self.groups.extend(_halves(suspects))
+        self._begin_trial()
+        return guilty
+
+    def progressed(self, request_id: str) -> bool:
+        """A request got a token; True when others may run now who could not before."""
+        self.num_deaths = 0
+        self.stalled = False
+        return self.left(request_id)
+
+    def left(self, request_id: str) -> bool:
+        """As `progressed`, for a request that is no longer there."""
+        if not self.groups or request_id not in self.waiting:
+            return False
+        self.waiting.discard(request_id)
+        if self.waiting:
+            return False
+        self.groups.popleft()
+        self._begin_trial()
+        return True
+
+    def forget(self, request_id: str) -> bool:
+        """The request is gone for good: it is no suspect any more. True as for `progressed`."""
+        for group in list(self.groups)[1:]:
+            group.discard(request_id)
+        return self.left(request_id)
+
+    def _begin_trial(self) -> None:
+        while self.groups and not self.groups[0]:
+            self.groups.popleft()
+        self.waiting = set(self.groups[0]) if self.groups else set()
+
+
+def _halves(suspects: set[str]) -> list[set[str]]:
+    ordered = sorted(suspects)
+    middle = (len(ordered) + 1) // 2
+    return [set(half) for half in (ordered[:middle], ordered[middle:]) if half]

@@ -1,0 +1,113 @@
+"""One core process and the socket to it. The supervisor makes a new one for each epoch; nothing of an old one is used again.
+
+The socket lies in a folder only this user may enter, under a name of its own. Knows processes and messages, not requests.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from quire.config import EngineConfig
+from quire.messages import CoreSetup, FromCore, ToCore
+from quire.utils.flight import FlightRecorder
+
+log = logging.getLogger(__name__)
+
+CORE = "quire.core.process"
+DUMP_GRACE_S = 0.3  # for a core that stands still to write what it is doing
+
+# What a core does not do to itself.
+OUTSIDE_SIGNALS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(FromCore).decode
+
+
+class CoreClient:
+    def __init__(self, config: EngineConfig, folder: Path, epoch: int) -> None:
+        self.config = config
+        self.address = f"ipc://{folder}/core-{epoch}"
+        self.record_path = folder / f"flight-{epoch}"
+        self.recorder = FlightRecorder(self.record_path, create=True)
+        self.context = zmq.asyncio.Context()
+        self.socket = self.context.socket(zmq.PAIR)
+        self.socket.set_hwm(0)
+        self.socket.bind(self.address)
+        self.process: Process | None = None
+        self.ready = False
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    async def start(self) -> None:
+        # In a session of its own: the terminal's Ctrl-C is for us alone.
+        self.process = await asyncio.create_subprocess_exec(sys.executable, "-m", CORE, stdin=PIPE, start_new_session=True)
+        setup = _encode(CoreSetup(self.config, self.address, str(self.record_path)))
+        self.process.stdin.write(len(setup).to_bytes(4, "little") + setup)
+        with contextlib.suppress(ConnectionError):  # it died at once: `exited` tells
+            await self.process.stdin.drain()
+
+    def send(self, message: ToCore) -> None:
+        self.socket.send(_encode(message), zmq.NOBLOCK)
+
+    async def receive(self) -> FromCore:
+        while True:
+            message = self._decoded(await self.socket.recv())
+            if message is not None:
+                return message
+
+    def rest(self) -> list[FromCore]:
+        """What a dead core had still sent."""
+        socket, found = zmq.Socket.shadow(self.socket), []
+        with contextlib.suppress(zmq.Again):
+            while True:
+                found.append(self._decoded(socket.recv(zmq.NOBLOCK)))
+        return [message for message in found if message is not None]
+
+    @staticmethod
+    def _decoded(data: bytes) -> FromCore | None:
+        try:
+            return _decode(data)
+        except msgspec.DecodeError:
+            log.error("what came over the core's socket is no message: dropped")
+            return None
+
+    async def exited(self) -> bool:
+        """Waits for the end; True if the core fell by itself."""
+        code = await self.process.wait()
+        return not (code < 0 and -code in OUTSIDE_SIGNALS)
+
+    def in_flight(self) -> list[str]:
+        return self.recorder.read()
+
+    async def dump_and_kill(self) -> None:
+        """For a core that stands still: it writes what its threads are doing to the log, if it can."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGUSR1)
+            await asyncio.sleep(DUMP_GRACE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+
+    async def close(self) -> None:
+        """Kills the process if it still runs, reaps it, and leaves nothing behind."""
+        if self.process is not None:
+            self.kill()
+            await self.process.wait()
+            self.process.stdin.close()
+        self.socket.close(linger=0)
+        self.context.term()
+        self.recorder.close()
+        for path in (self.record_path, Path(self.address.removeprefix("ipc://"))):
+            path.unlink(missing_ok=True)

@@ -1,0 +1,71 @@
+"""A live request as its reader sees it: filled by the supervisor, read by one task."""
+
+import asyncio
+from collections.abc import Callable
+
+from quire.frontend.requests import ChoiceUpdate, RequestState
+
+
+class Stream:
+    """Iterating gives what was added since the last read, one list per wake-up: a reader that keeps up gets one per step, a
+    slow one gets several steps merged, so what waits for it never exceeds the request's own length.
+
+    Raises DeadlineError, PoisonError or EngineError where the request could not be finished. Whoever stops reading early
+    calls `abort()`, which frees the request in the core within one step.
+    """
+
+    def __init__(self, request: RequestState, on_abort: Callable[[str], None]) -> None:
+        self.request = request
+        self.epoch = -1  # of the core it was last sent to
+        self.error: Exception | None = None
+        self._on_abort = on_abort
+        self._changed = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __aiter__(self) -> "Stream":
+        return self
+
+    async def __anext__(self) -> list[ChoiceUpdate]:
+        while True:
+            if self._changed:
+                self._changed = False
+                if updates := self.request.updates():
+                    return updates
+            if self.error is not None:
+                raise self.error
+            if self.request.finished:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    async def wait(self) -> RequestState:
+        """The request when it is finished."""
+        async for _ in self:
+            pass
+        return self.request
+
+    def abort(self) -> None:
+        """Ends the request with what it has; harmless when it is over."""
+        if not self.request.finished and self.error is None:
+            self._on_abort(self.request.request_id)
+            self.request.end("abort")
+            self.wake()
+
+    def expire_at(self, when: float, callback: Callable[["Stream"], None]) -> None:
+        """`when`: by the loop's clock."""
+        self._timer = asyncio.get_running_loop().call_at(when, callback, self)
+
+    def wake(self) -> None:
+        self._changed = True
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+        if self._timer is not None and self.request.finished:
+            self._timer.cancel()
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        if self._timer is not None:
+            self._timer.cancel()
+        self.wake()

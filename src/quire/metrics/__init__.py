@@ -1,0 +1,1 @@
+"""What operators watch: counts and distributions of a serving engine, in Prometheus' format."""

@@ -1,0 +1,322 @@
+"""AsyncLLM on an echo model: streams, limits, and streams that go on when the core dies."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from quire import SamplingParams
+from quire.config import ServingConfig
+from quire.errors import ConfigError, DeadlineError, EngineError, OverloadedError, PoisonError, RequestError
+from quire.frontend.async_llm import AsyncLLM
+from tests.poison import CRASH, EXIT, HANG, RAISE
+
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+
+def run(scenario, executor="echo", serving=ServingConfig(watchdog_s=5), **options):
+    """Runs `scenario(llm)` on a fresh AsyncLLM and leaves nothing behind."""
+
+    async def main():
+        before = open_files()
+        async with AsyncLLM("smollm2", executor=executor, serving=serving, **options) as llm:
+            folder = llm.supervisor._folder
+            result = await asyncio.wait_for(scenario(llm), 120)
+            pid = llm.supervisor.core.pid
+        assert not folder.exists()
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        return result, before
+
+    result, before = asyncio.run(main())
+    assert open_files() <= before
+    return result
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def answer(llm: AsyncLLM, prompt: list[int], params: SamplingParams = GREEDY, **options) -> list[int]:
+    stream = await llm.submit(prompt, params, **options)
+    return (await stream.wait()).choices[0].token_ids
+
+
+def echoed(prompt: list[int], num: int = 30) -> list[int]:
+    return [prompt[i % len(prompt)] for i in range(len(prompt), len(prompt) + num)]
+
+
+def test_streams_give_each_token_once_and_in_order(smollm2):
+    async def scenario(llm):
+        async def read(prompt):
+            updates = [u async for us in await llm.submit(prompt, GREEDY) for u in us]
+            assert [u.finish_reason for u in updates] == [None] * (len(updates) - 1) + ["length"]
+            text = llm.model.tokenizer.decode(echoed(prompt))
+            assert "".join(u.text for u in updates) == text
+            return [t for u in updates for t in u.token_ids]
+
+        prompts = [[100 + i, 200 + i, 300 + i] for i in range(20)]
+        assert await asyncio.gather(*map(read, prompts)) == [echoed(p) for p in prompts]
+
+    run(scenario)
+
+
+def test_generate_yields_growing_outputs(smollm2):
+    async def scenario(llm):
+        outputs = [o async for o in llm.generate("The quick brown fox jumps", GREEDY, request_id="mine")]
+        assert all(o.request_id == "mine" for o in outputs)
+        lengths = [len(o.outputs[0].token_ids) for o in outputs]
+        assert lengths == sorted(lengths) and lengths[-1] == 30 and outputs[-1].finished
+
+    run(scenario)
+
+
+def test_a_long_text_is_tokenized_off_the_loop(smollm2):
+    async def scenario(llm):
+        worst, last = 0.0, time.monotonic()
+
+        async def heart():
+            nonlocal worst, last
+            while True:
+                await asyncio.sleep(0.001)
+                now = time.monotonic()
+                worst, last = max(worst, now - last), now
+
+        beating = asyncio.create_task(heart())
+        with pytest.raises(RequestError, match="max-model-len"):
+            await llm.submit("word " * 400_000, GREEDY)
+        beating.cancel()
+        assert worst < 0.5
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("num_kills", [1, 3])
+def test_a_killed_core_is_replaced_and_no_stream_notices(smollm2, num_kills):
+    async def scenario(llm):
+        prompts = [[100 + i, 200 + i, 300 + i] for i in range(16)]
+        params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+        tasks = [asyncio.create_task(answer(llm, p, params)) for p in prompts]
+        for kill in range(num_kills):
+            await moving(llm)
+            os.kill(llm.supervisor.core.pid, signal.SIGKILL)
+            while llm.num_restarts <= kill:
+                await asyncio.sleep(0.01)
+        assert await asyncio.gather(*tasks) == [echoed(p, 200) for p in prompts]
+        assert llm.num_restarts == num_kills
+        assert await llm.supervisor.check() == ""
+
+    run(scenario, "echo:100")
+
+
+def test_logprobs_and_choices_survive_a_kill(smollm2):
+    async def scenario(llm):
+        stream = await llm.submit([5, 6, 7], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, n=3))
+        await moving(llm)
+        os.kill(llm.supervisor.core.pid, signal.SIGKILL)
+        request = await stream.wait()
+        assert [c.token_ids for c in request.choices] == [echoed([5, 6, 7], 100)] * 3
+
+    run(scenario, "echo:100")
+
+
+def test_a_core_that_stands_still_is_replaced(smollm2):
+    async def scenario(llm):
+        task = asyncio.create_task(answer(llm, [1, 2, 3], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)))
+        await moving(llm)
+        assert llm.health() is None
+        os.kill(llm.supervisor.core.pid, signal.SIGSTOP)
+        assert await task == echoed([1, 2, 3], 100)
+        assert llm.num_restarts == 1
+
+    run(scenario, "echo:100", ServingConfig(watchdog_s=1))
+
+
+def test_an_idle_core_that_stands_still_is_noticed(smollm2):
+    async def scenario(llm):
+        os.kill(llm.supervisor.core.pid, signal.SIGSTOP)
+        while llm.num_restarts == 0:
+            await asyncio.sleep(0.05)
+        assert await answer(llm, [1, 2, 3]) == echoed([1, 2, 3])
+
+    run(scenario, serving=ServingConfig(watchdog_s=1.5))
+
+
+@pytest.mark.parametrize("mark", [RAISE, EXIT, CRASH, HANG], ids=["raise", "exit", "crash", "hang"])
+def test_a_poisoned_request_fails_alone(smollm2, mark):
+    async def scenario(llm):
+        prompts = [[100 + i, 200 + i, 300 + i] for i in range(31)]
+        tasks = [asyncio.create_task(answer(llm, p)) for p in prompts]
+        poisoned = asyncio.create_task(answer(llm, [*mark, 5]))
+        with pytest.raises(PoisonError, match="others are not affected"):
+            await poisoned
+        assert await asyncio.gather(*tasks) == [echoed(p) for p in prompts]
+        restarts = llm.num_restarts
+        with pytest.raises(PoisonError, match="ten minutes"):
+            await answer(llm, [*mark, 5])
+        assert await answer(llm, [9, 9, 9]) == [9] * 30
+        assert llm.num_restarts == restarts
+
+    run(scenario, "tests.poison", ServingConfig(watchdog_s=1))
+
+
+def test_a_core_that_always_falls_makes_the_engine_give_up(smollm2):
+    async def scenario(llm):
+        task = asyncio.create_task(answer(llm, [1, 2, 3], SamplingParams(temperature=0, max_tokens=8000, ignore_eos=True)))
+        await moving(llm)
+        while llm.failure is None:
+            with contextlib.suppress(ProcessLookupError):
+                if llm.supervisor.core.process is not None:
+                    os.kill(llm.supervisor.core.pid, signal.SIGKILL)
+            await asyncio.sleep(0.02)
+        with pytest.raises(EngineError, match="8 times in a row"):
+            await task
+        with pytest.raises(EngineError):
+            await answer(llm, [1, 2, 3])
+        assert "giving up" in llm.health()
+
+    run(scenario, "echo:20")
+
+
+def test_an_abort_ends_the_stream_and_frees_the_core(smollm2):
+    async def scenario(llm):
+        stream = await llm.submit([1, 2, 3], SamplingParams(max_tokens=5000, temperature=0, ignore_eos=True), request_id="x")
+        updates = []
+        async for news in stream:
+            updates += news
+            if len(updates) == 3:
+                llm.abort("x")
+        assert updates[-1].finish_reason == "abort"
+        while llm.stats.num_running or llm.stats.kv_usage:
+            await asyncio.sleep(0.01)
+        assert await llm.supervisor.check() == ""
+
+    run(scenario, "echo:100")
+
+
+def test_a_deadline_is_honoured_while_running_and_while_waiting(smollm2):
+    async def scenario(llm):
+        long = SamplingParams(max_tokens=5000, temperature=0, ignore_eos=True)
+        first = await llm.submit([1, 2, 3], long, timeout_s=0.5)
+        second = await llm.submit([4, 5, 6], long, timeout_s=0.3)
+        started = time.monotonic()
+        with pytest.raises(DeadlineError, match="timeout_s"):
+            await second.wait()
+        assert time.monotonic() - started < 0.45
+        assert second.request.choices[0].token_ids == []
+        with pytest.raises(DeadlineError):
+            await first.wait()
+        assert first.request.choices[0].token_ids
+        while llm.stats.num_running or llm.stats.num_waiting:
+            await asyncio.sleep(0.01)
+
+    run(scenario, "echo:50", max_num_seqs=1)
+
+
+def test_a_full_queue_refuses_and_takes_again_when_there_is_room(smollm2):
+    async def scenario(llm):
+        streams = [await llm.submit([1, 2, i], GREEDY) for i in range(4)]
+        with pytest.raises(OverloadedError, match="max-queued-requests") as refused:
+            await llm.submit([1, 2, 3], GREEDY)
+        assert refused.value.retry_after_s > 0
+        await asyncio.gather(*(s.wait() for s in streams))
+        assert await answer(llm, [1, 2, 3]) == echoed([1, 2, 3])
+
+    run(scenario, "echo:100", ServingConfig(max_queued_requests=4))
+
+
+def test_draining_finishes_what_runs_and_takes_nothing_new(smollm2):
+    async def scenario(llm):
+        task = asyncio.create_task(answer(llm, [1, 2, 3]))
+        endless = await llm.submit([1, 2, 4], SamplingParams(max_tokens=8000, temperature=0, ignore_eos=True))
+        await moving(llm)
+        draining = asyncio.create_task(llm.drain(1.0))
+        await asyncio.sleep(0.05)
+        with pytest.raises(OverloadedError, match="stopping"):
+            await answer(llm, [1, 2, 3])
+        assert await task == echoed([1, 2, 3])
+        await draining
+        assert (await endless.wait()).choices[0].finish_reason == "abort"
+
+    run(scenario, "echo:100")
+
+
+def test_two_requests_cannot_share_an_id(smollm2):
+    async def scenario(llm):
+        await llm.submit([1, 2, 3], GREEDY, request_id="a")
+        with pytest.raises(RequestError, match="already"):
+            await llm.submit([1, 2, 3], GREEDY, request_id="a")
+
+    run(scenario, "echo:50")
+
+
+def test_what_keeps_a_core_from_starting_is_raised(smollm2):
+    async def scenario():
+        llm = AsyncLLM("smollm2", executor="echo", kv_cache_memory_bytes=64)
+        with pytest.raises(ConfigError, match="max_model_len|max-model-len"):
+            await llm.start()
+
+    asyncio.run(scenario())
+
+
+def test_pickles_and_noise_on_the_socket_are_dropped(smollm2):
+    import pickle
+
+    import zmq
+
+    async def scenario(llm):
+        raw = zmq.Socket.shadow(llm.supervisor.core.socket)
+        for junk in (pickle.dumps(print), b"", b"\xff" * 100, os.urandom(1000)):
+            raw.send(junk)
+        assert await answer(llm, [1, 2, 3]) == echoed([1, 2, 3])
+        assert llm.num_restarts == 0
+
+    run(scenario)
+
+
+def test_a_core_does_not_outlive_its_frontend(smollm2):
+    program = (
+        "import asyncio, os; from quire.frontend.async_llm import AsyncLLM\n"
+        "async def main():\n"
+        "    llm = AsyncLLM('smollm2', executor='echo'); await llm.start()\n"
+        "    print(llm.supervisor.core.pid, llm.supervisor._folder, flush=True); os.kill(os.getpid(), 9)\n"
+        "asyncio.run(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    pid, folder = done.stdout.split()
+    for _ in range(100):
+        if not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+            break
+        time.sleep(0.05)
+    else:
+        raise AssertionError("the core is still there")
+    for path in Path(folder).iterdir():
+        path.unlink()
+    Path(folder).rmdir()
+
+
+def test_the_frontend_has_no_torch(smollm2):
+    program = (
+        "import asyncio, sys; from quire.frontend.async_llm import AsyncLLM; from quire import SamplingParams\n"
+        "async def main():\n"
+        "    async with AsyncLLM('smollm2', executor='echo') as llm:\n"
+        "        await llm.encode_chat([{'role': 'user', 'content': 'Hi'}])\n"
+        "        async for o in llm.generate('Hello there', SamplingParams(max_tokens=4)): pass\n"
+        "asyncio.run(main()); assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+async def moving(llm: AsyncLLM) -> None:
+    """Waits until every live request has a token in this epoch's core."""
+    while llm.health() is not None:
+        await asyncio.sleep(0.01)
+    seen = {s: len(s.request.choices[0].token_ids) for s in llm.supervisor.live.values()}
+    while any(len(s.request.choices[0].token_ids) <= n for s, n in seen.items() if s.request.request_id in llm.supervisor.live):
+        await asyncio.sleep(0.01)

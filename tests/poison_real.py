@@ -1,0 +1,14 @@
+"""The real model, falling at the marked prompts of tests/poison.py."""
+
+from quire.executor.inproc import InprocExecutor
+from quire.step import StepPlan
+from tests.poison import obey
+
+
+class PoisonReal(InprocExecutor):
+    def forward(self, plan: StepPlan) -> None:
+        obey(plan)
+        super().forward(plan)
+
+
+EXECUTOR = PoisonReal
