@@ -33,7 +33,7 @@ class Check(msgspec.Struct, array_like=True, tag="check"):
     """Asks the core to verify its own books, for tests and soaks."""
 
 
-class ChoiceDelta(msgspec.Struct, array_like=True):
+class ChoiceDelta(msgspec.Struct, array_like=True, gc=False):
     """What one choice gained in a step."""
 
     request_id: str
@@ -43,11 +43,11 @@ class ChoiceDelta(msgspec.Struct, array_like=True):
     stop_reason: int | None = None  # the stop token, when it was not eos
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
-    num_cached_tokens: int = 0
-    queue_s: float = 0.0  # how long it waited for its first step
+    num_cached_tokens: int = 0  # with the first token
+    queue_s: float = 0.0  # how long it waited for its first step; with the first token
 
 
-class EngineStats(msgspec.Struct, array_like=True):
+class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0  # share of blocks in use
@@ -57,7 +57,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     step_tokens: int = 0
 
 
-class StepOutputs(msgspec.Struct, array_like=True, tag="outputs"):
+class StepOutputs(msgspec.Struct, array_like=True, tag="outputs", gc=False):
     """All that happened in one step, as one message."""
 
     deltas: list[ChoiceDelta]

@@ -25,7 +25,7 @@ class RowStart(msgspec.Struct, array_like=True):
     num_prompt_logprobs: int  # positions whose prompt logprobs were delivered before; 0 on a first start
 
 
-class StepPlan(msgspec.Struct, array_like=True):
+class StepPlan(msgspec.Struct, array_like=True, gc=False):
     """One step: `num_tokens[i]` tokens of row `rows[i]`, the first of them at position `starts[i]`."""
 
     step_id: int
@@ -41,7 +41,7 @@ class StepPlan(msgspec.Struct, array_like=True):
         return sum(self.num_tokens)
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True):
+class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     """Logprobs at one position: the token itself and its rank, then the most likely ones."""
 
     token_id: int
@@ -51,7 +51,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     top_logprobs: list[float]
 
 
-class StepResult(msgspec.Struct, array_like=True):
+class StepResult(msgspec.Struct, array_like=True, gc=False):
     """What a step produced, parallel to its plan's `rows`; 0..k tokens per row."""
 
     step_id: int

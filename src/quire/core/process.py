@@ -7,6 +7,7 @@ reads. Lives as long as its standard input stays open, so no core outlives its f
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -26,6 +27,7 @@ from quire.utils.flight import FlightRecorder
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0  # an idle core says that often that it is alive
+GC_THRESHOLD = 50_000  # a step makes thousands of objects and no cycles
 DUMP_SIGNAL = signal.SIGUSR1  # makes it write what each thread is doing, before it is killed for standing still
 
 _PR_SET_PDEATHSIG = 1
@@ -47,6 +49,8 @@ class CoreProcess:
             self._send(Failed(type(error).__name__, str(error)))
             self.socket.close(linger=1000)
             return error.exit_code
+        gc.freeze()  # what is loaded stays: the collector need not look at it again
+        gc.set_threshold(GC_THRESHOLD)
         kv = self.engine.kv
         self._send(Ready(kv.pool.num_blocks, (kv.pool.num_blocks - 1) // len(kv.groups) * min(kv.block_sizes)))
         while True:

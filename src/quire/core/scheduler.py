@@ -79,11 +79,12 @@ class Scheduler:
         while idx < len(self.running):
             request = self.running[idx]
             behind = len(self.running) - idx - 1  # each of them is owed one token of the budget
-            num_tokens = min(request.num_known - request.num_planned, budget - behind)
+            num_planned = request.num_planned
+            num_tokens = min(request.num_known - num_planned, budget - behind)
             if num_tokens > 0:
-                new_blocks = self._make_room(request, request.num_planned + num_tokens)
+                new_blocks = self._make_room(request, num_planned + num_tokens)
                 if new_blocks is not None:
-                    self._give(step, request, num_tokens, new_blocks)
+                    self._give(step, request, num_planned, num_tokens, new_blocks)
                     budget -= num_tokens
                 elif request.status is not Status.RUNNING:
                     continue  # preempted itself: the next one has moved to idx
@@ -114,7 +115,7 @@ class Scheduler:
             self.waiting.remove(request, Status.RUNNING)
             bisect.insort(self.running, request, key=lambda r: r.key)
             self._start_row(step, request, num_cached)
-            self._give(step, request, num_tokens, [list(table) for table in request.blocks.tables])
+            self._give(step, request, num_cached, num_tokens, [list(table) for table in request.blocks.tables])
             budget -= num_tokens
 
     def _enter(self, request: Request) -> int:
@@ -151,11 +152,11 @@ class Scheduler:
             )
         )
 
-    def _give(self, step: PlannedStep, request: Request, num_tokens: int, new_blocks: list[list[int]]) -> None:
-        samples = request.num_planned + num_tokens == len(request.token_ids) + request.num_sampling
+    def _give(self, step: PlannedStep, request: Request, start: int, num_tokens: int, new_blocks: list[list[int]]) -> None:
+        samples = start + num_tokens == len(request.token_ids) + request.num_sampling
         plan = step.plan
         plan.rows.append(request.row)
-        plan.starts.append(request.num_planned)
+        plan.starts.append(start)
         plan.num_tokens.append(num_tokens)
         plan.samples.append(samples)
         plan.new_blocks.append(new_blocks)
@@ -196,9 +197,12 @@ class Scheduler:
         return deltas
 
     def _take(self, request: Request, result: StepResult, idx: int) -> ChoiceDelta:
-        delta = ChoiceDelta(request.request_id, request.choice_idx, [], num_cached_tokens=request.num_cached_tokens, queue_s=request.queue_s)
-        delta.prompt_logprobs = result.prompt_logprobs.get(idx, [])
-        request.num_prompt_logprobs += len(delta.prompt_logprobs)
+        delta = ChoiceDelta(request.request_id, request.choice_idx, [])
+        if request.num_output_tokens == 0:
+            delta.num_cached_tokens, delta.queue_s = request.num_cached_tokens, request.queue_s
+        if idx in result.prompt_logprobs:
+            delta.prompt_logprobs = result.prompt_logprobs[idx]
+            request.num_prompt_logprobs += len(delta.prompt_logprobs)
         for token_id in result.token_ids[idx]:
             request.token_ids.append(token_id)
             delta.token_ids.append(token_id)
@@ -206,7 +210,8 @@ class Scheduler:
             if delta.finish_reason is not None:
                 self._finish(request)
                 break
-        delta.logprobs = result.logprobs.get(idx, [])[: len(delta.token_ids)]
+        if idx in result.logprobs:
+            delta.logprobs = result.logprobs[idx][: len(delta.token_ids)]
         return delta
 
     # -- leaving -------------------------------------------------------------------------------------------------
