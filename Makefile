@@ -1,13 +1,17 @@
 # Quire on a fresh machine with Python 3.11 or later, pip and make: each target does all its own set-up.
 #
-#   make chat    talk to the default model          make test    run the tests
+#   make serve   serve the default model            make chat    talk to it
+#   make test    run the tests                      make soak    an hour of mixed load
 #   make bench   compare with peers on this CPU     make clean   remove what these made
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: chat test lint bench clean
+.PHONY: serve chat test lint bench soak clean
+
+serve: $(VENV)/.installed
+	@$(BIN)/quire serve
 
 chat: $(VENV)/.installed
 	@$(BIN)/quire chat
@@ -20,6 +24,9 @@ lint: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed-test
 	@$(BIN)/python benchmarks/cpu.py
+
+soak: $(VENV)/.installed-test
+	@$(BIN)/python benchmarks/soak.py --seconds 3600
 
 clean:
 	rm -rf $(VENV) build src/*.egg-info .pytest_cache .hypothesis .ruff_cache
