@@ -114,6 +114,10 @@ class Detokenizer:
         skipped, step = self._skipped, self._text.step
         return "".join([step(token_id) for token_id in token_ids if token_id not in skipped])
 
+    def feed_one(self, token_id: int) -> str:
+        """As `feed`: what a stream does for every token."""
+        return "" if token_id in self._skipped else self._text.step(token_id)
+
     def flush(self) -> str:
         """The rest, at the end of the tokens: bytes that never became a character come out as U+FFFD."""
         return self._text.flush()

@@ -131,7 +131,8 @@ class ChoiceState:
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.detokenizer = self.stop_stream = None
+        self.detokenizer: Detokenizer | None = None
+        self.stop_stream: StopStream | None = None  # None: nothing to look for
         if tokenizer is not None and params.detokenize:
             self.detokenizer = Detokenizer(
                 tokenizer,
@@ -139,32 +140,45 @@ class ChoiceState:
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             )
-            self.stop_stream = StopStream(stops, include_stop=params.include_stop_str_in_output, min_tokens=params.min_tokens)
+            if params.stop:
+                self.stop_stream = StopStream(stops, include_stop=params.include_stop_str_in_output, min_tokens=params.min_tokens)
 
     def take(self, delta: ChoiceDelta) -> None:
+        detokenizer, stops = self.detokenizer, self.stop_stream
         stopped_by_token = delta.finish_reason == "stop" and not self.params.include_stop_str_in_output
         num_shown = len(delta.token_ids) - stopped_by_token  # the token that stopped it is no part of the text
         for idx, token_id in enumerate(delta.token_ids):
             self.token_ids.append(token_id)
-            if self.detokenizer is not None and idx < num_shown:
-                text = self.detokenizer.feed((token_id,))
-                if text:
-                    self.texts.append(self.stop_stream.feed(text, len(self.token_ids)))
-                if self.stop_stream.matched is not None:
-                    self.finish_reason, self.stop_reason = "stop", self.stop_stream.matched
-                    self.logprobs += delta.logprobs[: idx + 1]
-                    return
-        self.logprobs += delta.logprobs
+            if detokenizer is None or idx >= num_shown:
+                continue
+            text = detokenizer.feed_one(token_id)
+            if not text:
+                continue
+            if stops is None:
+                self.texts.append(text)
+                continue
+            self.texts.append(stops.feed(text, len(self.token_ids)))
+            if stops.matched is not None:
+                self.finish_reason, self.stop_reason = "stop", stops.matched
+                self.logprobs += delta.logprobs[: idx + 1]
+                return
+        if delta.logprobs:
+            self.logprobs += delta.logprobs
         if delta.finish_reason is not None:
             self._finish(delta)
 
     def _finish(self, delta: ChoiceDelta) -> None:
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-        if self.detokenizer is not None:
-            self.texts.append(self.stop_stream.feed(self.detokenizer.flush(), len(self.token_ids)))
-            if self.stop_stream.matched is not None:
-                self.finish_reason, self.stop_reason = "stop", self.stop_stream.matched
-            self.texts.append(self.stop_stream.flush())
+        if self.detokenizer is None:
+            return
+        rest, stops = self.detokenizer.flush(), self.stop_stream
+        if stops is None:
+            self.texts.append(rest)
+            return
+        self.texts.append(stops.feed(rest, len(self.token_ids)))
+        if stops.matched is not None:
+            self.finish_reason, self.stop_reason = "stop", stops.matched
+        self.texts.append(stops.flush())
 
     def update(self) -> ChoiceUpdate | None:
         """What is new since the last call; None if nothing is."""
