@@ -1,45 +1,110 @@
 """`quire bench`: one workload, timed; the last line is one JSON object.
 
-Workloads are defined in `api/workloads.py`, for every engine alike; benchmarks/README.md says what they mean.
+Workloads are defined in `api/workloads.py`, for every engine alike, and `bench serve` loads a server from `api/loadgen.py`;
+benchmarks/README.md says what they mean.
 """
 
+import asyncio
 import json
+import math
 import sys
 import time
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from quire.api import workloads
 from quire.api.llm import LLM
 from quire.config import EngineConfig, knob
+from quire.config.fields import check
 from quire.config.flags import from_args
 from quire.errors import ConfigError
 from quire.params import SamplingParams
 
-HELP = "time a workload: latency, throughput or startup"
-USAGE = "quire bench {latency,throughput,startup} --workload W [flags]"
+HELP = "time a workload: latency, throughput or startup of an engine, or a server under load"
+USAGE = "quire bench {latency,throughput,startup} --workload W [flags]\n       quire bench serve --base-url URL --concurrency C [flags]"
 
 KINDS = {"latency": workloads.LATENCY_WORKLOADS, "throughput": workloads.THROUGHPUT_WORKLOADS, "startup": ()}
 FIRST_PROMPT = 8  # tokens, for the first answer after a start
+BUSY = 0.8  # of a core: what a client process may use before it becomes part of what it measures
 
 
 @dataclass(frozen=True)
 class BenchOptions:
     """What to time"""
 
-    kind: Literal["latency", "throughput", "startup"] | None = knob(
-        None, "latency (one request), throughput (many at once) or startup", positional=True, metavar="KIND"
+    kind: Literal["latency", "throughput", "startup", "serve"] | None = knob(
+        None, "latency (one request), throughput (many at once), startup, or serve (a server that runs)", positional=True, metavar="KIND"
     )
     workload: str | None = knob(None, "latency: stream-128, stream-1024, stream-8192; throughput: mixed64, mixed256, p1024d128")
     json: bool = knob(False, "print nothing but the JSON line")
 
 
-OPTIONS = (BenchOptions, EngineConfig)
+@dataclass(frozen=True)
+class ServeOptions:
+    """bench serve: what to send to a server that speaks OpenAI's protocol (of the flags below only --model and --seed count)"""
+
+    base_url: str = knob("http://127.0.0.1:8000", "the server's address")
+    endpoint: Literal["completions", "chat"] = knob("completions", "what to call: /v1/completions or /v1/chat/completions")
+    concurrency: int | None = knob(None, "requests in flight at most (default: 1; with --request-rate no limit)", low=1)
+    num_prompts: int = knob(100, "requests in all", low=1)
+    input_len: int = knob(128, "tokens of a prompt; words, where the server has no /tokenize", low=1)
+    output_len: int = knob(128, "tokens of an answer at most; exactly, with --ignore-eos", low=1)
+    request_rate: float | None = knob(
+        None, "requests per second, arriving at random (Poisson); inf or left out: the next when one is answered", low=0.001
+    )
+    num_client_processes: int = knob(1, "processes that send: more where client_cpu_share nears 1", low=1)
+    api_key: str | None = knob(None, "the key to send")
+    ignore_eos: bool = knob(False, "ask for answers of full length (not part of OpenAI's protocol)")
+
+    def __post_init__(self) -> None:
+        if self.request_rate == math.inf:  # how a closed loop is spelled elsewhere
+            object.__setattr__(self, "request_rate", None)
+        check(self)
+
+
+OPTIONS = (BenchOptions, ServeOptions, EngineConfig)
 
 
 def run(args: Namespace) -> int:
-    options, config = (from_args(cls, args) for cls in OPTIONS)
+    options = from_args(BenchOptions, args)
+    result = _serve(args, options) if options.kind == "serve" else _engine(args, options)
+    result = _rounded(result)
+    if not options.json:
+        for name, value in result.items():
+            shown = "  ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+            print(f"{name:<20} {shown}", file=sys.stderr)
+    print(json.dumps(result))
+    return 1 if result.get("num_errors") else 0
+
+
+def _serve(args: Namespace, options: BenchOptions) -> dict[str, Any]:
+    from tqdm import tqdm
+
+    from quire.api.loadgen import Load, measure
+
+    serve = from_args(ServeOptions, args)
+    load = Load(
+        base_url=serve.base_url, model=getattr(args, "model", ""), num_prompts=serve.num_prompts, input_len=serve.input_len,
+        output_len=serve.output_len, concurrency=serve.concurrency or (1 if serve.request_rate is None else None),
+        request_rate=serve.request_rate, endpoint=serve.endpoint, api_key=serve.api_key, ignore_eos=serve.ignore_eos,
+        seed=getattr(args, "seed", 0),
+    )  # fmt: skip
+    with tqdm(total=load.num_prompts, unit="req", disable=options.json) as bar:
+        result = asyncio.run(measure(load, serve.num_client_processes, lambda num_done: bar.update(num_done - bar.n)))
+    if result["client_cpu_share"] > BUSY:
+        print("quire: the clients were busy and may have slowed the measurement: raise --num-client-processes", file=sys.stderr)
+    return result
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(part) for name, part in value.items()}
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def _engine(args: Namespace, options: BenchOptions) -> dict[str, Any]:
+    config = from_args(EngineConfig, args)
     if options.kind != "startup" and options.workload not in KINDS[options.kind]:
         raise ConfigError(f"bench {options.kind} needs --workload, one of {', '.join(KINDS[options.kind])}")
     device = "cpu"
@@ -56,12 +121,7 @@ def run(args: Namespace) -> int:
             result["duration_s"] = time.perf_counter() - started  # to the first token
         else:
             result |= workloads.measure(workload, _generate(llm, workload.temperature, show=not options.json))
-    result = {name: round(value, 4) if isinstance(value, float) else value for name, value in result.items()}
-    if not options.json:
-        for name, value in result.items():
-            print(f"{name:<14} {value}", file=sys.stderr)
-    print(json.dumps(result))
-    return 0
+    return result
 
 
 def _generate(llm: LLM, temperature: float, show: bool) -> workloads.Generate:

@@ -1,0 +1,127 @@
+"""A server as a process, watched from outside through /proc: its CPU time, memory, file descriptors and children.
+
+Used by the serving benchmarks. Linux only.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+QUIRE = [sys.executable, "-m", "quire", "serve"]
+START_S = 120.0
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+class ServerProcess:
+    """`with ServerProcess([*QUIRE, "smollm2"], "/ready") as server:` runs a command with `--port P` and waits until it answers."""
+
+    def __init__(self, command: list[str], probe: str, stdin: bytes = b"") -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.probe = self.url + probe
+        self.folder = tempfile.TemporaryDirectory(prefix="q-")  # the server's TMPDIR: what it leaves there, it forgot
+        self.log = tempfile.NamedTemporaryFile(prefix="server-", suffix=".log")
+        environment = os.environ | {"TMPDIR": self.folder.name, "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(
+            [*command, "--port", str(self.port)], stdin=subprocess.PIPE, stdout=self.log, stderr=self.log, env=environment
+        )
+        self.process.stdin.write(stdin)
+        self.process.stdin.close()
+
+    def __enter__(self) -> "ServerProcess":
+        deadline_s = time.monotonic() + START_S
+        while not self.answers():
+            if self.process.poll() is not None or time.monotonic() > deadline_s:
+                said = self.log_tail()
+                self.__exit__()
+                raise SystemExit(f"the server did not start:\n{said}")
+            time.sleep(0.1)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self.log.close()
+        self.folder.cleanup()
+
+    def answers(self) -> bool:
+        try:
+            return urllib.request.urlopen(self.probe, timeout=5).status == 200
+        except (OSError, urllib.error.HTTPError):
+            return False
+
+    def stop(self, timeout_s: float = 60.0) -> int | None:
+        """Asks it to end; its exit status, None when it does not come."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def log_tail(self) -> str:
+        return Path(self.log.name).read_text(errors="replace")[-4000:]
+
+    def leftovers(self) -> list[str]:
+        """What an ended server should have taken with it."""
+        found = [f"the file {path.name} is still there" for path in Path(self.folder.name).rglob("*")]
+        with socket.socket() as client:
+            if client.connect_ex(("127.0.0.1", self.port)) == 0:
+                found.append(f"port {self.port} is still open")
+        return found
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def core_pid(self) -> int:
+        """The engine's process: the server's only child."""
+        (pid,) = [pid for pid in children(self.pid) if state(pid) != "Z"]
+        return pid
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def state(pid: int) -> str:
+    """As ps shows it: R, S, D, T, Z; X when there is no such process."""
+    try:
+        return _stat(pid)[0]
+    except FileNotFoundError:
+        return "X"
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time used so far, by all threads, in steps of 10 ms."""
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def memory_bytes(pid: int) -> int:
+    """What is resident and its own: pages of mapped files come and go with what else the machine does."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return sum(int(status[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024
+
+
+def num_files(pid: int) -> int:
+    """File descriptors that are open."""
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def _stat(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # after the name, which may hold anything

@@ -1,0 +1,234 @@
+"""Hours of mixed load on a real server: streams, whole answers, mistakes, deadlines, and clients that leave at any moment.
+
+    python benchmarks/soak.py --seconds 3600 [--clients 24] [-- more flags of quire serve]
+
+Between rounds the clients fall silent and the server must be as it was: no request left, KV books clean, no zombie, no more memory
+or file descriptors than after the warm-up. At the end it is told to stop amid streams and must leave nothing. Exit status 1 if not.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import re
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+from tqdm import tqdm  # noqa: E402
+
+from benchmarks.server_process import QUIRE, ServerProcess, children, memory_bytes, num_files, state  # noqa: E402
+from quire.api.http_client import Answer, Client, Failure, Reply  # noqa: E402
+from quire.api.loadgen import WORDS  # noqa: E402
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHECK = "/admin/check"  # {"problem": ""} while the core's books are in order
+ADMIN_KEY = "soak"
+MAX_GROWTH = 0.05
+WARM_UP = 1 / 3  # of the rounds
+QUIET_S = 30.0  # the server may take to finish what clients left behind
+# A small cache is soon touched everywhere, and makes requests wait, be preempted and evict each other's prefixes.
+FLAGS = ["--max-model-len", "512", "--kv-cache-memory-bytes", "64M", "--max-num-seqs", "16", "--max-queued-requests", "64", "--no-access-log"]
+
+
+class Sample(NamedTuple):
+    """The server at rest, after a round."""
+
+    api_bytes: int
+    core_bytes: int
+    api_files: int
+    core_files: int
+
+
+class Soak:
+    def __init__(self, server: ServerProcess, seed: int) -> None:
+        self.server = server
+        self.rng = random.Random(seed)
+        self.outcomes: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self.prefixes = [self.words(40) for _ in range(4)]
+
+    async def run(self, seconds: float, num_clients: int) -> list[Sample]:
+        """Load and rest in turn; one sample per rest."""
+        samples: list[Sample] = []
+        num_rounds = max(6, min(60, round(seconds / 5)))
+        with tqdm(total=num_rounds, unit="round") as bar:
+            for _ in range(num_rounds):
+                async with Client(self.server.url, ADMIN_KEY) as client:
+                    until_s = time.monotonic() + seconds / num_rounds
+                    await asyncio.gather(*(self.client(client, until_s) for _ in range(num_clients)))
+                    samples.append(await self.rest(client))
+                bar.set_postfix_str(f"{sum(self.outcomes.values())} requests, {samples[-1].api_bytes >> 20} + {samples[-1].core_bytes >> 20} MiB")
+                bar.update()
+        return samples
+
+    # -- load ------------------------------------------------------------------------------------------------------
+
+    async def client(self, client: Client, until_s: float) -> None:
+        acts = [self.stream, self.stream, self.whole, self.leave, self.leave, self.mistake, self.deadline, self.half_a_request]
+        while time.monotonic() < until_s:
+            act = self.rng.choice(acts)
+            try:
+                outcome = await act(client)
+            except Failure as failure:
+                outcome = failure.kind
+            self.outcomes[f"{act.__name__}: {outcome}"] += 1
+            if outcome not in ("ok", "http 503"):
+                self.problems.append(f"{act.__name__}: {outcome}")
+            if outcome == "http 503":
+                await asyncio.sleep(0.1)
+
+    async def stream(self, client: Client) -> str:
+        path, body = self.request(stream=True)
+        answer = Answer()
+        await client.post(path, body, answer)
+        answer.check()
+        return "ok"
+
+    async def whole(self, client: Client) -> str:
+        path, body = self.request()
+        reply = await client.post(path, body, Reply())
+        return "ok" if reply.status == 200 else f"http {reply.status}"
+
+    async def leave(self, client: Client) -> str:
+        """The client goes away: before, during or just after the answer."""
+        path, body = self.request(stream=self.rng.random() < 0.7)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.rng.expovariate(4)):
+                await client.post(path, body, Answer())
+        return "ok"
+
+    async def mistake(self, client: Client) -> str:
+        path, body = self.request(**self.rng.choice([{"temperature": -1}, {"n": 0}, {"max_tokens": "many"}, {"prompt": self.words(2000)}]))
+        if self.rng.random() < 0.2:
+            body = body[:-5]
+        reply = await client.post(path, body, Reply())
+        return "ok" if reply.status == 400 else f"http {reply.status}"
+
+    async def deadline(self, client: Client) -> str:
+        path, body = self.request(timeout_s=self.rng.uniform(0.01, 0.5))
+        reply = await client.post(path, body, Reply())
+        return "ok" if reply.status in (200, 408) else f"http {reply.status}"
+
+    async def half_a_request(self, client: Client) -> str:
+        _, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
+        request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{" + b" " * 300
+        writer.write(request[: self.rng.randrange(len(request))])
+        await asyncio.sleep(self.rng.uniform(0, 0.05))
+        writer.transport.abort()
+        return "ok"
+
+    def request(self, **options: Any) -> tuple[str, bytes]:
+        """(path, body) of a request like any other, changed by `options`."""
+        rng = self.rng
+        text = rng.choice(["", *self.prefixes]) + " " + self.words(rng.randint(1, 60))
+        body: dict[str, Any] = {"max_tokens": rng.choice([1, 4, 16, 16, 48]), "temperature": rng.choice([0, 1])}
+        is_chat = rng.random() < 0.5 and "prompt" not in options
+        body |= {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
+        body |= rng.choice([{}, {}, {"n": 2}, {"stop": ["e"]}, {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2}])
+        return CHAT if is_chat else COMPLETIONS, json.dumps(body | options).encode()
+
+    def words(self, num_words: int) -> str:
+        return " ".join(self.rng.choices(WORDS, k=num_words))
+
+    # -- rest ------------------------------------------------------------------------------------------------------
+
+    async def rest(self, client: Client) -> Sample:
+        """Waits until nothing runs and looks around."""
+        deadline_s = time.monotonic() + QUIET_S
+        while (left := await self.gauges(client))["running"] or left["waiting"]:
+            if time.monotonic() > deadline_s:
+                self.problems.append(f"requests nobody waits for are still there: {left}")
+                break
+            await asyncio.sleep(0.1)
+        if left["restarts"]:
+            self.problems.append("the engine was restarted")
+        reply = await client.get(CHECK)
+        if reply.status != 200 or json.loads(reply.content)["problem"]:
+            self.problems.append(f"the KV books: {reply.content.decode()[:200]}")
+        for connection in client.idle:
+            connection.transport.close()
+        client.idle.clear()
+        await asyncio.sleep(0.5)  # for the server to see them go
+        server = self.server
+        self.problems += [f"process {pid} is a zombie" for pid in children(server.pid) if state(pid) == "Z"]
+        return Sample(memory_bytes(server.pid), memory_bytes(server.core_pid), num_files(server.pid), num_files(server.core_pid))
+
+    async def gauges(self, client: Client) -> dict[str, float]:
+        text = (await client.get("/metrics")).content.decode()
+        names = {"running": "num_requests_running", "waiting": "num_requests_waiting", "restarts": "engine_restarts_total"}
+        return {short: sum(map(float, re.findall(rf"^quire:{name}{{.*}} (\S+)$", text, re.M))) for short, name in names.items()}
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    async def stop_amid_streams(self) -> None:
+        """SIGTERM while clients read: they get their answers, the server exits 0 and takes everything along."""
+        pids = [self.server.pid, self.server.core_pid]
+        async with Client(self.server.url, ADMIN_KEY) as client:
+            streams = [asyncio.create_task(self.stream(client)) for _ in range(8)]
+            await asyncio.sleep(0.2)
+            status = await asyncio.to_thread(self.server.stop)
+            ends = await asyncio.gather(*streams, return_exceptions=True)
+        self.problems += [f"a stream broke while the server stopped: {end}" for end in ends if end != "ok"]
+        if status != 0:
+            self.problems.append(f"the server's exit status is {status}")
+        self.problems += [f"process {pid} is still there, in state {state(pid)}" for pid in pids if state(pid) != "X"]
+        self.problems += self.server.leftovers()
+
+
+def growth(samples: list[Sample]) -> dict[str, float]:
+    """How much more there is at the end than after the warm-up, by medians of a few rests."""
+    after = samples[round(len(samples) * WARM_UP) :]
+    few = max(1, len(after) // 3)
+    found = {}
+    for name in Sample._fields:
+        values = [getattr(sample, name) for sample in after]
+        found[name] = statistics.median(values[-few:]) / statistics.median(values[:few]) - 1
+    return found
+
+
+def soak(seconds: float, num_clients: int = 24, seed: int = 0, model: str = "smollm2", flags: list[str] = []) -> list[str]:
+    """What is wrong after so many seconds; prints what happened."""
+    command = [*QUIRE, model, "--admin-api-key", ADMIN_KEY, *FLAGS, *flags]
+    with ServerProcess(command, "/ready") as server:
+        run = Soak(server, seed)
+        samples = asyncio.run(run.run(seconds, num_clients))
+        asyncio.run(run.stop_amid_streams())
+        grown = growth(samples)
+        run.problems += [f"{name} grew by {share:.1%}" for name, share in grown.items() if share > MAX_GROWTH]
+        result = {
+            "requests": sum(run.outcomes.values()),
+            "outcomes": dict(run.outcomes.most_common()),
+            "growth": {name: round(share, 4) for name, share in grown.items()},
+            "first": samples[0]._asdict(),
+            "last": samples[-1]._asdict(),
+            "problems": dict(Counter(run.problems)),
+        }
+        if run.problems:
+            print(server.log_tail(), file=sys.stderr)
+    print(json.dumps(result))
+    return run.problems
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=3600)
+    parser.add_argument("--clients", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("flags", nargs="*", help="for quire serve, after --")
+    args = parser.parse_args()
+    problems = soak(args.seconds, args.clients, args.seed, args.model, args.flags)
+    for problem, count in Counter(problems).most_common(20):
+        print(f"{count} × {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
