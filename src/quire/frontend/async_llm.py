@@ -128,6 +128,7 @@ class AsyncLLM:
             raise OverloadedError("the server is stopping: try another one", retry_after_s=10)
         limit = self.serving.max_queued_requests
         if len(self.supervisor.live) >= limit:
+            self.metrics.rejected("queue_full")
             raise OverloadedError(f"{limit} requests are running or waiting, which is the limit: try again later or raise --max-queued-requests")
 
     async def generate(

@@ -28,12 +28,12 @@ class Stream:
 
     async def __anext__(self) -> list[ChoiceUpdate]:
         while True:
+            if self.error is not None:
+                raise self.error
             if self._changed:
                 self._changed = False
                 if updates := self.request.updates():
                     return updates
-            if self.error is not None:
-                raise self.error
             if self.request.finished:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
@@ -49,7 +49,6 @@ class Stream:
         """Ends the request with what it has; harmless when it is over."""
         if not self.request.finished and self.error is None:
             self._on_abort(self.request.request_id)
-            self.request.end("abort")
             self.wake()
 
     def expire_at(self, when: float, callback: Callable[["Stream"], None]) -> None:

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.25
 SLOW_STEPS = 10  # a core may be silent for this many of its longest recent steps
+STEP_DECAY = 0.99  # per step: how long a long step is remembered
 REFUSED_FOR_S = 600.0
 MAX_REFUSED = 1024
 MAX_SOCKET_PATH = 90  # bytes; the system's limit is 107
@@ -105,9 +106,14 @@ class Supervisor:
 
     def abort(self, request_id: str) -> None:
         """Forgets a request; the core drops it within a step."""
+        self._forget(request_id, "abort")
+
+    def _forget(self, request_id: str, reason: str) -> None:
         stream = self.live.pop(request_id, None)
         if stream is None:
             return
+        stream.request.end(reason)
+        self.metrics.finished(stream.request, reason)
         if stream.epoch == self.epoch and self.core is not None:
             self.core.send(Abort(request_id))
         if self.blame.forget(request_id):
@@ -116,7 +122,7 @@ class Supervisor:
     def expire(self, stream: Stream) -> None:
         """The request's time is up."""
         if stream.request.request_id in self.live:
-            self.abort(stream.request.request_id)
+            self._forget(stream.request.request_id, "error")
             stream.fail(DeadlineError("the request's time limit passed before it was finished: raise timeout_s"))
 
     def _submit(self, stream: Stream) -> None:
@@ -155,32 +161,35 @@ class Supervisor:
 
     def _take_outputs(self, outputs: StepOutputs) -> None:
         live, blame = self.live, self.blame
-        num_tokens = 0
+        num_tokens, released = 0, False
         for delta in outputs.deltas:
             stream = live.get(delta.request_id)
             if stream is None:
                 continue
             request = stream.request
             if delta.finish_reason == "error":
-                self.abort(delta.request_id)
+                self._forget(delta.request_id, "error")
                 stream.fail(EngineError("the engine could not take this request in"))
                 continue
+            is_first = request.metrics.first_token_time is None
             abort = request.take(delta)
             if abort is not None:
                 self.core.send(abort)
-            num_tokens += len(delta.token_ids)
+            if delta.token_ids:
+                num_tokens += len(delta.token_ids)
+                if is_first:
+                    self.metrics.first_token(request)
+                if blame.num_deaths or blame.groups:
+                    released |= blame.progressed(delta.request_id)
             if request.finished:
                 del live[delta.request_id]
                 self.metrics.finished(request)
             stream.wake()
-            if blame.num_deaths and delta.token_ids and blame.progressed(delta.request_id):
-                self._submit_all()
-            elif blame.groups and blame.progressed(delta.request_id):
-                self._submit_all()
+        if released:
+            self._submit_all()
         self.stats = outputs.stats
-        if outputs.step_s:
-            self.longest_step_s = max(outputs.step_s, self.longest_step_s * 0.99)
-            self.metrics.step(outputs.stats, outputs.step_s, num_tokens)
+        self.metrics.step(outputs.stats, outputs.step_s, num_tokens)
+        self.longest_step_s = max(outputs.step_s, self.longest_step_s * STEP_DECAY)
 
     # -- the core's life -----------------------------------------------------------------------------------------
 
@@ -271,7 +280,7 @@ class Supervisor:
         while len(self.refused) >= MAX_REFUSED:
             del self.refused[next(iter(self.refused))]
         self.refused[_fingerprint(stream.request)] = time.monotonic() + REFUSED_FOR_S
-        self.abort(request_id)
+        self._forget(request_id, "error")
         stream.fail(PoisonError("this request makes the engine fail and was stopped; others are not affected"))
 
     def _refuse_poison(self, request: RequestState) -> None:
@@ -281,9 +290,9 @@ class Supervisor:
             raise PoisonError("this request made the engine fail a short while ago and is refused for ten minutes")
 
     def _end_all(self, error: errors.QuireError) -> None:
-        for stream in self.live.values():
+        for request_id, stream in list(self.live.items()):
+            self._forget(request_id, "error")
             stream.fail(error)
-        self.live.clear()
 
 
 def _fingerprint(request: RequestState) -> bytes:
