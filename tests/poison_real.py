@@ -1,6 +1,6 @@
 """The real model, falling at the marked prompts of tests/poison.py."""
 
-from quire.executor.inproc import InprocExecutor
+from quire.executor.inproc import PRELOAD, InprocExecutor  # noqa: F401
 from quire.step import StepPlan
 from tests.poison import obey
 

@@ -79,9 +79,9 @@ def _add_flag(section: Any, field: dataclasses.Field, hint: Any) -> None:
     if choices is not None:
         common |= {"choices": choices, "metavar": "{" + ",".join(choices) + "}"}
     elif typing.get_origin(kind) is list:
-        common |= {"nargs": "+", "type": _reader(typing.get_args(kind)[0], field.name)}
+        common |= {"nargs": "+", "action": "extend", "type": reader(typing.get_args(kind)[0], field.name)}
     else:
-        common["type"] = _reader(kind, field.name)
+        common["type"] = reader(kind, field.name)
     section.add_argument(name, **common)
 
 
@@ -89,7 +89,8 @@ def _metavar(kind: Any) -> str:
     return {int: "N", float: "X"}.get(kind, "TEXT")
 
 
-def _reader(kind: type, name: str) -> Callable[[str], Any]:
+def reader(kind: type, name: str) -> Callable[[str], Any]:
+    """What turns a typed word into the value of a field."""
     return size if kind is int and name.endswith("_bytes") else kind
 
 

@@ -10,7 +10,7 @@ from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
 
 DEFAULT_CONTEXT_TOKENS = 2048  # for configs that do not say
-DEFAULT_STEP_TOKENS = 2048
+DEFAULT_STEP_TOKENS = 512  # on a CPU more gains nothing, and everybody waits for the step
 
 
 def resolve(config: EngineConfig, path: str, kind: str, hf_config: dict[str, Any], num_cores: int) -> EngineConfig:

@@ -5,6 +5,7 @@ not text, tensors or clients.
 """
 
 import logging
+from types import ModuleType
 
 import msgspec
 
@@ -24,12 +25,17 @@ from quire.utils.flight import NoRecorder
 log = logging.getLogger(__name__)
 
 
+def executor_module(name: str) -> ModuleType:
+    """The executor of that name; what follows a colon is for the executor itself."""
+    return registry.load("quire.executor", name.partition(":")[0])
+
+
 class Engine:
     """A core: takes AddRequest and Abort, gives StepOutputs. `config` is resolved."""
 
     def __init__(self, config: EngineConfig, executor: Executor | None = None, recorder: NoRecorder = NoRecorder()) -> None:
         self.config = config
-        self.executor = executor or registry.load("quire.executor", config.device.executor.partition(":")[0]).EXECUTOR(config)
+        self.executor = executor or executor_module(config.device.executor).EXECUTOR(config)
         layout = self._layout()
         self.executor.allocate(layout)
         self.pipeline = Pipeline(self.executor, config.scheduler.pipeline_depth, recorder)

@@ -1,6 +1,6 @@
 """The core as a process of its own: `python -m quire.core.process`, started and replaced by the frontend.
 
-Reads its set-up from standard input, then messages from a socket, to which it writes what each step gave. Never waits for whoever
+Imports what its executor needs, reads its set-up from standard input, then messages from a socket, to which it writes what each step gave. Never waits for whoever
 reads. Lives as long as its standard input stays open, so no core outlives its frontend. Knows nothing of clients.
 """
 
@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import importlib
 import logging
 import os
 import signal
@@ -19,7 +20,7 @@ import msgspec
 import zmq
 
 from quire import env
-from quire.core.engine import Engine
+from quire.core.engine import Engine, executor_module
 from quire.errors import QuireError
 from quire.messages import Abort, AddRequest, Check, Checked, ChoiceDelta, CoreSetup, Failed, FromCore, Ready, StepOutputs, ToCore
 from quire.utils.flight import FlightRecorder
@@ -118,10 +119,14 @@ def main() -> int:
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL)
     logging.basicConfig(level=env.log_level(), format="%(asctime)s %(levelname).1s core %(name)s: %(message)s", datefmt="%H:%M:%S")
+    for module in getattr(executor_module(sys.argv[1]), "PRELOAD", ()):
+        importlib.import_module(module)
     size = int.from_bytes(sys.stdin.buffer.raw.read(4), "little")
     data = b""
     while len(data) < size and (part := sys.stdin.buffer.raw.read(size - len(data))):
         data += part
+    if not data:
+        return 0  # a spare that was never needed
     setup = msgspec.msgpack.decode(data, type=CoreSetup)
     _exit_with_frontend()
     return CoreProcess(setup).run()

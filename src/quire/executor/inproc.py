@@ -11,6 +11,7 @@ from quire.kv.specs import KVLayout, KVSpec
 from quire.step import StepPlan
 
 WORKER = "quire.worker.worker"
+PRELOAD = (WORKER,)  # what a core process may import before it knows its model
 
 
 class InprocExecutor(Executor):

@@ -31,6 +31,16 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(FromCore).decode
 
 
+async def start_process(config: EngineConfig) -> Process:
+    """A core process that has imported what it will need and waits to be told what to do: its set-up decides what it becomes.
+
+    In a session of its own: the terminal's Ctrl-C is for us alone.
+    """
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", CORE, config.device.executor, stdin=PIPE, start_new_session=True
+    )
+
+
 class CoreClient:
     def __init__(self, config: EngineConfig, folder: Path, epoch: int) -> None:
         self.config = config
@@ -48,9 +58,9 @@ class CoreClient:
     def pid(self) -> int:
         return self.process.pid
 
-    async def start(self) -> None:
-        # In a session of its own: the terminal's Ctrl-C is for us alone.
-        self.process = await asyncio.create_subprocess_exec(sys.executable, "-m", CORE, stdin=PIPE, start_new_session=True)
+    async def start(self, spare: Process | None = None) -> None:
+        """`spare`: a process that waits already, if there is one."""
+        self.process = spare or await start_process(self.config)
         setup = _encode(CoreSetup(self.config, self.address, str(self.record_path)))
         self.process.stdin.write(len(setup).to_bytes(4, "little") + setup)
         with contextlib.suppress(ConnectionError):  # it died at once: `exited` tells

@@ -11,6 +11,7 @@ import logging
 import shutil
 import tempfile
 import time
+from asyncio.subprocess import Process
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ from quire import errors
 from quire.config import EngineConfig, ServingConfig
 from quire.errors import DeadlineError, EngineError, PoisonError
 from quire.frontend.blame import MAX_DEATHS, Blame, Cause
-from quire.frontend.core_client import CoreClient
+from quire.frontend.core_client import CoreClient, start_process
 from quire.frontend.requests import RequestState
 from quire.frontend.stream import Stream
 from quire.messages import Abort, Check, Checked, EngineStats, Failed, FromCore, Ready, StepOutputs
@@ -28,7 +29,8 @@ from quire.metrics.serving import ServingMetrics
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
-SLOW_STEPS = 10  # a core may be silent for this many of its longest recent steps
+SPARE_DELAY_S = 2.0
+SLOW_STEPS = 3  # a core may be silent for this many of its longest recent steps
 STEP_DECAY = 0.99  # per step: how long a long step is remembered
 REFUSED_FOR_S = 600.0
 MAX_REFUSED = 1024
@@ -44,6 +46,7 @@ class Supervisor:
         self.blame = Blame()
         self.refused: dict[bytes, float] = {}  # fingerprint -> until when, by time.monotonic()
         self.core: CoreClient | None = None
+        self.spare: Process | None = None  # a process that has imported everything and waits
         self.epoch = 0
         self.stats = EngineStats()
         self.num_restarts = 0
@@ -73,6 +76,7 @@ class Supervisor:
         if self._task is not None:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+        await self._end_spare()
         self._end_all(EngineError("the engine was shut down"))
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -213,9 +217,10 @@ class Supervisor:
         cause = Cause.OUTSIDE
         tasks: list[asyncio.Task] = []
         try:
-            await core.start()
+            spare, self.spare = self.spare, None
+            await core.start(spare if spare is not None and spare.returncode is None else None)
             pump, watch = asyncio.create_task(self._pump(core)), asyncio.create_task(self._watch(core))
-            tasks = [pump, watch]
+            tasks = [pump, watch, asyncio.create_task(self._prepare_spare())]
             own_fault = await core.exited()
             if watch.done():
                 cause = Cause.STALL
@@ -232,6 +237,20 @@ class Supervisor:
             await core.close()
         if not self._closing:
             await self._bury(cause, in_flight, was_ready)
+
+    async def _prepare_spare(self) -> None:
+        """When the core has taken up its work: importing would slow its start."""
+        if self.serving.standby:
+            await self._first_core.wait()
+            await asyncio.sleep(SPARE_DELAY_S)
+            self.spare = await start_process(self.config)
+
+    async def _end_spare(self) -> None:
+        if self.spare is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.spare.kill()
+            await self.spare.wait()
+            self.spare.stdin.close()
 
     async def _bury(self, cause: Cause, in_flight: list[str], was_ready: bool) -> None:
         for check in self._checks:

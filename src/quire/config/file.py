@@ -1,0 +1,74 @@
+"""Options from a YAML file, by the names of their flags: what `quire serve --config FILE` reads.
+
+The file is a flat mapping (`max-model-len: 4096` or `max_model_len: 4096`). Flags that were typed win: that is the caller's part.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from quire.config.engine import EngineConfig
+from quire.config.fields import field_types, unwrap
+from quire.config.flags import reader
+from quire.errors import ConfigError
+
+
+def read_options(path: str, options: Iterable[type]) -> dict[str, Any]:
+    """Field name -> value, for the fields of these options classes; values are checked where the classes are built."""
+    kinds = _kinds(options)
+    values: dict[str, Any] = {}
+    for key, value in _mapping(path).items():
+        name = str(key).lstrip("-").replace("-", "_")
+        if name not in kinds:
+            close = difflib.get_close_matches(name, kinds, 1)
+            raise ConfigError(f"{path}: unknown option {key!r:.100}" + (f": did you mean {close[0].replace('_', '-')!r}?" if close else ""))
+        if name in values:
+            raise ConfigError(f"{path}: {key!r} is there twice, in two spellings")
+        if value is not None:
+            values[name] = _value(path, name, kinds[name], value)
+    return values
+
+
+def _kinds(options: Iterable[type]) -> dict[str, Any]:
+    """Field name -> plain type of every option."""
+    found = {}
+    for cls in options:
+        if cls is EngineConfig:
+            found |= _kinds(group.type for group in dataclasses.fields(EngineConfig))
+        else:
+            found |= {name: unwrap(hint)[0] for name, hint in field_types(cls).items()}
+    return found
+
+
+def _value(path: str, name: str, kind: Any, value: Any) -> Any:
+    if typing.get_origin(kind) is list:
+        return value if isinstance(value, list) else [value]
+    if kind is int and isinstance(value, str):  # 4G
+        try:
+            return reader(kind, name)(value)
+        except (ValueError, argparse.ArgumentTypeError):
+            raise ConfigError(f"{path}: {name} cannot be {value!r:.100}") from None
+    return value
+
+
+def _mapping(path: str) -> dict[Any, Any]:
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError("--config needs PyYAML: pip install pyyaml") from None
+    try:
+        content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the config file {path!r} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = getattr(error, "problem_mark", None)
+        raise ConfigError(f"{path} is no valid YAML" + (f": see line {where.line + 1}" if where else "")) from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold option names and values, as in: max-model-len: 4096")
+    return content

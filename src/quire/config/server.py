@@ -1,0 +1,55 @@
+"""Options of the HTTP server: where it listens, who may call, what one request may cost, what is logged.
+
+Read by `api/server`; the engine behind it has its own (`engine.py`, `serving.py`).
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.config.fields import check, knob
+from quire.errors import ConfigError
+
+_ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.\-\[\]:]+")
+_KEY = re.compile(r"[\x21-\x7e]+")  # what a header can carry
+
+
+@dataclass(frozen=True, repr=False)  # keys must not end up in a log
+class ServerConfig:
+    """The HTTP server"""
+
+    host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in")
+    port: int = knob(8000, "port to listen on; 0 takes a free one", low=0, high=65535)
+    served_model_name: list[str] = knob([], "names clients may ask for (default: MODEL as typed)", metavar="NAME")
+    api_key: list[str] = knob([], "clients must send one of these keys; can be given several times", metavar="KEY")
+    api_key_file: str | None = knob(None, "a file with one such key per line, which keeps them out of process lists", metavar="FILE")
+    admin_api_key: str | None = knob(None, "the key that endpoints for operators need", metavar="KEY")
+    ssl_certfile: str | None = knob(None, "certificate: with it the server speaks HTTPS", metavar="FILE")
+    ssl_keyfile: str | None = knob(None, "the certificate's private key, where it is in a file of its own", metavar="FILE")
+    allowed_origins: list[str] = knob([], "web pages that may call from a browser, as https://host, or * (default: none)", metavar="ORIGIN")
+    max_body_bytes: int = knob(16 << 20, "largest request body (default: 16M)", low=1)
+    max_json_depth: int = knob(64, "deepest nesting of lists and objects in a request", low=4, high=500)
+    body_timeout_s: float = knob(60.0, "seconds a client may take to send a request", low=0.1)
+    log_format: Literal["human", "json"] = knob("human", "lines for people, or one JSON object per line")
+    access_log: bool = knob(True, "log a line per request")
+    log_requests: bool = knob(False, "log what clients send, prompts included")
+
+    def __post_init__(self) -> None:
+        check(self)
+        for name in ("served_model_name", "api_key", "allowed_origins"):
+            if not all(isinstance(value, str) and value for value in getattr(self, name)):
+                raise ConfigError(f"{name} must hold non-empty texts")
+        for key in (*self.api_key, *([] if self.admin_api_key is None else [self.admin_api_key])):
+            check_key(key)
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"{origin!r:.100} is no origin: write https://host or https://host:port, without a path, or *")
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise ConfigError("--ssl-keyfile needs --ssl-certfile")
+
+
+def check_key(key: str) -> str:
+    """The key itself, or ConfigError without repeating it."""
+    if not _KEY.fullmatch(key):
+        raise ConfigError("a key must be one or more visible ASCII characters without spaces")
+    return key
