@@ -87,6 +87,10 @@ class AsyncLLM:
             return "the engine is starting"
         return self.supervisor.health() if self.accepting else "the server is stopping"
 
+    async def check(self) -> str:
+        """What is wrong with the core's books, for soaks; empty if nothing is."""
+        return await self.supervisor.check() if self.supervisor is not None else "the engine is starting"
+
     @property
     def stats(self) -> EngineStats:
         return self.supervisor.stats if self.supervisor is not None else EngineStats()

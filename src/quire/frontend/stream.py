@@ -20,6 +20,7 @@ class Stream:
         self.error: Exception | None = None
         self._on_abort = on_abort
         self._changed = False
+        self._only_end = False  # its reader wants to be woken once
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -40,7 +41,8 @@ class Stream:
             await self._waiter
 
     async def wait(self) -> RequestState:
-        """The request when it is finished."""
+        """The request when it is finished; cheaper than reading it step by step."""
+        self._only_end = True
         async for _ in self:
             pass
         return self.request
@@ -56,6 +58,8 @@ class Stream:
         self._timer = asyncio.get_running_loop().call_at(when, callback, self)
 
     def wake(self) -> None:
+        if self._only_end and self.error is None and not self.request.finished:
+            return
         self._changed = True
         waiter = self._waiter
         if waiter is not None and not waiter.done():

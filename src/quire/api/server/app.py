@@ -1,0 +1,118 @@
+"""The server's endpoints: one table from which routing, the key each path needs and the OpenAPI document all follow.
+
+`build_app` is called by `run.py`, which puts the guard around it; the guard asks `policy_of`. A plain ASGI application: the one
+lookup below serves both, so what the guard allowed is what runs. Must not know sockets, keys or limits on bytes.
+"""
+
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from quire.api.server import chat, completions, models, openapi, status, tokens
+from quire.api.server.calls import Answer, Call, Receive, Scope, Send, Service, read_body
+from quire.api.server.errors import no_such_path, problem, wrong_method
+from quire.api.server.sse import EventStream
+from quire.frontend.async_llm import AsyncLLM
+
+Policy = Literal["open", "user", "admin"]  # no key, a key, an operator's key
+
+
+class Endpoint(NamedTuple):
+    method: str
+    path: str  # may end with {argument}, which stands for the rest of the path
+    handler: Callable[[Call], Awaitable[Answer | EventStream]]
+    policy: Policy
+    summary: str
+    body: type[msgspec.Struct] | None = None
+    answer: type[msgspec.Struct] | str = "application/json"  # what it gives: a struct, or text of some type
+    streams: bool = False
+
+
+ENDPOINTS = [
+    Endpoint("GET", "/live", status.live, "open", "The process is up", None, status.Alive),
+    Endpoint("GET", "/ready", status.ready, "open", "The engine makes progress", None, status.Alive),
+    Endpoint("GET", "/health", status.ready, "open", "The engine makes progress", None, status.Alive),
+    Endpoint("GET", "/version", status.version, "user", "The server's version", None, status.Version),
+    Endpoint("GET", "/metrics", status.metrics, "user", "Prometheus metrics", None, "text/plain"),
+    Endpoint("GET", "/admin/check", status.check, "admin", "Have the engine verify its books", None, status.Checked),
+    Endpoint("GET", "/v1/models", models.list_models, "user", "The names of the model", None, models.ModelList),
+    Endpoint("GET", "/v1/models/{model}", models.get_model, "user", "One name of the model", None, models.ModelCard),
+    Endpoint(
+        "POST", "/v1/chat/completions", chat.chat, "user", "Answer a conversation", chat.ChatRequest, chat.ChatCompletion, True
+    ),
+    Endpoint(
+        "POST", "/v1/completions", completions.completions, "user", "Continue prompts",
+        completions.CompletionRequest, completions.Completion, True,
+    ),
+    Endpoint("POST", "/tokenize", tokens.tokenize, "user", "Token ids of text", tokens.TokenizeRequest, tokens.TokenizeAnswer),
+    Endpoint("POST", "/detokenize", tokens.detokenize, "user", "Text of token ids", tokens.DetokenizeRequest, tokens.DetokenizeAnswer),
+    Endpoint("GET", "/openapi.json", openapi.document, "user", "This description, for programs"),
+    Endpoint("GET", "/docs", openapi.page, "user", "This description, for people", None, "text/html"),
+]  # fmt: skip
+
+_BY_PATH: dict[str, dict[str, Endpoint]] = {}
+_BY_PREFIX: dict[str, dict[str, Endpoint]] = {}
+for _endpoint in ENDPOINTS:
+    _prefix, _brace, _ = _endpoint.path.partition("{")
+    (_BY_PREFIX if _brace else _BY_PATH).setdefault(_prefix, {})[_endpoint.method] = _endpoint
+
+
+def find(path: str) -> tuple[dict[str, Endpoint], str]:
+    """(endpoints at this path by method, the path's argument); no endpoints where there is no such path."""
+    if path in _BY_PATH:
+        return _BY_PATH[path], ""
+    for prefix, methods in _BY_PREFIX.items():
+        if path.startswith(prefix) and len(path) > len(prefix):
+            return methods, path[len(prefix) :]
+    return {}, ""
+
+
+def _pick(methods: dict[str, Endpoint], method: str) -> Endpoint | None:
+    return methods.get("GET" if method == "HEAD" else method)
+
+
+def policy_of(method: str, path: str) -> Policy | None:
+    """Who may call; None where there is no such endpoint, which nobody without a key should learn."""
+    endpoint = _pick(find(path)[0], method)
+    return endpoint.policy if endpoint is not None else None
+
+
+def build_app(llm: AsyncLLM, served_names: Sequence[str]) -> "App":
+    """The application. `served_names`: what requests may call the model; the first is used where they name none."""
+    return App(Service(llm, list(served_names), openapi.build(ENDPOINTS)))
+
+
+class App:
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _live(receive, send)
+        elif scope["type"] == "http":
+            methods, argument = find(scope["path"])
+            endpoint = _pick(methods, scope["method"])
+            if endpoint is None:
+                await Answer.error(wrong_method(sorted(methods)) if methods else no_such_path())(receive, send)
+            else:
+                await self._answer(endpoint, argument, scope, receive, send)
+
+    async def _answer(self, endpoint: Endpoint, argument: str, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await read_body(receive) if endpoint.body is not None else b""
+        if body is None:
+            return  # the client left
+        request_id = scope.get("state", {}).get("request_id") or secrets.token_hex(16)
+        try:
+            answer = await endpoint.handler(Call(self.service, request_id, receive, body, argument))
+        except Exception as error:
+            answer = Answer.error(problem(error, request_id))
+        await answer(receive, send)
+
+
+async def _live(receive: Receive, send: Send) -> None:
+    """The protocol's way to say that the server starts and stops; the engine's life is `run.py`'s business."""
+    while (message := await receive())["type"] != "lifespan.shutdown":
+        await send({"type": f"{message['type']}.complete"})
+    await send({"type": "lifespan.shutdown.complete"})

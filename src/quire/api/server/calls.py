@@ -1,0 +1,114 @@
+"""What a handler is given and gives back: the service, one call of it, and whole answers (streams are `sse.py`'s).
+
+Used by every handler. Knows ASGI and AsyncLLM, no protocol and no endpoint.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from quire.api.server.errors import Problem, UnknownModelError
+from quire.frontend.async_llm import AsyncLLM, Stream
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+JSON = b"application/json"
+
+
+@dataclass(frozen=True)
+class Service:
+    """What all calls share."""
+
+    llm: AsyncLLM
+    names: list[str]  # of the model; the first is used where a request names none
+    openapi: dict[str, Any]  # the document
+    started_s: int = field(default_factory=lambda: int(time.time()))
+
+    def model_name(self, asked: str | None) -> str:
+        if asked is None:
+            return self.names[0]
+        if asked not in self.names:
+            raise UnknownModelError(f"there is no model {asked!r:.200} here: {', '.join(self.names)} can be asked for")
+        return asked
+
+
+@dataclass(slots=True)
+class Call:
+    """One HTTP request, its body read."""
+
+    service: Service
+    request_id: str  # shown to the client, who may have chosen it
+    receive: Receive
+    body: bytes = b""
+    argument: str = ""  # what `{…}` in the endpoint's path stood for
+    created_s: int = field(default_factory=lambda: int(time.time()))
+
+    def core_id(self) -> str:
+        """An id for the core, where two requests must never share one."""
+        return f"{self.request_id}-{secrets.token_hex(4)}"
+
+
+class Answer:
+    """A whole answer: called with the client's `receive` and `send`, as every answer is."""
+
+    def __init__(self, body: bytes, status: int = 200, content_type: bytes = JSON, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        self.body = body
+        self.status = status
+        self.headers: Headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
+
+    @classmethod
+    def json(cls, value: Any, status: int = 200) -> "Answer":
+        return cls(msgspec.json.encode(value), status)
+
+    @classmethod
+    def error(cls, problem: Problem) -> "Answer":
+        return cls(problem.body, problem.status, headers=problem.headers)
+
+    async def __call__(self, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
+        await send({"type": "http.response.body", "body": self.body})
+
+
+async def read_body(receive: Receive) -> bytes | None:
+    """The whole body, whose size the guard bounds; None when the client left while sending it."""
+    message = await receive()
+    if message["type"] == "http.request" and not message.get("more_body"):
+        return message.get("body", b"")
+    parts = []
+    while message["type"] == "http.request":
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)
+        message = await receive()
+    return None
+
+
+class Watched:
+    """`async with Watched(receive, streams)`: inside, a disconnect ends the streams; after it none of them runs."""
+
+    def __init__(self, receive: Receive, streams: Sequence[Stream]) -> None:
+        self.receive, self.streams = receive, streams
+
+    async def __aenter__(self) -> None:
+        self.watcher = asyncio.create_task(self._watch())
+
+    async def __aexit__(self, *exception: object) -> None:
+        self.watcher.cancel()
+        self._abort()
+
+    async def _watch(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+        self._abort()
+
+    def _abort(self) -> None:
+        for stream in self.streams:
+            stream.abort()  # does nothing to a finished one

@@ -1,0 +1,177 @@
+"""/v1/chat/completions: conversations in OpenAI's protocol, whole or as a stream.
+
+Called by `app.py`. Messages are rendered and tokenized by the frontend; what they may hold is checked there.
+"""
+
+from typing import Annotated, Any, Literal, Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from quire.api.server.calls import Answer, Call
+from quire.api.server.errors import FieldError
+from quire.api.server.fields import MAX_MESSAGES, REFUSED, Count, NumLogprobs, Refusals, SamplingFields, decode, given
+from quire.api.server.generation import Usage, finish, submit, text_of, usage
+from quire.api.server.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
+from quire.api.server.sse import Events, EventStream, Format
+from quire.errors import RequestError
+from quire.frontend.async_llm import AsyncLLM, Stream
+from quire.frontend.tokenizer import Tokenizer
+
+_MESSAGE_SCHEMA = {
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#/components/schemas/TextPart"}}]},
+    },
+}
+# Not structs: templates may know more keys than we do.
+Message = Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=_MESSAGE_SCHEMA)]
+Messages = Annotated[list[Message], msgspec.Meta(extra_json_schema={"minItems": 1, "maxItems": MAX_MESSAGES})]
+
+
+class TextPart(msgspec.Struct):
+    """The one kind of part there is so far."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    messages: Messages
+    add_generation_prompt: bool | None = None  # null: unless the final message is continued
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None  # for templates that know it
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+
+    def num_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise FieldError("top_logprobs", "top_logprobs needs logprobs set to true")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class HasMessages(Protocol):
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: dict[str, Any] | None
+    reasoning_effort: str | None
+
+
+async def encode(llm: AsyncLLM, body: HasMessages) -> list[int]:
+    """The prompt that messages make."""
+    if len(body.messages) > MAX_MESSAGES:
+        raise FieldError("messages", f"there are {len(body.messages)} messages, one call may have {MAX_MESSAGES}")
+    generation = body.add_generation_prompt if body.add_generation_prompt is not None else not body.continue_final_message
+    arguments = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        arguments.setdefault("reasoning_effort", body.reasoning_effort)
+    try:
+        return await llm.encode_chat(body.messages, generation, bool(body.continue_final_message), arguments)
+    except RequestError as error:
+        raise FieldError("messages", str(error)) from None
+
+
+class ChatMessage(msgspec.Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+TEMPLATE_REFUSED: Refusals = {
+    # A template is a program: the operator chooses it, with --chat-template.
+    "chat_template": given, "documents": given, "mm_processor_kwargs": given, "add_special_tokens": given, "tools": given,
+}  # fmt: skip
+CHAT_REFUSED: Refusals = {
+    **REFUSED, **TEMPLATE_REFUSED,
+    "tool_choice": lambda value: value not in (None, "none"),
+    "functions": given,
+    "function_call": lambda value: value not in (None, "none"),
+    "response_format": lambda value: value not in (None, {"type": "text"}),
+    "audio": given,
+    "modalities": lambda value: value not in (None, [], ["text"]),
+    "verbosity": lambda value: value not in (None, "medium"),
+    "web_search_options": lambda value: value is not None,
+    "echo": given,
+}  # fmt: skip
+
+
+async def chat(call: Call) -> Answer | EventStream:
+    body = decode(call.body, ChatRequest, CHAT_REFUSED)
+    llm, model = call.service.llm, call.service.model_name(body.model)
+    body.check(num_prompts=1)
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    params = body.params(llm.model, max_tokens=max_tokens, logprobs=body.num_logprobs())
+    prompt = await encode(llm, body)
+    streams = await submit(call, [prompt], params, body)
+    head = {"id": f"chatcmpl-{call.request_id}", "created": call.created_s, "model": model}
+    if body.stream:
+        form = _format(head, body, streams[0], llm.model.tokenizer)
+        return EventStream(Events(form, streams, params.n), call.request_id)
+    await finish(call, streams)
+    return Answer.json(_completion(head, body, streams[0], llm.model.tokenizer))
+
+
+def _completion(head: dict[str, Any], body: ChatRequest, stream: Stream, tokenizer: Tokenizer | None) -> ChatCompletion:
+    request = stream.request
+    return ChatCompletion(
+        **head,
+        choices=[
+            ChatChoice(
+                index=choice.index,
+                message=ChatMessage(text_of(choice)),
+                logprobs=chat_logprobs(choice.logprobs, tokenizer) if body.logprobs else None,
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
+                token_ids=choice.token_ids if body.return_token_ids else UNSET,
+            )
+            for choice in request.choices
+        ],
+        usage=usage([stream]),
+        prompt_logprobs=UNSET if body.prompt_logprobs is None else prompt_logprobs(request.prompt_logprobs, tokenizer),
+        prompt_token_ids=request.prompt_token_ids if body.return_token_ids else UNSET,
+    )
+
+
+def _format(head: dict[str, Any], body: ChatRequest, stream: Stream, tokenizer: Tokenizer | None) -> Format:
+    def opening(idx: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        beside: dict[str, Any] = {}
+        if idx == 0 and body.return_token_ids:
+            beside["prompt_token_ids"] = stream.request.prompt_token_ids
+        if idx == 0 and body.prompt_logprobs is not None:
+            beside["prompt_logprobs"] = prompt_logprobs(stream.request.prompt_logprobs, tokenizer)
+        return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}, beside
+
+    return Format(
+        head={"id": head["id"], "object": "chat.completion.chunk", "created": head["created"], "model": head["model"]},
+        before_text=b'"delta":{"content":',
+        after_text=b"}",
+        opening=opening,
+        logprobs=(lambda update: chat_logprobs(update.logprobs, tokenizer)) if body.logprobs else None,
+        token_ids=bool(body.return_token_ids),
+        usage_at_end=body.usage_at_end,
+        usage_always=body.usage_always,
+    )

@@ -1,0 +1,194 @@
+"""/v1/completions: raw prompts in OpenAI's older protocol: text or token ids, one or many, echoed when asked.
+
+Called by `app.py`. Choices are numbered prompt by prompt: choice `c` of prompt `p` is p × n + c.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from quire.api.server.calls import Answer, Call
+from quire.api.server.errors import FieldError
+from quire.api.server.fields import (
+    REFUSED,
+    NumLogprobs,
+    Refusals,
+    SamplingFields,
+    TokenId,
+    TokenIds,
+    check_vocabulary,
+    decode,
+)
+from quire.api.server.generation import Usage, finish, submit, text_of, usage
+from quire.api.server.logprobs import CompletionLogprobs, CompletionLogprobsWriter, PromptLogprobs, prompt_logprobs
+from quire.api.server.sse import Events, EventStream, Format
+from quire.frontend.async_llm import AsyncLLM, Stream
+from quire.frontend.requests import ChoiceState, ChoiceUpdate
+from quire.frontend.tokenizer import Tokenizer
+from quire.params import SamplingParams
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    prompt: str | list[str | TokenId | TokenIds]
+    logprobs: NumLogprobs | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    add_special_tokens: bool | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and all(isinstance(item, int) for item in self.prompt):
+            return [self.prompt]
+        if not self.prompt or any(isinstance(item, int) for item in self.prompt):
+            raise FieldError("prompt", "prompt must be text, a list of texts, a list of token ids or a list of such lists")
+        return self.prompt
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+COMPLETION_REFUSED: Refusals = {**REFUSED, "suffix": bool, "response_format": lambda value: value not in (None, {"type": "text"})}
+
+
+async def completions(call: Call) -> Answer | EventStream:
+    body = decode(call.body, CompletionRequest, COMPLETION_REFUSED)
+    llm, model = call.service.llm, call.service.model_name(body.model)
+    prompts = body.prompts()
+    body.check(len(prompts))
+    params = _params(body, llm)
+    echoes = [await _as_text(llm, prompt) if body.echo else None for prompt in prompts]
+    if body.add_special_tokens is False:
+        prompts = [await llm.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt for prompt in prompts]
+    streams = await submit(call, prompts, params, body)
+    written = [_Prompt(body, params, llm.model.tokenizer, stream, echo) for stream, echo in zip(streams, echoes)]
+    head = {"id": f"cmpl-{call.request_id}", "created": call.created_s, "model": model}
+    if body.stream:
+        return EventStream(Events(_format(head, body, written), streams, params.n), call.request_id)
+    await finish(call, streams)
+    choices = [choice for prompt in written for choice in prompt.choices()]
+    for idx, choice in enumerate(choices):
+        choice.index = idx
+    return Answer.json(Completion(**head, choices=choices, usage=usage(streams, 0 if body.max_tokens == 0 else None)))
+
+
+def _params(body: CompletionRequest, llm: AsyncLLM) -> SamplingParams:
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise FieldError("best_of", "best_of other than n is not supported by this server: leave it out")
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0 and body.echo:
+        if body.stream:
+            raise FieldError("max_tokens", "max_tokens of 0 with echo cannot be streamed: set stream to false")
+        max_tokens = 1  # the engine always computes one token; it is left out of the answer
+    of_prompt = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        of_prompt = max(body.logprobs, of_prompt or 0)
+    return body.params(llm.model, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=of_prompt)
+
+
+async def _as_text(llm: AsyncLLM, prompt: str | list[int]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    check_vocabulary("prompt", prompt, llm.model.vocab_size)
+    return await llm.decode(prompt)
+
+
+class _Prompt:
+    """One prompt of a call: how its choices are written."""
+
+    def __init__(
+        self, body: CompletionRequest, params: SamplingParams, tokenizer: Tokenizer | None, stream: Stream, echo: str | None
+    ) -> None:
+        self.body, self.tokenizer, self.request = body, tokenizer, stream.request
+        self.echo = echo  # the prompt as text, where it begins the answer
+        self.writers: list[CompletionLogprobsWriter] = []
+        if body.logprobs is not None:
+            self.writers = [CompletionLogprobsWriter(params, tokenizer, self.request.prompt_token_ids) for _ in range(params.n)]
+
+    def choices(self) -> list[CompletionChoice]:
+        return [self._choice(choice) for choice in self.request.choices]
+
+    def _choice(self, choice: ChoiceState) -> CompletionChoice:
+        columns = self.echoed(choice.index)
+        only_echo = self.body.max_tokens == 0
+        num_tokens = 0 if only_echo else len(choice.token_ids)
+        if self.writers:
+            columns = self.writers[choice.index].write(choice.logprobs[:num_tokens], columns)
+        return CompletionChoice(
+            index=choice.index,
+            text=(self.echo or "") + ("" if only_echo else text_of(choice)),
+            logprobs=columns,
+            finish_reason="length" if only_echo else choice.finish_reason,
+            stop_reason=None if only_echo else choice.stop_reason,
+            token_ids=choice.token_ids[:num_tokens] if self.body.return_token_ids else UNSET,
+            **self.extras(),
+        )
+
+    def opening(self, idx: int) -> dict[str, Any] | None:
+        """The first event of a streamed choice, where there is something to say before its first token."""
+        extras = self.extras()
+        if self.echo is None and not extras:
+            return None
+        return {"text": self.echo or "", "logprobs": self.echoed(idx), **extras}
+
+    def echoed(self, idx: int) -> CompletionLogprobs | None:
+        if self.echo is None or not self.writers:
+            return None
+        return self.writers[idx].echo(self.echo, self.request.prompt_logprobs)
+
+    def extras(self) -> dict[str, Any]:
+        extras: dict[str, Any] = {}
+        if self.body.prompt_logprobs is not None:
+            extras["prompt_logprobs"] = prompt_logprobs(self.request.prompt_logprobs, self.tokenizer)
+        if self.body.return_token_ids:
+            extras["prompt_token_ids"] = self.request.prompt_token_ids
+        return extras
+
+
+def _format(head: dict[str, Any], body: CompletionRequest, prompts: Sequence[_Prompt]) -> Format:
+    n = body.n or 1
+
+    def opening(idx: int) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        fields = prompts[idx // n].opening(idx % n)
+        return (fields, {}) if fields is not None else None
+
+    def can_open(idx: int) -> bool:
+        """The first choice computes the logprobs of the prompt; others may be ahead of it."""
+        request = prompts[idx // n].request
+        return request.params.prompt_logprobs is None or len(request.prompt_logprobs) >= len(request.prompt_token_ids) - 1
+
+    def logprobs(update: ChoiceUpdate) -> CompletionLogprobs:
+        return prompts[update.index // n].writers[update.index % n].write(update.logprobs)
+
+    return Format(
+        head={"id": head["id"], "object": "text_completion", "created": head["created"], "model": head["model"]},
+        before_text=b'"text":',
+        after_text=b"",
+        opening=opening,
+        can_open=can_open,
+        logprobs=logprobs if body.logprobs is not None else None,
+        token_ids=bool(body.return_token_ids),
+        usage_at_end=body.usage_at_end,
+        usage_always=body.usage_always,
+    )

@@ -1,0 +1,91 @@
+"""Exceptions as HTTP answers in OpenAI's shape: one table from our exception tree to status, type and code.
+
+Used by `app.py` for whole answers and by `sse.py` for streams that broke. What nobody foresaw says nothing but the request's id.
+"""
+
+import logging
+import math
+
+import msgspec
+
+from quire.errors import DeadlineError, EngineError, OverloadedError, PoisonError, RequestError
+from quire.params import SamplingParams
+
+log = logging.getLogger(__name__)
+
+NO_RETRY = (b"x-should-retry", b"false")  # the openai client honours it; trying again would only cost more
+
+_NAMED_FIRST = {*SamplingParams.__struct_fields__, "messages", "priority", "cache_salt", "timeout_s"}
+
+
+class FieldError(RequestError):
+    """A field of the body cannot be served; `param` names it."""
+
+    def __init__(self, param: str | None, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class UnknownModelError(RequestError):
+    """The request names a model that is not served."""
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct):
+    error: ErrorDetail
+
+
+class Problem(msgspec.Struct):
+    """An error, ready to be sent."""
+
+    status: int
+    error: ErrorDetail
+    headers: list[tuple[bytes, bytes]] = []
+
+    @property
+    def body(self) -> bytes:
+        return msgspec.json.encode(ErrorBody(self.error))
+
+
+def problem(error: Exception, request_id: str) -> Problem:
+    message = str(error)
+    match error:
+        case UnknownModelError():
+            return Problem(404, ErrorDetail(message, "invalid_request_error", "model", "model_not_found"))
+        case FieldError():
+            return Problem(400, ErrorDetail(message, "invalid_request_error", error.param))
+        case RequestError():
+            return Problem(400, ErrorDetail(message, "invalid_request_error", _param(message)))
+        case OverloadedError():
+            wait = (b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s)))
+            return Problem(503, ErrorDetail(message, "overloaded_error", code="overloaded"), [wait])
+        case DeadlineError():
+            return Problem(408, ErrorDetail(message, "timeout_error", code="deadline_exceeded"), [NO_RETRY])
+        case PoisonError():
+            return Problem(500, ErrorDetail(message, "server_error", code="request_failed"), [NO_RETRY])
+        case EngineError():
+            return Problem(503, ErrorDetail(message, "server_error", code="engine_unavailable"))
+    log.error("request %s failed", request_id, exc_info=error)
+    return Problem(500, ErrorDetail(f"internal error; the server's log has more under request id {request_id}", "server_error"))
+
+
+def _param(message: str) -> str | None:
+    """Sentences about a sampling parameter begin with its name."""
+    first_word = message.partition(" ")[0]
+    return first_word if first_word in _NAMED_FIRST else None
+
+
+def no_such_path() -> Problem:
+    return Problem(404, ErrorDetail("there is no such path: /docs lists those there are", "invalid_request_error", code="not_found"))
+
+
+def wrong_method(allowed: list[str]) -> Problem:
+    names = ", ".join(allowed)
+    detail = ErrorDetail(f"this path takes {names} only", "invalid_request_error", code="method_not_allowed")
+    return Problem(405, detail, [(b"allow", names.encode())])

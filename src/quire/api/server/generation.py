@@ -1,0 +1,62 @@
+"""What chat and completions do alike: start requests, wait for whole answers, count usage.
+
+Used by `chat.py` and `completions.py`. Knows AsyncLLM's streams, not how an answer looks.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from quire.api.server.calls import Call, Watched
+from quire.api.server.fields import SamplingFields
+from quire.frontend.async_llm import Stream
+from quire.frontend.inputs import Prompt
+from quire.frontend.requests import ChoiceState
+from quire.params import SamplingParams
+
+
+class CachedTokens(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+def usage(streams: Sequence[Stream], num_completion_tokens: int | None = None) -> Usage:
+    """Of all streams together; as far as they have come where nobody counted."""
+    if num_completion_tokens is None:
+        num_completion_tokens = sum(len(choice.token_ids) for stream in streams for choice in stream.request.choices)
+    num_prompt_tokens = sum(len(stream.request.prompt_token_ids) for stream in streams)
+    num_cached_tokens = sum(stream.request.metrics.num_cached_tokens for stream in streams)
+    return Usage(
+        num_prompt_tokens, num_completion_tokens, num_prompt_tokens + num_completion_tokens, CachedTokens(num_cached_tokens)
+    )
+
+
+async def submit(call: Call, prompts: Sequence[Prompt], params: SamplingParams, fields: SamplingFields) -> list[Stream]:
+    """One stream per prompt; none runs on when one is refused."""
+    streams: list[Stream] = []
+    core_id, options = call.core_id(), fields.submit_options()
+    try:
+        for idx, prompt in enumerate(prompts):
+            streams.append(await call.service.llm.submit(prompt, params, request_id=f"{core_id}-{idx}", **options))
+    except BaseException:
+        for stream in streams:
+            stream.abort()
+        raise
+    return streams
+
+
+async def finish(call: Call, streams: Sequence[Stream]) -> None:
+    """Waits until all is there, or the client left, who then gets nothing anyway."""
+    async with Watched(call.receive, streams):
+        for stream in streams:
+            await stream.wait()
+
+
+def text_of(choice: ChoiceState) -> str:
+    return "".join(choice.texts)

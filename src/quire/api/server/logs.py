@@ -1,0 +1,110 @@
+"""What the server writes: one line per request, one of engine status while it is busy, for people or as JSON.
+
+Called by `guard.py` and `run.py`. Prompts get here only with --log-requests, keys and query strings never.
+"""
+
+import datetime
+import logging
+import sys
+from typing import Any
+
+import msgspec
+
+from quire.metrics.serving import ServingMetrics
+
+log = logging.getLogger("quire.server")
+
+MAX_SHOWN_CHARS = 2000  # of a request's body, with --log-requests
+MAX_PATH_CHARS = 200
+
+
+def setup(log_format: str) -> None:
+    """Sends every logger's lines to stderr in this format; the server's own are shown from INFO on."""
+    handler = logging.StreamHandler(sys.stderr)
+    human = logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S")
+    handler.setFormatter(JsonFormatter() if log_format == "json" else human)
+    logging.getLogger().handlers[:] = [handler]
+    log.setLevel(logging.INFO)
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of every malformed request a stranger sends
+
+
+class JsonFormatter(logging.Formatter):
+    """One object per line; a record's `fields` are members of it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds")
+        entry = {"time": time, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+        entry |= getattr(record, "fields", {})
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(entry).decode()
+
+
+def announce(text: str) -> None:
+    """Something whoever started the server waits for: plain on standard output, or a record among the others."""
+    handlers = logging.getLogger().handlers
+    if handlers and isinstance(handlers[0].formatter, JsonFormatter):
+        log.info("%s", text)
+    else:
+        print(text, flush=True)
+
+
+def write(message: str, fields: dict[str, Any], level: int = logging.INFO) -> None:
+    log.log(level, "%s", message, extra={"fields": fields})
+
+
+def request(scope: dict[str, Any], status: int, seconds: float, body: bytes | None = None) -> None:
+    """The line of a request that is over. `body` is given where requests are to be logged."""
+    state = scope["state"]
+    fields = {
+        "request_id": state["request_id"],
+        "method": scope["method"],
+        "path": _printable(scope["path"], MAX_PATH_CHARS),
+        "status": status,
+        "ms": round(seconds * 1000, 1),
+    }
+    message = "{status} {method} {path} {ms:g} ms".format_map(fields)
+    if (usage := state.get("usage")) is not None:  # (prompt tokens, tokens generated), from the endpoint
+        fields |= {"prompt_tokens": usage[0], "completion_tokens": usage[1]}
+        message += f" {usage[0]}+{usage[1]} tokens"
+    message += f" {fields['request_id']}"
+    if body is not None:
+        fields["body"] = _printable(body.decode("utf-8", "replace"), MAX_SHOWN_CHARS)
+        message += " " + fields["body"]
+    write(message, fields)
+
+
+def _printable(text: str, limit: int) -> str:
+    """One line whatever a client sent, so that nobody can forge another."""
+    cut = text[:limit]
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+    return shown + "…" if len(text) > limit else shown
+
+
+class StatusLine:
+    """Tells what the engine did since the last line, from the counters that /metrics shows."""
+
+    def __init__(self, metrics: ServingMetrics) -> None:
+        self.metrics = metrics
+        self.before = dict(metrics.counters)
+
+    def write(self, seconds: float) -> None:
+        """The line for the last `seconds`; nothing while the engine had nothing to do."""
+        gauges, counters = self.metrics.gauges, dict(self.metrics.counters)
+        gained = {name: counters[name] - self.before[name] for name in counters}
+        self.before = counters
+        if not (gauges["num_requests_running"] or gauges["num_requests_waiting"] or gained["generation_tokens"]):
+            return
+        fields = {
+            "running": int(gauges["num_requests_running"]),
+            "waiting": int(gauges["num_requests_waiting"]),
+            "kv_usage": round(gauges["kv_cache_usage_perc"], 3),
+            "prefix_hits": round(gained["prefix_cache_hits"] / max(1, gained["prefix_cache_queries"]), 3),
+            "prompt_tok_s": round(gained["prompt_tokens"] / seconds, 1),
+            "out_tok_s": round(gained["generation_tokens"] / seconds, 1),
+        }
+        message = (
+            "engine: {running} running, {waiting} waiting, KV {kv_usage:.0%}, prefix hits {prefix_hits:.0%}, "
+            "{prompt_tok_s:.0f} prompt + {out_tok_s:.0f} output tokens/s"
+        )
+        write(message.format_map(fields), fields)

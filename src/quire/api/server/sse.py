@@ -1,0 +1,171 @@
+"""Answers as server-sent events: the hot path, run once per token and stream.
+
+Used by `chat.py` and `completions.py`, which say how a choice is written. An event is bytes put together from pieces made once per
+request and the JSON of the new text: nothing is built per token that could be built before.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from quire.api.server.calls import Answer, Receive, Send, Watched
+from quire.api.server.errors import problem
+from quire.api.server.generation import usage
+from quire.frontend.async_llm import Stream
+from quire.frontend.requests import ChoiceUpdate
+
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies: pass each event on at once
+]
+DONE = b"data: [DONE]\n\n"
+
+to_json = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a protocol writes events."""
+
+    head: dict[str, Any]  # id, object, created, model
+    before_text: bytes  # of a choice, from its index to its text
+    after_text: bytes
+    opening: Callable[[int], tuple[dict[str, Any], dict[str, Any]] | None]  # first event of a choice: fields of its choice and beside it
+    can_open: Callable[[int], bool] = lambda idx: True  # is all there that its first event tells?
+    logprobs: Callable[[ChoiceUpdate], Any] | None = None  # None: not asked for
+    token_ids: bool = False
+    usage_at_end: bool = False
+    usage_always: bool = False
+
+
+class Events:
+    """Updates of all choices as bytes."""
+
+    def __init__(self, form: Format, streams: Sequence[Stream], n: int) -> None:
+        self.form, self.streams, self.n = form, streams, n
+        self.head = b"data: " + to_json(form.head)[:-1] + b',"choices":['
+        count = len(streams) * n
+        self.before = [self.head + b'{"index":%d,' % idx + form.before_text for idx in range(count)]
+        self.after = form.after_text + b',"logprobs":null,"finish_reason":null}]' + self._usage_null() + b"}\n\n"
+        self.plain = form.logprobs is None and not form.token_ids and not form.usage_always
+        self.unopened = set(range(count))
+        self.held: list[ChoiceUpdate] = []  # of choices whose opening is not known yet
+
+    def encode(self, updates: list[ChoiceUpdate]) -> bytes:
+        """Called once per step and request: every line here is paid for by every token."""
+        events = []
+        if self.held:
+            updates, self.held = self.held + updates, []
+        for update in updates:
+            idx = update.index
+            if self.unopened and idx in self.unopened:
+                if not self.form.can_open(idx):
+                    self.held.append(update)
+                    continue
+                events.append(self._opening(idx))
+            if self.plain and update.finish_reason is None:
+                events += self.before[idx], to_json(update.text), self.after
+            else:
+                events.append(self._full(update))
+        return b"".join(events)
+
+    def end(self) -> bytes:
+        if not self.form.usage_at_end:
+            return DONE
+        return self.head + b'],"usage":' + to_json(usage(self.streams)) + b"}\n\n" + DONE
+
+    def _opening(self, idx: int) -> bytes:
+        self.unopened.remove(idx)
+        fields = self.form.opening(idx)
+        if fields is None:
+            return b""
+        choice = {"index": idx, **fields[0], "finish_reason": None}
+        beside = b"".join(b",%b:%b" % (to_json(name), to_json(value)) for name, value in fields[1].items())
+        return self.head + to_json(choice) + b"]" + beside + self._usage_now() + b"}\n\n"
+
+    def _full(self, update: ChoiceUpdate) -> bytes:
+        """An event with more to say than text."""
+        logprobs = self.form.logprobs(update) if self.form.logprobs is not None and update.token_ids else None
+        parts = [
+            self.before[update.index], to_json(update.text), self.form.after_text,
+            b',"logprobs":', to_json(logprobs),
+            b',"finish_reason":', to_json(update.finish_reason),
+        ]  # fmt: skip
+        if update.finish_reason is not None:
+            parts += b',"stop_reason":', to_json(update.stop_reason)
+        if self.form.token_ids:
+            parts += b',"token_ids":', to_json(update.token_ids)
+        return b"".join([*parts, b"}]", self._usage_now(), b"}\n\n"])
+
+    def _usage_now(self) -> bytes:
+        return b',"usage":' + to_json(usage(self.streams)) if self.form.usage_always else self._usage_null()
+
+    def _usage_null(self) -> bytes:
+        """OpenAI sends a null with every event when a usage is to come at the end."""
+        return b',"usage":null' if self.form.usage_at_end else b""
+
+
+class EventStream:
+    """The answer: events as they come. Its head waits for the first token, so that what fails before it has a status of its own."""
+
+    def __init__(self, events: Events, request_id: str) -> None:
+        self.events, self.request_id = events, request_id
+
+    async def __call__(self, receive: Receive, send: Send) -> None:
+        events, begun = self.events, False
+        async with Watched(receive, events.streams):
+            try:
+                async for updates in merged(events.streams, events.n):
+                    if not begun:
+                        begun = True
+                        await _start(send)
+                    await send({"type": "http.response.body", "body": events.encode(updates), "more_body": True})
+                last = events.end()
+            except Exception as error:
+                failed = problem(error, self.request_id)
+                if not begun:
+                    return await Answer.error(failed)(receive, send)
+                last = b"data: " + failed.body + b"\n\n"
+        if not begun:
+            await _start(send)
+        await send({"type": "http.response.body", "body": last})
+
+
+async def _start(send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+
+
+def merged(streams: Sequence[Stream], n: int) -> AsyncIterator[list[ChoiceUpdate]]:
+    """What the streams gain, as it comes, choices numbered through."""
+    return aiter(streams[0]) if len(streams) == 1 else _merged(streams, n)
+
+
+async def _merged(streams: Sequence[Stream], n: int) -> AsyncIterator[list[ChoiceUpdate]]:
+    queue: asyncio.Queue[list[ChoiceUpdate] | Exception | None] = asyncio.Queue(maxsize=len(streams))
+
+    async def pump(stream: Stream, first_idx: int) -> None:
+        try:
+            async for updates in stream:
+                await queue.put([update._replace(index=first_idx + update.index) for update in updates])
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    pumps = [asyncio.create_task(pump(stream, idx * n)) for idx, stream in enumerate(streams)]
+    num_live = len(pumps)
+    try:
+        while num_live:
+            updates = await queue.get()
+            if updates is None:
+                num_live -= 1
+            elif isinstance(updates, Exception):
+                raise updates
+            else:
+                yield updates
+    finally:
+        for task in pumps:
+            task.cancel()

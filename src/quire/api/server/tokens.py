@@ -1,0 +1,68 @@
+"""/tokenize and /detokenize: what the model's tokenizer makes of text, messages and token ids.
+
+Called by `app.py`; nothing here reaches the engine.
+"""
+
+from typing import Any
+
+import msgspec
+
+from quire.api.server.calls import Answer, Call
+from quire.api.server.chat import TEMPLATE_REFUSED, Messages, encode
+from quire.api.server.errors import FieldError
+from quire.api.server.fields import TokenIds, check_vocabulary, decode
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Either a prompt, or messages and how they become one."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    messages: Messages | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeAnswer(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    tokens: TokenIds
+    model: str | None = None
+
+
+class DetokenizeAnswer(msgspec.Struct):
+    prompt: str
+
+
+async def tokenize(call: Call) -> Answer:
+    body = decode(call.body, TokenizeRequest, TEMPLATE_REFUSED)
+    llm = call.service.llm
+    call.service.model_name(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise FieldError("prompt", "give either prompt or messages")
+    if body.messages is not None:
+        tokens = await encode(llm, body)
+    else:
+        tokens = await llm.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    strings = None
+    if body.return_token_strs:
+        spelling = llm.model.need_tokenizer("return_token_strs").backend.id_to_token
+        strings = [spelling(token_id) or "" for token_id in tokens]
+    return Answer.json(TokenizeAnswer(len(tokens), llm.model.max_model_len, tokens, strings))
+
+
+async def detokenize(call: Call) -> Answer:
+    body = decode(call.body, DetokenizeRequest, {})
+    llm = call.service.llm
+    call.service.model_name(body.model)
+    check_vocabulary("tokens", body.tokens, llm.model.vocab_size)
+    return Answer.json(DetokenizeAnswer(await llm.decode(body.tokens)))

@@ -1,0 +1,61 @@
+"""The server's options: safe defaults, flags, and what is refused."""
+
+import pytest
+
+from quire.config.flags import Parser, add_flags, from_args
+from quire.config.server import ServerConfig
+from quire.errors import ConfigError
+
+
+def parse(*argv: str) -> ServerConfig:
+    parser = Parser()
+    add_flags(parser, ServerConfig)
+    return from_args(ServerConfig, parser.parse_args(argv))
+
+
+def test_defaults_are_careful():
+    config = ServerConfig()
+    assert config.host == "127.0.0.1"
+    assert config.allowed_origins == [] and not config.log_requests
+
+
+def test_keys_can_be_repeated_and_several():
+    assert parse("--api-key", "a", "--api-key", "b", "c").api_key == ["a", "b", "c"]
+    assert parse().api_key == []
+
+
+def test_sizes_and_switches_are_read():
+    config = parse("--max-body-bytes", "2M", "--no-access-log", "--log-requests", "--log-format", "json", "--port", "0")
+    assert config.max_body_bytes == 2 << 20 and not config.access_log and config.log_requests
+    assert config.log_format == "json" and config.port == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"port": 70000}, "at most 65535"),
+        ({"api_key": [""]}, "non-empty"),
+        ({"api_key": ["two words"]}, "visible"),
+        ({"admin_api_key": ""}, "visible"),
+        ({"admin_api_key": "line\nbreak"}, "visible"),
+        ({"served_model_name": [7]}, "non-empty texts"),
+        ({"allowed_origins": ["example.com"]}, "no origin"),
+        ({"allowed_origins": ["https://example.com/"]}, "no origin"),
+        ({"allowed_origins": ['["*"]']}, "no origin"),
+        ({"ssl_keyfile": "key.pem"}, "--ssl-certfile"),
+        ({"max_body_bytes": 0}, "at least 1"),
+    ],
+)
+def test_bad_options_say_what_is_wrong(options, words):
+    with pytest.raises(ConfigError, match=words):
+        ServerConfig(**options)
+
+
+def test_a_refused_key_is_not_repeated():
+    with pytest.raises(ConfigError) as error:
+        ServerConfig(api_key=["sesame open"])
+    assert "sesame" not in str(error.value)
+
+
+def test_keys_do_not_show_when_the_options_are_printed():
+    assert "sesame" not in repr(ServerConfig(api_key=["sesame"], admin_api_key="sesame"))
