@@ -193,6 +193,27 @@ def test_chunks_and_company_do_not_change_a_bit_in_float32(options: dict, chunk:
     assert torch.equal(paged(native, together), alone[start:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"window": 50, "num_sink_tokens": 4}, {"learned_sinks": True}], ids=str)
+@pytest.mark.parametrize(("num_kv_heads", "group"), [(3, 3), (6, 1), (5, 7)])
+def test_a_token_among_many_rows_gets_the_bits_it_gets_alone(
+    num_kv_heads: int, group: int, options: dict, dtype: torch.dtype
+) -> None:
+    """Many rows are computed with several kv heads at once, few with one."""
+    many = World.of(Case(tuple((1, 7 * i) for i in range(40)), num_kv_heads, group, 64, dtype=dtype, **options))
+    together = paged(native, many)
+    torch.testing.assert_close(together.double(), many.expected(), rtol=0, atol=TOLERANCE[dtype], check_dtype=False)
+    for i in (0, 1, 9, 10, 39):
+        alone = replace(
+            many,
+            case=replace(many.case, rows=many.case.rows[i : i + 1]),
+            keys=many.keys[i : i + 1],
+            values=many.values[i : i + 1],
+            queries=many.queries[i : i + 1],
+        )
+        assert torch.equal(paged(native, alone)[0], together[i])
+
+
 def test_thread_count_does_not_change_a_bit_in_float32() -> None:
     world = World.of(Case(((1, 1500), (20, 700)), num_kv_heads=1, head_size=64))
     threads = torch.get_num_threads()

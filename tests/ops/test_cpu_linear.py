@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import quire
 from quire.errors import ConfigError, UnsupportedModelError
+from quire.ops.cpu import elementwise
 from quire.ops.cpu import linear as cpu
 from quire.ops.ref import packed as ref
 
@@ -96,6 +97,37 @@ def test_products_are_right_for_any_number_of_rows(type_name: str, rows: int):
     assert relative_error(ref.linear(x, w), x, weight) < 2 * BF16_TOLERANCE
 
 
+@pytest.mark.skipif(not cpu.supported(), reason="asks what the compiled kernels do")
+@pytest.mark.parametrize("magnitude", [2.0**-20, 1.0, 2.0**12])
+@pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q5_1", "Q8_0"])
+def test_many_rows_see_weights_rounded_to_nearest_and_zeros_as_zeros(type_name: str, magnitude: float):
+    w = cpu.pack_gguf(type_name, torch.from_numpy(random_raw(type_name, 48, 96)).flatten(), 48, 96)
+    w.scales.copy_((w.scales.float() * magnitude).half())
+    w.scales[0, 0] = 0
+    if w.mins is not None:
+        w.mins.copy_((w.mins.float() * magnitude).half())
+        w.mins[0, 0] = 0
+    exact = w.dequantize()
+    nearest = ((exact.view(torch.int32) + 0x8000) & ~0xFFFF).view(torch.float32)  # halves away from zero
+    assert torch.equal(cpu.linear(torch.eye(96).bfloat16(), w, out_dtype=torch.float32).T, nearest)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("type_name", [*TYPES, "dense"])
+def test_gating_in_the_same_call_changes_no_bit(type_name: str, rows: int):
+    n, k = 96, 512
+    if type_name == "dense":
+        w = cpu.pack_dense(torch.randn(n, k, generator=torch.Generator().manual_seed(0)))
+    else:
+        w = cpu.pack_gguf(type_name, torch.from_numpy(random_raw(type_name, n, k)).flatten(), n, k)
+    x = activations(rows, k)
+    gated = cpu.linear_silu_mul(x, w)
+    assert gated.shape == (rows, n // 2) and gated.dtype == torch.bfloat16
+    if cpu.supported():
+        assert torch.equal(gated, elementwise.silu_mul(cpu.linear(x, w)))
+    assert torch.allclose(gated.float(), ref.linear_silu_mul(x, w).float(), rtol=0.05, atol=0.02 * gated.abs().max().item())
+
+
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_dense_weights_are_multiplied_as_bf16(dtype: torch.dtype, rows: int):
@@ -129,13 +161,14 @@ def test_any_shape_with_and_without_bias(n: int, num_blocks: int, rows: int, kin
 
 @pytest.mark.parametrize("type_name", ["Q4_1", "Q6_K", "Q8_0"])
 def test_a_row_does_not_depend_on_the_others_nor_on_threads(type_name: str):
-    raw = torch.from_numpy(random_raw(type_name, 144, 256)).flatten()
-    w, x = cpu.pack_gguf(type_name, raw, 144, 256), activations(130, 256)
+    raw = torch.from_numpy(random_raw(type_name, 144, 768)).flatten()
+    w, x = cpu.pack_gguf(type_name, raw, 144, 768), activations(130, 768)
     few = max(1, cpu.FEW_ROWS[w.bits])
     together = cpu.linear(x[:few], w)
     assert torch.equal(together, torch.cat([cpu.linear(row[None], w) for row in x[:few]]))
     many = cpu.linear(x, w)
-    assert torch.equal(many[33:64], cpu.linear(x[33:64].contiguous(), w))
+    for rows in (slice(33, 64), slice(60, 124)):  # one strip and two: chunks of K
+        assert torch.equal(many[rows], cpu.linear(x[rows].contiguous(), w))
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -206,6 +239,9 @@ def test_bad_weights_and_inputs_are_refused():
         with pytest.raises(ConfigError, match=r"contiguous bfloat16 \[rows, 64\]"):
             cpu.linear(x, w)
     assert cpu.linear(torch.empty(0, 64, dtype=torch.bfloat16), w).shape == (0, 4)
+    if cpu.supported():
+        with pytest.raises(ConfigError, match="halves of 4 outputs"):
+            cpu.linear_silu_mul(torch.empty(1, 64, dtype=torch.bfloat16), w)
 
 
 # ------------------------------------------------------------------------------------ building, in other processes

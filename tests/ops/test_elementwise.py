@@ -101,17 +101,27 @@ def test_rope_is_transformers(
     assert torch.equal(v, before[2])
 
 
-@settings(max_examples=20, deadline=None)
-@given(T=st.integers(1, 50), D=st.sampled_from([32, 64, 80]), block_size=st.sampled_from([16, 32]), dtype=dtypes)
-def test_rope_and_write_is_rope_then_write(T: int, D: int, block_size: int, dtype: torch.dtype) -> None:
+@settings(max_examples=40, deadline=None)
+@given(
+    T=st.integers(1, 70),
+    first=st.integers(0, 31),
+    D=st.sampled_from([16, 32, 64, 80]),
+    block_size=st.sampled_from([16, 32]),
+    dtype=dtypes,
+    padding=st.sampled_from([0, 0, 0.1]),
+)
+def test_rope_and_write_is_rope_then_write(
+    T: int, first: int, D: int, block_size: int, dtype: torch.dtype, padding: float
+) -> None:
+    """Whole chunks of consecutive slots are written at once, others a token at a time."""
     torch.manual_seed(T * D)
     angle = angles(D)
     cos_sin, positions = torch.cat((angle.cos(), angle.sin()), 1), torch.arange(T)
-    slots = block_size + positions
-    slots[torch.rand(T) < 0.1] = -1
+    slots = first + positions
+    slots[torch.rand(T) < padding] = -1
     fused = fused_qkv(T, 6, 2, D, dtype)
     copies = [x.clone() for x in fused]
-    caches = [torch.full((6, 2, block_size, 2, D), math.nan, dtype=dtype) for _ in range(2)]
+    caches = [torch.full((7, 2, block_size, 2, D), math.nan, dtype=dtype) for _ in range(2)]
     native.rope_and_write(*fused, cos_sin, positions, caches[0], slots)
     native.rope(*copies[:2], cos_sin, positions)
     native_attention.write_kv(caches[1], *copies[1:], slots)

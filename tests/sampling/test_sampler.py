@@ -135,8 +135,8 @@ def test_neighbouring_seeds_positions_and_choices_are_independent_also_of_each_o
 
 
 def test_noise_of_neighbouring_tokens_is_uncorrelated_and_exponential():
-    key = gumbel._row_key(torch.arange(40), torch.arange(40) // 7, torch.zeros(40, dtype=torch.int64))
-    noise = -gumbel._score(torch.zeros(40, 30_000), gumbel._token_words(30_000, torch.device("cpu")), key)
+    key = gumbel.row_key(torch.arange(40), torch.arange(40) // 7, torch.zeros(40, dtype=torch.int64))
+    noise = -gumbel._score(torch.zeros(40, 30_000), gumbel.token_words(30_000, torch.device("cpu")), key)
     exponential = noise.exp().double()  # score = -log E
     assert abs(exponential.mean() - 1) < 5e-3 and abs(exponential.var() - 1) < 2e-2
     for one, other in ((exponential[:, 1:], exponential[:, :-1]), (exponential[1:], exponential[:-1])):
@@ -164,8 +164,8 @@ def test_the_hash_is_what_its_definition_says():
         return h - 2**32 if h >> 31 else h
 
     for seed, choice, position in [(0, 0, 0), (-1, 5, 2**31 - 1), (2**63 - 1, 127, 77), (-(2**63), 0, 8191)]:
-        key = gumbel._row_key(*(torch.tensor([word]) for word in (seed, position, choice)))
-        ours = gumbel._hash(gumbel._token_words(200_000, torch.device("cpu")), key)[0]
+        key = gumbel.row_key(*(torch.tensor([word]) for word in (seed, position, choice)))
+        ours = gumbel._hash(gumbel.token_words(200_000, torch.device("cpu")), key)[0]
         for token_id in (0, 1, 2, 49_151, 199_999):
             assert ours[token_id] == hashed(seed, choice, position, token_id)
 
@@ -176,9 +176,9 @@ def test_opening_few_blocks_finds_the_largest_score_of_all(seed, scale, vocab_si
     logits = random_logits(6, vocab_size, seed=seed, scale=scale)
     logits[1, 10:] = logits[2, :-1] = -torch.inf
     key = [torch.arange(6) + seed, torch.full((6,), 3), torch.zeros(6, dtype=torch.int64)]
-    words = gumbel._token_words(vocab_size, logits.device)
-    expected = gumbel._score(logits, words, gumbel._row_key(*key)).argmax(-1)
-    assert torch.equal(gumbel._argmax_score(logits, words, gumbel._row_key(*key)), expected)
+    words = gumbel.token_words(vocab_size, logits.device)
+    expected = gumbel._score(logits, words, gumbel.row_key(*key)).argmax(-1)
+    assert torch.equal(gumbel._argmax_score(logits, words, gumbel.row_key(*key)), expected)
     assert torch.equal(gumbel.gumbel_argmax(logits, *key), expected)
     order = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed)).expand(6, -1)
     assert torch.equal(gumbel.gumbel_argmax(logits.gather(1, order), *key, order), expected)

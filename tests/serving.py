@@ -1,0 +1,120 @@
+"""`quire serve` as its users run it: a process of its own, reached over HTTP."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).parents[1]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
+
+
+class ServerProcess:
+    """`with ServerProcess("--executor", "echo") as server: server.post("/v1/completions", {...})`; leaving kills what still runs."""
+
+    def __init__(self, *flags: str, wait: bool = True) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log = tempfile.TemporaryFile("w+")
+        command = [sys.executable, "-m", "quire", "serve", "--port", str(self.port), *flags]
+        self._folder = tempfile.TemporaryDirectory(prefix="q-")
+        self.folder = Path(self._folder.name)  # its TMPDIR
+        # Tests under -O are about servers under -O.
+        env = {**os.environ, "PYTHONOPTIMIZE": str(sys.flags.optimize or ""), "TMPDIR": str(self.folder)}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True, cwd=ROOT, env=env)
+        self.client = httpx.Client(base_url=self.url, timeout=30)
+        if wait:
+            self.wait_ready()
+
+    def wait_ready(self) -> str:
+        """The line that says so."""
+        line = self.process.stdout.readline()
+        if "serving" not in line:
+            raise RuntimeError(f"the server did not start: {line}{self.log()}")
+        return line
+
+    def log(self) -> str:
+        """What it wrote to standard error."""
+        self._log.seek(0)
+        return self._log.read()
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return self.client.get(path, **options)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return self.client.post(path, json=body, **options)
+
+    def children(self) -> list[int]:
+        return children(self.process.pid)
+
+    def core_pid(self) -> int:
+        """Of the engine at work: the child that holds a flight recorder; another may stand by."""
+        (pid,) = [pid for pid in self.children() if "/flight-" in _maps(pid)]
+        return pid
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def stop(self, timeout_s: float = 30) -> int:
+        self.signal(signal.SIGTERM)
+        return self.process.wait(timeout_s)
+
+    def __enter__(self) -> "ServerProcess":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+        self._log.close()
+        self._folder.cleanup()
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = path.read_text()
+        except OSError:  # gone meanwhile
+            continue
+        parent = int(text.rpartition(")")[2].split()[1])
+        if parent == pid:
+            found.append(int(path.parent.name))
+    return found
+
+
+def _maps(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/maps").read_text()
+    except OSError:  # gone meanwhile
+        return ""
+
+
+def alive(pid: int) -> bool:
+    """Neither gone nor a zombie."""
+    try:
+        return not re.search(r"State:\s+Z", Path(f"/proc/{pid}/status").read_text())
+    except OSError:
+        return False
+
+
+def until(condition, timeout_s: float = 10.0, what: str = "the condition") -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not come true within {timeout_s} s")
+        time.sleep(0.02)
