@@ -20,7 +20,7 @@ SHAPES = {
     "down": (576, 1536),
     "lm_head": (49152, 576),
 }
-ROWS = (1, 2, 4, 8, 16, 64, 256, 512)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 GGUF_TYPES = {4: "Q4_1", 8: "Q8_0"}
 CYCLE_BYTES = 96 << 20
 CALLS_PER_SAMPLE = 8

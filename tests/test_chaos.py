@@ -12,8 +12,8 @@ from pathlib import Path
 
 import openai
 import pytest
-
 from benchmarks.server_process import QUIRE, ServerProcess
+
 from tests.poison import EXIT, HANG, RAISE
 from tests.prompts import PROMPTS
 

@@ -91,8 +91,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=Fals
             ("repetition_penalty", 0.0, 100.0),
         ):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-                raise RequestError(f"{name} must be a finite number, not {value!r}")
+            if not _is_finite(value):
+                raise RequestError(f"{name} must be a finite number, not {_shown(value)}")
             if not low <= value <= high:
                 raise RequestError(f"{name} must be between {low:g} and {high:g}, not {value:g}")
         if self.top_p == 0.0:
@@ -113,8 +113,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=Fals
             raise RequestError(f"logit_bias has {len(self.logit_bias)} entries, the limit is {MAX_LOGIT_BIAS}")
         for token_id, bias in self.logit_bias.items():
             _whole("logit_bias token id", token_id, 0, None)
-            if not isinstance(bias, (int, float)) or not -100.0 <= bias <= 100.0:  # also false for NaN
-                raise RequestError(f"logit_bias values must be between -100 and 100, not {bias!r}")
+            if not _is_finite(bias) or not -100.0 <= bias <= 100.0:
+                raise RequestError(f"logit_bias values must be between -100 and 100, not {_shown(bias)}")
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise RequestError("allowed_token_ids must not be empty; leave it out to allow every token")
@@ -122,12 +122,26 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=Fals
                 _whole("allowed_token_ids", token_id, 0, None)
 
 
+def _is_finite(value: object) -> bool:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
+
+
 def _whole(name: str, value: object, low: int, high: int | None) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise RequestError(f"{name} must be a whole number, not {value!r}")
+        raise RequestError(f"{name} must be a whole number, not {_shown(value)}")
     if value < low or (high is not None and value > high):
         upper = f" and at most {high}" if high is not None else ""
-        raise RequestError(f"{name} must be at least {low}{upper}, not {value}")
+        raise RequestError(f"{name} must be at least {low}{upper}, not {_shown(value)}")
+
+
+def _shown(value: object) -> str:
+    """What was given, cut short: Python refuses to write numbers of thousands of digits, and nobody wants to read them."""
+    return "a huge number" if isinstance(value, int) and abs(value) >= 10**30 else f"{value!r:.40}"
 
 
 def _strings(name: str, values: list, limit: int) -> None:
@@ -135,6 +149,6 @@ def _strings(name: str, values: list, limit: int) -> None:
         raise RequestError(f"{name} has {len(values)} entries, the limit is {limit}")
     for value in values:
         if not isinstance(value, str) or not value:
-            raise RequestError(f"{name} must hold non-empty strings, not {value!r}")
+            raise RequestError(f"{name} must hold non-empty strings, not {_shown(value)}")
         if len(value) > MAX_STOP_CHARS:
             raise RequestError(f"an entry of {name} has {len(value)} characters, the limit is {MAX_STOP_CHARS}")

@@ -22,7 +22,19 @@ import zmq
 from quire import env
 from quire.core.engine import Engine, executor_module
 from quire.errors import QuireError
-from quire.messages import Abort, AddRequest, Check, Checked, ChoiceDelta, CoreSetup, Failed, FromCore, Ready, StepOutputs, ToCore
+from quire.messages import (
+    Abort,
+    AddRequest,
+    Check,
+    Checked,
+    ChoiceDelta,
+    CoreSetup,
+    Failed,
+    FromCore,
+    Ready,
+    StepOutputs,
+    ToCore,
+)
 from quire.utils.flight import FlightRecorder
 
 log = logging.getLogger(__name__)
@@ -119,8 +131,9 @@ def main() -> int:
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL)
     logging.basicConfig(level=env.log_level(), format="%(asctime)s %(levelname).1s core %(name)s: %(message)s", datefmt="%H:%M:%S")
-    for module in getattr(executor_module(sys.argv[1]), "PRELOAD", ()):
-        importlib.import_module(module)
+    with contextlib.suppress(QuireError):  # an executor that does not exist is told where errors are told
+        for module in getattr(executor_module(sys.argv[1]), "PRELOAD", ()):
+            importlib.import_module(module)
     size = int.from_bytes(sys.stdin.buffer.raw.read(4), "little")
     data = b""
     while len(data) < size and (part := sys.stdin.buffer.raw.read(size - len(data))):

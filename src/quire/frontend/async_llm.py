@@ -7,6 +7,7 @@ and is replaced when it dies, without any request noticing (`supervisor.py`). Kn
 import asyncio
 import functools
 import uuid
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 from quire.config import EngineConfig, ServingConfig
 from quire.errors import OverloadedError, RequestError
 from quire.frontend.chat import encode_chat
+from quire.frontend.core_client import start_process
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.model import Model
 from quire.frontend.stream import Stream
@@ -42,12 +44,26 @@ class AsyncLLM:
         llm._open(config, serving)
         return llm
 
+    @classmethod
+    async def open(cls, config: EngineConfig, serving: ServingConfig) -> "AsyncLLM":
+        """As `from_config`, while the core's process imports what it needs: a second sooner."""
+        process = await start_process(config)
+        try:
+            llm = await asyncio.to_thread(cls.from_config, config, serving)
+        except BaseException:
+            process.kill()
+            await process.wait()
+            raise
+        llm.process = process
+        return llm
+
     def _open(self, config: EngineConfig, serving: ServingConfig) -> None:
         self.serving = serving
         self.model = Model.open(config, leave_cores=1)
         self.inputs = InputProcessor(self.model)
         self.metrics = ServingMetrics(config.model.model)
         self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
+        self.process: Process | None = None  # the first core's, if it was started ahead
         self.supervisor: Supervisor | None = None
         self.accepting = True
 
@@ -55,7 +71,7 @@ class AsyncLLM:
 
     async def start(self) -> None:
         """Starts the core and returns when it answers; raises what kept it from starting (ConfigError, ModelError…)."""
-        self.supervisor = Supervisor(self.model.config, self.serving, self.metrics)
+        self.supervisor = Supervisor(self.model.config, self.serving, self.metrics, self.process)
         await self.supervisor.start()
 
     async def drain(self, timeout_s: float) -> None:

@@ -53,6 +53,7 @@ class CoreClient:
         self.socket.bind(self.address)
         self.process: Process | None = None
         self.ready = False
+        self.killed = False  # by us, maybe before there was a process
 
     @property
     def pid(self) -> int:
@@ -61,6 +62,8 @@ class CoreClient:
     async def start(self, spare: Process | None = None) -> None:
         """`spare`: a process that waits already, if there is one."""
         self.process = spare or await start_process(self.config)
+        if self.killed:
+            self.kill()
         setup = _encode(CoreSetup(self.config, self.address, str(self.record_path)))
         self.process.stdin.write(len(setup).to_bytes(4, "little") + setup)
         with contextlib.suppress(ConnectionError):  # it died at once: `exited` tells
@@ -107,8 +110,10 @@ class CoreClient:
         self.kill()
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
+        self.killed = True
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
 
     async def close(self) -> None:
         """Kills the process if it still runs, reaps it, and leaves nothing behind."""

@@ -38,7 +38,9 @@ MAX_SOCKET_PATH = 90  # bytes; the system's limit is 107
 
 
 class Supervisor:
-    def __init__(self, config: EngineConfig, serving: ServingConfig, metrics: ServingMetrics) -> None:
+    def __init__(
+        self, config: EngineConfig, serving: ServingConfig, metrics: ServingMetrics, process: Process | None = None
+    ) -> None:
         self.config = config
         self.serving = serving
         self.metrics = metrics
@@ -46,7 +48,7 @@ class Supervisor:
         self.blame = Blame()
         self.refused: dict[bytes, float] = {}  # fingerprint -> until when, by time.monotonic()
         self.core: CoreClient | None = None
-        self.spare: Process | None = None  # a process that has imported everything and waits
+        self.spare = process  # one that has imported everything and waits, if there is one
         self.epoch = 0
         self.stats = EngineStats()
         self.num_restarts = 0
@@ -72,7 +74,7 @@ class Supervisor:
     async def close(self) -> None:
         self._closing = True
         if self.core is not None:
-            self.core.kill()
+            self.core.kill()  # the supervising task sees it end, or starts none if it had not come to that
         if self._task is not None:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
@@ -218,6 +220,8 @@ class Supervisor:
         tasks: list[asyncio.Task] = []
         try:
             spare, self.spare = self.spare, None
+            if self._closing:
+                return
             await core.start(spare if spare is not None and spare.returncode is None else None)
             pump, watch = asyncio.create_task(self._pump(core)), asyncio.create_task(self._watch(core))
             tasks = [pump, watch, asyncio.create_task(self._prepare_spare())]

@@ -6,6 +6,7 @@ Used by models. Must not know how weights are stored.
 import torch
 from torch import Tensor, nn
 
+from quire.ops.ref import elementwise as reference
 from quire.quant.base import LinearMethod
 
 
@@ -22,6 +23,18 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.method.apply(x, self.bias)
+
+
+class GatedLinear(Linear):
+    """silu(gate) * up: both projections, and what is between them and the next one."""
+
+    kernels = reference  # attached by worker/build.py
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, out_features, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.method.apply_silu_mul(x, self.bias, self.kernels.silu_mul)
 
 
 class LMHead(Linear):

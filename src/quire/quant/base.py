@@ -4,6 +4,7 @@
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,10 @@ class LinearMethod(ABC):
     @abstractmethod
     def apply(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
         """x @ weight.T + bias, in `out_dtype` or x's own."""
+
+    def apply_silu_mul(self, x: Tensor, bias: Tensor | None, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
+        """silu(gate) * up of the two shards; with `silu_mul` where the method has no way of its own."""
+        return silu_mul(self.apply(x, bias))
 
     @property
     @abstractmethod

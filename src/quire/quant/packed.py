@@ -4,6 +4,8 @@ One form serves a single row (read packed, at the speed of memory) and many (unp
 unit), so nothing is kept twice.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -44,6 +46,11 @@ class Packed(LinearMethod):
             return linear.linear(x, self.pieces[0], self.wide_bias, out_dtype or x.dtype)
         y = torch.cat([linear.linear(x, piece, None, out_dtype or x.dtype) for piece in self.pieces], -1)
         return y if bias is None else y + bias
+
+    def apply_silu_mul(self, x: Tensor, bias: Tensor | None, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
+        if bias is None and len(self.pieces) == 1 and linear.gateable(self.pieces[0]):
+            return linear.linear_silu_mul(x, self.pieces[0])
+        return super().apply_silu_mul(x, bias, silu_mul)
 
     @property
     def num_bytes(self) -> int:

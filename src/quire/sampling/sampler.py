@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.ops.ref.gumbel import gumbel_argmax
-from quire.ops.ref.vocab import row_argmax
+from quire.ops.cpu.sampling import gumbel_argmax, row_argmax
+from quire.ops.ref.gumbel import gumbel_argmax as gumbel_argmax_of_candidates
 from quire.sampling import processors
 from quire.sampling.logprobs import TokenLogprobs, token_logprobs
 from quire.sampling.rows import SamplingRows, entries, users
@@ -140,21 +140,22 @@ def _penalize(
 def _draw(logits_NV: Tensor, rows: Sequence[int], batch: SamplingRows, positions_N: Tensor) -> Tensor:
     """Token ids of rows with a temperature."""
     rows_N = torch.tensor(rows, device=logits_NV.device)
-    if users(rows, batch.tempered):
-        processors.temperature(logits_NV, batch.temperature[rows_N])
-    seed_N, position_N, choice_N = batch.seed[rows_N], positions_N.long(), batch.choice_idx[rows_N]
+    temperature_N, key = batch.temperature[rows_N], (batch.seed[rows_N], positions_N.long(), batch.choice_idx[rows_N])
     ids_N = torch.empty_like(rows_N)
     plain = [i for i, row in enumerate(rows) if row not in batch.restricted]
     if plain:
-        ids_N[plain] = gumbel_argmax(_take(logits_NV, plain), seed_N[plain], position_N[plain], choice_N[plain])
+        plain_key = (_take(column, plain) for column in (temperature_N, *key))
+        ids_N[plain] = gumbel_argmax(_take(logits_NV, plain), *plain_key)
     restricted = users(rows, batch.restricted)
     if restricted:
         place_M = torch.tensor(restricted, device=logits_NV.device)
-        rows_M = rows_N[place_M]
+        rows_M, logits_MV = rows_N[place_M], _take(logits_NV, restricted)
+        if users(rows, batch.tempered):
+            processors.temperature(logits_MV, temperature_N[place_M])
         limits = batch.min_p[rows_M], batch.top_k[rows_M], batch.top_p[rows_M]
-        for group in processors.restrict(_take(logits_NV, restricted), *limits):
+        for group in processors.restrict(logits_MV, *limits):
             at = place_M[group.rows]
-            ids_N[at] = gumbel_argmax(group.logits, seed_N[at], position_N[at], choice_N[at], group.ids)
+            ids_N[at] = gumbel_argmax_of_candidates(group.logits, *(column[at] for column in key), group.ids)
     return ids_N
 
 

@@ -39,16 +39,19 @@ def serve(engine: EngineConfig, serving: ServingConfig, server: ServerConfig) ->
     logs.setup(server.log_format)
     names = server.served_model_name or [engine.model.model]
     with listen(server.host, server.port) as sock:  # first of all, so that a port in use is told at once
-        llm = AsyncLLM.from_config(engine, serving)
-        http = Http(_http_config(Guard(build_app(llm, names), policy_of, server), server))
 
         def announce() -> None:
             scheme, (host, port) = "https" if server.ssl_certfile else "http", sock.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             logs.announce(f"Quire is serving {', '.join(names)} on {scheme}://{shown}:{port} ({time.monotonic() - started:.1f} s)")
 
+        async def main() -> int:
+            llm = await AsyncLLM.open(engine, serving)
+            http = Http(_http_config(Guard(build_app(llm, names), policy_of, server), server))
+            return await live(llm, http, sock, announce)
+
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(live(llm, http, sock, announce))
+            return runner.run(main())
 
 
 async def live(llm: AsyncLLM, http: "Http", sock: socket.socket, announce: Callable[[], None]) -> int:

@@ -16,12 +16,14 @@ from quire.errors import ConfigError
 from quire.ops.cpu import build
 from quire.ops.cpu.tape import Rows, bind
 from quire.ops.ref import packed
-from quire.ops.ref.packed import PackedWeight, joinable, packable
+from quire.ops.ref.packed import PackedWeight, gateable, joinable, packable
 
-__all__ = ["PackedWeight", "concat", "joinable", "linear", "pack_dense", "pack_gguf", "packable", "supported"]
+__all__ = [
+    "PackedWeight", "concat", "gateable", "joinable", "linear", "linear_silu_mul", "pack_dense", "pack_gguf", "packable", "supported"
+]  # fmt: skip
 
 # Up to this many rows integer products beat unpacking to bf16 tiles (benchmarks/cpu_linear.py).
-FEW_ROWS = {4: 5, 8: 6, 16: 0}
+FEW_ROWS = {4: 4, 8: 5, 16: 0}
 
 
 class _Weight(ctypes.Structure):
@@ -38,6 +40,7 @@ class _Weight(ctypes.Structure):
         ("zero", ctypes.c_int32),
         ("wide_scales", ctypes.c_int32),
         ("few_rows", ctypes.c_int32),
+        ("shift", ctypes.c_int32),
     ]
 
 
@@ -48,6 +51,7 @@ def _library() -> ctypes.CDLL | None:
         return None
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     library.linear = bind(library, "quire_linear", (pointer, pointer, Rows, pointer, integer, pointer))
+    library.linear_silu_mul = bind(library, "quire_linear_silu_mul", (pointer, pointer, Rows, pointer))
     library.quire_pack_gguf.argtypes = (pointer, ctypes.c_char_p, pointer)
     library.quire_pack_dense.argtypes = (pointer, pointer)
     return library
@@ -58,15 +62,31 @@ def supported() -> bool:
     return _library() is not None
 
 
+def _view(w: PackedWeight) -> _Weight:
+    scales, mins = (0 if part is None else part.data_ptr() for part in (w.scales, w.mins))
+    wide = int(w.scales is not None and w.scales.dtype == torch.float32)
+    return _Weight(w.data.data_ptr(), scales, mins, w.n, w.k, w.bits, w.group, w.zero, wide, FEW_ROWS[w.bits])
+
+
+def _shift(w: PackedWeight) -> int:
+    """The power of two that brings the largest weight just below float16's limit, for src/unpack.h."""
+    if w.scales is None:
+        return 0
+    largest = w.scales.float().abs() * max(w.zero, 2**w.bits - 1 - w.zero)
+    if w.mins is not None:
+        largest += w.mins.float().abs()
+    _, exponent = math.frexp(largest.max().item())
+    return max(-14, min(15 - exponent, 15))
+
+
 def _native(w: PackedWeight) -> int:
-    """The address of the kernels' view of a weight, kept with the weight as are the tensors it points into."""
+    """The address of the kernels' view of a filled weight, kept with the weight as are the tensors it points into."""
     address = w.__dict__.get("_address")
     if address is None:
-        scales, mins = (0 if part is None else part.data_ptr() for part in (w.scales, w.mins))
-        wide = int(w.scales is not None and w.scales.dtype == torch.float32)
-        view = _Weight(w.data.data_ptr(), scales, mins, w.n, w.k, w.bits, w.group, w.zero, wide, FEW_ROWS[w.bits])
+        view = _view(w)
+        view.shift = _shift(w)
         address = ctypes.addressof(view)
-        w.__dict__.update(_view=view, _address=address)
+        w.__dict__.update(_kept_view=view, _address=address)
     return address
 
 
@@ -76,7 +96,7 @@ def pack_gguf(type_name: str, raw: Tensor, n: int, k: int) -> PackedWeight:
     if library is None:
         return packed.pack_gguf(type_name, raw, n, k)
     w = packed.empty_gguf(type_name, raw, n, k)
-    if library.quire_pack_gguf(_native(w), type_name.encode(), raw.data_ptr()) != 0:
+    if library.quire_pack_gguf(ctypes.byref(_view(w)), type_name.encode(), raw.data_ptr()) != 0:
         raise ConfigError(f"the compiled kernels do not know the GGUF type {type_name}")
     return w
 
@@ -88,7 +108,7 @@ def pack_dense(weight: Tensor) -> PackedWeight:
         return packed.pack_dense(weight)
     w = packed.empty_dense(weight)
     source = weight.to(torch.bfloat16).contiguous()
-    library.quire_pack_dense(_native(w), source.data_ptr())
+    library.quire_pack_dense(ctypes.byref(_view(w)), source.data_ptr())
     return w
 
 
@@ -132,19 +152,23 @@ def concat(weights: list[PackedWeight]) -> PackedWeight:
     return packed.concat(weights, _huge_pages.empty)
 
 
+def _check(x: Tensor, w: PackedWeight) -> None:
+    if x.shape[1] != w.k or x.dtype is not torch.bfloat16 or not x.is_contiguous():
+        raise ConfigError(
+            f"a packed linear layer needs contiguous bfloat16 [rows, {w.k}], got {x.dtype} {tuple(x.shape)}"
+        )
+
+
 def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """x [T, k] in bf16 times the weight, plus a float32 bias: [T, n] in bf16 or float32."""
     library = _library()
     if library is None:
         return packed.linear(x, w, bias, out_dtype)
-    rows, k = x.shape
-    if k != w.k or x.dtype is not torch.bfloat16 or not x.is_contiguous():
-        raise ConfigError(
-            f"a packed linear layer needs contiguous bfloat16 [rows, {w.k}], got {x.dtype} {tuple(x.shape)}"
-        )
+    _check(x, w)
     wide = out_dtype is torch.float32
     if not wide and out_dtype is not torch.bfloat16:
         raise ConfigError(f"a packed linear layer gives bfloat16 or float32, not {out_dtype}")
+    rows = len(x)
     out = x.new_empty((rows, w.n), dtype=out_dtype) if wide else x.new_empty((rows, w.n))
     if rows:
         bias_ptr = None
@@ -152,4 +176,19 @@ def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None, out_dtype: to
             bias = bias.to(torch.float32).contiguous()
             bias_ptr = bias.data_ptr()
         library.linear(_native(w), x.data_ptr(), rows, out.data_ptr(), wide, bias_ptr)
+    return out
+
+
+def linear_silu_mul(x: Tensor, w: PackedWeight) -> Tensor:
+    """silu(gate) * up in bf16 [T, n / 2] where gate and up are the halves of `linear(x, w)`: the same bits in one call."""
+    library = _library()
+    if library is None:
+        return packed.linear_silu_mul(x, w)
+    _check(x, w)
+    if not gateable(w):
+        raise ConfigError(f"the halves of {w.n} outputs are not multiples of 16: multiply and gate in two calls")
+    rows = len(x)
+    out = x.new_empty((rows, w.n // 2))
+    if rows:
+        library.linear_silu_mul(_native(w), x.data_ptr(), rows, out.data_ptr())
     return out

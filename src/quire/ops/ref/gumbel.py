@@ -42,12 +42,12 @@ def gumbel_argmax(
     `ids_RV` names the token of each entry where rows hold candidates instead of the whole vocabulary.
     A row without a finite logit gives its lowest id.
     """
-    key_R = _row_key(seeds_R, positions_R, choices_R)
+    key_R = row_key(seeds_R, positions_R, choices_R)
     if ids_RV is not None:
         score_RV = _score(logits_RV, _mix32(ids_RV.int()), key_R)
         best_RV = score_RV == score_RV.amax(-1, keepdim=True)
         return ids_RV.masked_fill(~best_RV, torch.iinfo(ids_RV.dtype).max).amin(-1)
-    words_V = _token_words(logits_RV.shape[1], logits_RV.device)
+    words_V = token_words(logits_RV.shape[1], logits_RV.device)
     if logits_RV.is_cuda or logits_RV.numel() < FEW_ENTRIES:
         return row_argmax(_score(logits_RV, words_V, key_R))[1]
     return _argmax_score(logits_RV, words_V, key_R)
@@ -103,7 +103,7 @@ def _hash(words_RV: Tensor, key_R: Tensor, out: Tensor | None = None, scratch: T
     return h_RV.bitwise_xor_(torch.bitwise_right_shift(h_RV, 15, out=scratch)).mul_(_signed(0x846CA68B, 32))
 
 
-def _row_key(seeds_R: Tensor, positions_R: Tensor, choices_R: Tensor) -> Tensor:
+def row_key(seeds_R: Tensor, positions_R: Tensor, choices_R: Tensor) -> Tensor:
     return _mix64(_mix64(seeds_R + _signed(0x9E3779B97F4A7C15, 64)) ^ ((choices_R << 32) | positions_R))
 
 
@@ -120,7 +120,7 @@ def _mix32(t: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _token_words(vocab_size: int, device: torch.device) -> Tensor:
+def token_words(vocab_size: int, device: torch.device) -> Tensor:
     return _mix32(torch.arange(vocab_size, dtype=torch.int32, device=device))
 
 

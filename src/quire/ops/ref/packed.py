@@ -226,6 +226,11 @@ def joinable(first: PackedWeight, second: PackedWeight) -> bool:
     return _form(first) == _form(second) and first.n % LANES == 0
 
 
+def gateable(w: PackedWeight) -> bool:
+    """Whether `linear_silu_mul` takes this weight."""
+    return w.n % (2 * LANES) == 0
+
+
 def concat(weights: list[PackedWeight], allocate: Callable[..., Tensor] = torch.empty) -> PackedWeight:
     """One weight with the outputs of all, in order, for fused projections. All need one form and whole panels."""
     first = weights[0]
@@ -259,3 +264,9 @@ def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None, out_dtype: to
     """x [T, k] in bf16 times the weight, plus a float32 bias: [T, n] in bf16 or float32."""
     y = F.linear(x, w.dense).to(out_dtype)
     return y if bias is None else y + bias.to(out_dtype)
+
+
+def linear_silu_mul(x: Tensor, w: PackedWeight) -> Tensor:
+    """silu(gate) * up where gate and up are the halves of `linear(x, w)`: [T, n / 2] in bf16."""
+    gate, up = linear(x, w).chunk(2, -1)
+    return F.silu(gate) * up

@@ -1,8 +1,8 @@
 // Paged attention for float32 and bfloat16. Called through ctypes by ops/cpu/attention.py; the torch twin in
 // ops/ref/attention.py says what it must compute, kv_layout.h how the cache lies.
 //
-// A unit of work is a tile: the queries of a few consecutive tokens of one row, all heads that share one kv head,
-// against their keys in steps. Softmax is online over the steps of a partition (512 keys, aligned by position);
+// A unit of work is a tile: the queries of a few consecutive tokens of one row, all heads that share one kv head (of a
+// single token, several kv heads), against their keys in steps. Softmax is online over the steps of a partition (512 keys, aligned by position);
 // partitions are merged in order. So the sums behind a query depend on its position alone: not on the tile it was in,
 // on other rows, or on whether the partitions of a long context were spread over threads. In float32 that makes chunked
 // prefill bit-exact.
@@ -12,6 +12,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <type_traits>
@@ -25,6 +26,7 @@ constexpr int TILE_ROWS = 96;   // a tile has about this many rows (tokens * hea
 constexpr int AMX_MIN_ROWS = 9;
 constexpr int AMX_BLOCK = 32;     // rows that go through scores, softmax and values together, in the first-level cache
 constexpr int VECTOR_BLOCK = 24;
+constexpr int HEADS_AT_ONCE = 4;  // kv heads of a single token: they lie side by side in its blocks
 constexpr float LOG2_E = 1.442695041f;
 #if defined(__AVX512F__)
 constexpr int ROWS_AT_ONCE = 6, LINES_AT_ONCE = 4;  // accumulators held in registers: 24 of 32
@@ -48,7 +50,7 @@ struct Args {
 };
 
 struct Unit {
-    int64_t row, kv_head;
+    int64_t row, kv_head, num_kv_heads;  // more than one only for a single token
     int64_t first_token, num_tokens;  // index into q
     int64_t first_pos;                // position of the first token
     int64_t first_part, end_part;
@@ -99,7 +101,7 @@ void write_output(const Args& a, const Unit& u, const State& state) {
     const int64_t D = a.head_size, G = a.group();
     for (int64_t i = 0, m = 0; i < u.num_tokens; i++) {
         auto* to = (typename E::Elem*)a.out + (u.first_token + i) * a.out_stride + u.kv_head * G * D;
-        for (int64_t g = 0; g < G; g++, m++, to += D) {
+        for (int64_t g = 0; g < u.num_kv_heads * G; g++, m++, to += D) {
             float sum = horizontal_sum(state.sum[m]), factor = 1.0f;
             if (a.sinks) {
                 float sink = a.sinks[u.kv_head * G + g] * LOG2_E, top = std::max(sink, state.top[m]);
@@ -122,58 +124,67 @@ void in_blocks(int64_t first, int64_t rows, F f) {
 template <class E, bool AMX>
 class Tile {
     using Elem = typename E::Elem;
-    using Word = typename E::Word;
+    // What lines are multiplied by. Two fused multiply-adds of floats take half the time of one bfloat16 dot product.
+    using Factor = std::conditional_t<AMX, Elem, float>;
     using Line = typename E::Line;
     // Keys per turn of the online softmax: many spare work on the outputs, few leave cache for what is fetched ahead.
     static constexpr int STEP = AMX ? 128 : 64;
     static constexpr int CHUNKS = STEP / CHUNK;
     static constexpr int V_LINES = CHUNK / E::PACK;  // of one chunk, per 16 dims
+    static_assert(HEADS_AT_ONCE <= CHUNKS);          // v_copy holds a chunk of each
 
     // The chunks of one step: null where no query of the tile looks (the block table may hold anything there).
     struct Keys {
         const Line *k[CHUNKS] = {}, *v[CHUNKS] = {};
         bool any = false;
+
+        Keys moved(int64_t bytes) const {
+            const int64_t lines = bytes / sizeof(Line);
+            Keys to;
+            for (int c = 0; c < CHUNKS; c++)
+                if (k[c]) to.k[c] = k[c] + lines, to.v[c] = v[c] + lines;
+            return to;
+        }
     };
 
     const Args& a;
     const Unit& u;
     const Unit* following;  // what this thread does next, as far as is known: its keys are fetched ahead
     const KvLayout<E> layout;
-    const int64_t D, G, rows, padded_rows;
+    const int64_t D, G, width, rows, padded_rows;  // width: heads of a token
     const bool unfinished;
-    Word* q;           // [rows][D / PACK]
+    Factor* q;         // [rows][D]
     float* s;          // [block][STEP]: scores of a step
-    Word* p;           // [block][STEP / PACK]: their exponentials
+    Factor* p;         // [block][STEP]: their exponentials
     float* alpha;      // [block]: what a step multiplies earlier sums by
-    Line* v_copy;      // [D / 16][V_LINES] of the last chunk; with AMX [D / 16][CHUNKS][V_LINES]
+    Line* v_copy;      // [kv heads][D / 16][V_LINES] of the last chunk; with AMX [D / 16][CHUNKS][V_LINES]
     State part, total;
 
    public:
     // `memory` needs bytes(). With `kept` the state is left there, to be merged, instead of giving the output.
     Tile(const Args& a, const Unit& u, const Unit* following, char* memory, char* kept)
         : a(a), u(u), following(following), layout{a.num_kv_heads, a.head_size, a.block_size}, D(a.head_size), G(a.group()),
-          rows(u.num_tokens * G), padded_rows(padded(rows)),
-          unfinished(kept) {
+          width(u.num_kv_heads * G), rows(u.num_tokens * width), padded_rows(padded(rows)), unfinished(kept) {
         auto take = [&](int64_t bytes) { return std::exchange(memory, memory + bytes); };
         v_copy = (Line*)take(STEP * D * sizeof(Elem));
         s = (float*)take(AMX_BLOCK * STEP * sizeof(float));
-        p = (Word*)take(AMX_BLOCK * STEP * sizeof(Elem));
+        p = (Factor*)take(AMX_BLOCK * STEP * sizeof(Factor));
         alpha = (float*)take(AMX_BLOCK * sizeof(float));
-        q = (Word*)take(padded_rows * D * sizeof(Elem));
+        q = (Factor*)take(padded_rows * D * sizeof(Factor));
         part = State::at(take(State::bytes(padded_rows, D)), padded_rows, D);
         total = State::at(kept ? kept : take(State::bytes(padded_rows, D)), padded_rows, D);
     }
 
     static size_t bytes(int64_t rows, int64_t head_size) {
-        return (STEP + padded(rows)) * head_size * sizeof(Elem) +
-               AMX_BLOCK * (STEP * (sizeof(float) + sizeof(Elem)) + sizeof(float)) +
+        return (STEP * sizeof(Elem) + padded(rows) * sizeof(Factor)) * head_size +
+               AMX_BLOCK * (STEP * (sizeof(float) + sizeof(Factor)) + sizeof(float)) +
                2 * State::bytes(padded(rows), head_size);
     }
 
     void run() {
         const Elem* from = (const Elem*)a.q + u.first_token * a.q_stride + u.kv_head * G * D;
         for (int64_t i = 0; i < u.num_tokens; i++)
-            memcpy(q + i * G * D / E::PACK, from + i * a.q_stride, G * D * sizeof(Elem));
+            copy(q + i * width * D, from + i * a.q_stride, width * D);
         bool empty = true;
         for (int64_t i = u.first_part; i < u.end_part; i++) {
             if (!u.sees(a, i * PARTITION, (i + 1) * PARTITION)) continue;
@@ -185,6 +196,12 @@ class Tile {
     }
 
    private:
+    static void copy(Elem* to, const Elem* from, int64_t n) { memcpy(to, from, n * sizeof(Elem)); }
+    template <class F = float>
+    static std::enable_if_t<!std::is_same_v<F, Elem>> copy(F* to, const Elem* from, int64_t n) {
+        for (int64_t i = 0; i < n; i += LANES) store(to + i, load(from + i));
+    }
+
     void run_partition(State& state, int64_t begin) {
         clear(state, padded_rows, D);
         Keys keys = find(u, begin);
@@ -226,56 +243,70 @@ class Tile {
         }
     }
 
-    void vector_step(State& state, Keys& keys, const Keys& next, int64_t first) {
+    // Into the second-level cache: a step of all heads is more than the first holds.
+    static void prefetch(const Line* line) { __builtin_prefetch(line, 0, 2); }
+    void fetch(const Line* chunk) const {
+        for (int64_t i = 0; chunk && i < CHUNK * D / (LANES * E::PACK); i++) prefetch(chunk + i);
+    }
+
+    void vector_step(State& state, const Keys& keys, const Keys& next, int64_t first) {
+        const int64_t rows_per_head = u.num_kv_heads == 1 ? rows : G;
+        const bool few = rows_per_head <= ROWS_AT_ONCE;  // then memory is the limit: fetch ahead
+        Keys of_head[HEADS_AT_ONCE], ahead[HEADS_AT_ONCE];
+        for (int64_t h = 0; h < u.num_kv_heads; h++) {
+            of_head[h] = keys.moved(h * layout.head_bytes());
+            ahead[h] = next.moved(h * layout.head_bytes());
+            hide_unwritten(of_head[h], v_copy + h * V_LINES * D / LANES, first);
+        }
+        for (int64_t m = 0; m < rows; m += VECTOR_BLOCK) {
+            const int64_t end = std::min<int64_t>(rows, m + VECTOR_BLOCK);
+            auto each_head = [&](auto f) {
+                for (int64_t h = m / rows_per_head, i = m; i < end; h++, i = h * rows_per_head)
+                    in_blocks(i, std::min(end, (h + 1) * rows_per_head), [&](int64_t i, auto n) { f(h, i, n); });
+            };
+            each_head([&](int64_t h, int64_t i, auto n) {
+                few ? score<n, true>(i, i - m, of_head[h], ahead[h]) : score<n, false>(i, i - m, of_head[h], ahead[h]);
+            });
+            softmax(state, first, m, end);
+            each_head([&](int64_t h, int64_t i, auto n) {
+                few ? accumulate<n, true>(state, i, i - m, of_head[h], ahead[h])
+                    : accumulate<n, false>(state, i, i - m, of_head[h], ahead[h]);
+            });
+        }
+    }
+
+    // Only the last chunk in sight can be unfinished.
+    void hide_unwritten(Keys& keys, Line* copy, int64_t first) const {
         for (int c = 0; c < CHUNKS; c++) {
             const int64_t written = num_written(first + c * CHUNK);
             if (!keys.v[c] || written == CHUNK) continue;
-            for (int64_t i = 0; i < D / LANES; i++) copy_v(v_copy + i * V_LINES, keys.v[c] + i * V_LINES, written);
-            keys.v[c] = v_copy;
-        }
-        const bool few = rows <= ROWS_AT_ONCE;  // then memory is the limit: fetch ahead
-        for (int64_t m = 0; m < rows; m += VECTOR_BLOCK) {
-            const int64_t end = std::min<int64_t>(rows, m + VECTOR_BLOCK);
-            in_blocks(m, end, [&](int64_t i, auto n) {
-                few ? score<n, true>(i, i - m, keys, next) : score<n, false>(i, i - m, keys, next);
-            });
-            softmax(state, first, m, end);
-            in_blocks(m, end, [&](int64_t i, auto n) {
-                few ? accumulate<n, true>(state, i, i - m, keys, next)
-                    : accumulate<n, false>(state, i, i - m, keys, next);
-            });
+            for (int64_t i = 0; i < D / LANES; i++) copy_v(copy + i * V_LINES, keys.v[c] + i * V_LINES, written);
+            keys.v[c] = copy;
         }
     }
 
     // `m` is the row in the tile, `i` in the block.
     template <int M, bool FETCH>
     void score(int64_t m, int64_t i, const Keys& keys, const Keys& next) {
-        for (int c = 0; c < CHUNKS; c += LINES_AT_ONCE) {
-            bool all = true;
-            for (int j = 0; j < LINES_AT_ONCE; j++) all &= keys.k[c + j] != nullptr;
-            if (all) {
-                score_rows<M, LINES_AT_ONCE, FETCH>(m, i, keys, next, c);
-                continue;
-            }
-            for (int j = 0; j < LINES_AT_ONCE; j++)
-                if (keys.k[c + j]) score_rows<M, 1, false>(m, i, keys, next, c + j);
+        for (int c = 0; c < CHUNKS; c++) {
+            const int begin = c;
+            while (c < CHUNKS && keys.k[c]) c++;
+            in_blocks<LINES_AT_ONCE>(begin, c, [&](int64_t at, auto n) { score_rows<M, n, FETCH>(m, i, keys, next, at); });
+            if (FETCH && c < CHUNKS) fetch(next.k[c]);
         }
     }
 
     template <int M, int N, bool FETCH>
     void score_rows(int64_t m, int64_t i, const Keys& keys, const Keys& next, int c) {
         v16 acc[M][N] = {};
-        const Word* w = q + m * D / E::PACK;
+        const float* w = q + m * D;
         const Line *k[N], *ahead[N];
         for (int j = 0; j < N; j++) k[j] = keys.k[c + j], ahead[j] = next.k[c + j] ? next.k[c + j] : k[j];
         for (int64_t d = 0; d < D / E::PACK; d++) {
-            Line line[N];
             for (int j = 0; j < N; j++) {
-                line[j] = k[j][d];
-                if (FETCH) __builtin_prefetch(ahead[j] + d);
+                if (FETCH) prefetch(ahead[j] + d);
+                for (int r = 0; r < M; r++) acc[r][j] = E::mac(acc[r][j], k[j][d], w + r * D + d * E::PACK);
             }
-            for (int r = 0; r < M; r++)
-                for (int j = 0; j < N; j++) acc[r][j] = E::mac(acc[r][j], line[j], w[r * D / E::PACK + d]);
         }
         for (int r = 0; r < M; r++)
             for (int j = 0; j < N; j++) store(s + (i + r) * STEP + (c + j) * CHUNK, acc[r][j]);
@@ -296,17 +327,18 @@ class Tile {
         for (int r = 0; r < M; r++)
             for (int j = 0; j < N; j++) acc[r][j] = load(o + r * D + j * LANES) * alpha[i + r];
         for (int c = 0; c < CHUNKS; c++) {
-            if (!keys.v[c]) continue;
+            if (!keys.v[c]) {
+                if (FETCH && d == 0) fetch(next.v[c]);
+                continue;
+            }
             const Line *v = keys.v[c] + d * V_LINES, *ahead = (next.v[c] ? next.v[c] : keys.v[c]) + d * V_LINES;
-            const Word* w = p + (i * STEP + c * CHUNK) / E::PACK;
+            const float* w = p + i * STEP + c * CHUNK;
             for (int t = 0; t < V_LINES; t++) {
-                Line line[N];
                 for (int j = 0; j < N; j++) {
-                    line[j] = v[j * V_LINES + t];
-                    if (FETCH) __builtin_prefetch(ahead + j * V_LINES + t);
+                    if (FETCH) prefetch(ahead + j * V_LINES + t);
+                    for (int r = 0; r < M; r++)
+                        acc[r][j] = E::mac(acc[r][j], v[j * V_LINES + t], w + r * STEP + t * E::PACK);
                 }
-                for (int r = 0; r < M; r++)
-                    for (int j = 0; j < N; j++) acc[r][j] = E::mac(acc[r][j], line[j], w[r * STEP / E::PACK + t]);
             }
         }
         for (int r = 0; r < M; r++)
@@ -317,17 +349,17 @@ class Tile {
     void softmax(State& state, int64_t first, int64_t begin, int64_t end) {
         const float factor = a.softcap == 0 ? a.scale * LOG2_E : 1.0f;
         alignas(64) float old_top[AMX_BLOCK] = {}, new_top[AMX_BLOCK] = {};
-        for (int64_t m = begin, token = begin / G, head = begin % G; m < end; m++) {
+        for (int64_t m = begin, token = begin / width, head = begin % width; m < end; m++) {
             const int64_t seen = u.first_pos + token + 1 - first;  // columns before this are not in the future
             mask(s + (m - begin) * STEP, seen, a.window ? seen - a.window : 0, a.num_sink_tokens - first);
             old_top[m - begin] = state.top[m];
             new_top[m - begin] = state.top[m] = std::max(state.top[m], largest(s + (m - begin) * STEP) * factor);
-            if (++head == G) head = 0, token++;
+            if (++head == width) head = 0, token++;
         }
         for (int i = 0; i < end - begin; i += LANES) store(alpha + i, exp2(load(old_top + i) - load(new_top + i)));
         for (int64_t m = begin; m < end; m++) {
             const float* x = s + (m - begin) * STEP;
-            auto* to = (Elem*)(p + (m - begin) * STEP / E::PACK);
+            Factor* to = p + (m - begin) * STEP;
             v16 sum = {}, minus_top = splat(-state.top[m]);
             for (int c = 0; c < STEP; c += LANES) {
                 v16 e = exp2(fma(load(x + c), splat(factor), minus_top));
@@ -379,7 +411,7 @@ class Tile {
             const Line *k0 = keys.k[c], *k1 = keys.k[c + 1];
             if (!k0 && !k1) continue;
             // A chunk nobody sees gets another's scores: the mask hides them.
-            amx::product<MT, false>(s + c * CHUNK, STEP * 4, q + m * D / 2, D * 2, k0 ? k0 : k1, k1 ? k1 : k0, D / 32);
+            amx::product<MT, false>(s + c * CHUNK, STEP * 4, q + m * D, D * 2, k0 ? k0 : k1, k1 ? k1 : k0, D / 32);
         }
         const int64_t end = std::min<int64_t>(rows, m + AMX_BLOCK);
         softmax(state, first, m, end);
@@ -396,8 +428,10 @@ class Tile {
 };
 
 // Tiles of long rows come first, the costliest at the front; single tokens then even out the threads.
-std::vector<Unit> plan(const Args& a, int64_t& work) {
-    std::vector<Unit> units;
+void plan(const Args& a, std::vector<Unit>& units, int64_t& work) {
+    units.clear();
+    const bool few = a.num_rows < 8 * omp_get_max_threads();  // then heads are needed to keep the threads busy
+    const int64_t heads_at_once = std::clamp<int64_t>(VECTOR_BLOCK / a.group(), 1, few ? 1 : HEADS_AT_ONCE);
     const int64_t tile_tokens = std::max<int64_t>(1, TILE_ROWS / a.group());
     work = 0;
     for (bool single : {false, true})
@@ -406,17 +440,17 @@ std::vector<Unit> plan(const Args& a, int64_t& work) {
             if (n == 0 || (n == 1) != single) continue;
             for (int64_t first = (n - 1) / tile_tokens * tile_tokens; first >= 0; first -= tile_tokens) {
                 const int64_t num = std::min(tile_tokens, n - first), pos = a.context_lens[row] - n + first;
-                for (int64_t head = 0; head < a.num_kv_heads; head++)
-                    units.push_back({row, head, start + first, num, pos, 0, (pos + num - 1) / PARTITION + 1});
+                for (int64_t head = 0, heads; head < a.num_kv_heads; head += heads) {
+                    heads = single ? std::min(heads_at_once, a.num_kv_heads - head) : 1;
+                    units.push_back({row, head, heads, start + first, num, pos, 0, (pos + num - 1) / PARTITION + 1});
+                }
                 work += num * a.num_heads * a.head_size * std::min(pos + num, a.window ? a.window + num : pos + num);
             }
         }
-    return units;
 }
 
 // Fewer units than threads can share evenly: give each partition its own, to be merged in order afterwards.
-std::vector<Unit> split(const Args& a, const std::vector<Unit>& units) {
-    std::vector<Unit> parts;
+void split(const Args& a, const std::vector<Unit>& units, std::vector<Unit>& parts) {
     for (const Unit& unit : units)
         for (int64_t i = unit.first_part; i < unit.end_part; i++) {
             if (!unit.sees(a, i * PARTITION, (i + 1) * PARTITION)) continue;
@@ -424,7 +458,6 @@ std::vector<Unit> split(const Args& a, const std::vector<Unit>& units) {
             parts.back().first_part = i;
             parts.back().end_part = i + 1;
         }
-    return parts;
 }
 
 struct Buffer {
@@ -443,7 +476,7 @@ struct Buffer {
 template <class E>
 void run_unit(const Args& a, const Unit& u, const Unit* following, char* memory, char* kept) {
     if constexpr (AMX_BUILT && E::PACK == 2)
-        if (u.num_tokens * a.group() >= AMX_MIN_ROWS && a.head_size % 32 == 0 && amx::allowed())
+        if (u.num_kv_heads == 1 && u.num_tokens * a.group() >= AMX_MIN_ROWS && a.head_size % 32 == 0 && amx::allowed())
             return Tile<E, true>(a, u, following, memory, kept).run();
     Tile<E, false>(a, u, following, memory, kept).run();
 }
@@ -452,26 +485,29 @@ template <class E>
 void paged_attention(const Args& a) {
     static thread_local Buffer scratch, kept;
     int64_t work;
-    std::vector<Unit> units = plan(a, work), parts;
-    const int64_t max_rows = std::max<int64_t>(1, TILE_ROWS / a.group()) * a.group();
+    static thread_local std::vector<Unit> units, parts;  // kept for their memory
+    plan(a, units, work);
+    parts.clear();
+    const int64_t max_rows = std::max<int64_t>(TILE_ROWS, a.group());
     const bool parallel = work > PARALLEL_WORK, few = (int64_t)units.size() < 4 * omp_get_max_threads();
-    if (parallel && few) parts = split(a, units);
+    if (parallel && few) split(a, units, parts);
     const std::vector<Unit>& todo = parts.empty() ? units : parts;
-    const int at_once = parts.empty() && units.size() > size_t(8 * a.num_kv_heads) ? a.num_kv_heads : 1;
     const size_t kept_bytes = State::bytes(padded(max_rows), a.head_size);
+    std::atomic<size_t> claimed{0};  // a thread is one unit ahead of its work: it knows what to fetch
     char* const kept_states = parts.empty() ? nullptr : kept.at_least(parts.size() * kept_bytes);
 #pragma omp parallel if (parallel)
     {
         amx::Tiles tiles(E::PACK == 2 && AMX_BUILT && amx::allowed());
-        char* memory = scratch.at_least(Tile<E, true>::bytes(max_rows, a.head_size));
-// A row's kv heads lie side by side in its blocks: one thread takes them in turn.
-#pragma omp for schedule(dynamic, at_once)
-        for (size_t i = 0; i < todo.size(); i++)
-            run_unit<E>(a, todo[i], i + 1 < todo.size() ? &todo[i + 1] : nullptr, memory,
-                        parts.empty() ? nullptr : kept_states + i * kept_bytes);
+        char* memory = scratch.at_least(
+            std::max(Tile<E, true>::bytes(max_rows, a.head_size), Tile<E, false>::bytes(max_rows, a.head_size)));
+        for (size_t i = claimed++, next; i < todo.size(); i = next) {
+            next = claimed++;
+            run_unit<E>(a, todo[i], next < todo.size() ? &todo[next] : nullptr, memory,
+                        kept_states ? kept_states + i * kept_bytes : nullptr);
+        }
     }
     for (size_t i = 0; i < parts.size();) {
-        const int64_t rows = parts[i].num_tokens * a.group();
+        const int64_t rows = parts[i].num_tokens * parts[i].num_kv_heads * a.group();
         State total = State::at(kept_states + i * kept_bytes, padded(rows), a.head_size);
         size_t next = i + 1;
         for (; next < parts.size() && parts[next].same_tile(parts[i]); next++)

@@ -1,39 +1,75 @@
 // Fused elementwise kernels for float32 and bfloat16: norm with residual, gated SiLU, rotary embedding and cache write.
 // Called through ctypes by ops/cpu/elementwise.py; the torch twins in ops/ref/elementwise.py say what each computes.
 // Rows are contiguous and may be strided apart (strides in elements). Small inputs stay on the calling thread.
-#include <cstring>
 #include "kv_layout.h"
 
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <vector>
 
 namespace {
 
 // Below this many elements, waking the other threads costs more than they save.
 constexpr int64_t PARALLEL_ELEMENTS = 1 << 15;
+// What a thread takes at a time.
+constexpr int64_t CLAIMED_ELEMENTS = 1 << 12;
 
-template <class T>
-float sum_of_squares(const T* x, int64_t n) {
-    v16 sums[4] = {};
-    int64_t i = 0;
-    for (; i + 4 * LANES <= n; i += 4 * LANES)
-        for (int j = 0; j < 4; j++) {
-            v16 part = load(x + i + j * LANES);
-            sums[j] = fma(part, part, sums[j]);
-        }
-    for (; i + LANES <= n; i += LANES) {
-        v16 part = load(x + i);
-        sums[0] = fma(part, part, sums[0]);
+struct alignas(64) Share {
+    std::atomic<int64_t> next;
+    int64_t end;
+};
+
+// Calls f(row) for all rows of about n elements each, on all threads if that pays. Each has its share of the rows, the same
+// in every call, so that it finds in its cache what it wrote there; as cores differ in speed, who is done helps the others.
+template <class F>
+void for_rows(int64_t rows, int64_t n, F f) {
+    if (rows * n <= PARALLEL_ELEMENTS) {
+        for (int64_t row = 0; row < rows; row++) f(row);
+        return;
     }
-    float sum = horizontal_sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
-    for (; i < n; i++) sum += load1(x + i) * load1(x + i);
-    return sum;
+    static thread_local std::vector<Share> kept;
+    const int num_shares = omp_get_max_threads();
+    if ((int)kept.size() < num_shares) kept = std::vector<Share>(num_shares);
+    Share* const shares = kept.data();  // the caller's, in all threads
+    for (int i = 0; i < num_shares; i++) {
+        shares[i].next = rows * i / num_shares;
+        shares[i].end = rows * (i + 1) / num_shares;
+    }
+    const int64_t at_once = std::max<int64_t>(1, CLAIMED_ELEMENTS / n);
+#pragma omp parallel
+    for (int i = 0, own = omp_get_thread_num(); i < num_shares; i++) {
+        Share& share = shares[(own + i) % num_shares];
+        for (int64_t row; (row = share.next.fetch_add(at_once)) < share.end;)
+            for (const int64_t end = std::min(row + at_once, share.end); row < end; row++) f(row);
+    }
 }
 
+// Sum of squares of x, or of x + residual, which goes to `sum`.
 template <class T>
-void add(T* out, const T* a, const T* b, int64_t n) {
+float sum_of_squares(T* sum, const T* x, const T* residual, int64_t n) {
+    v16 squares[4] = {};
     int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) store(out + i, load(a + i) + load(b + i));
-    for (; i < n; i++) store1(out + i, load1(a + i) + load1(b + i));
+    auto add = [&](v16& to, int64_t at) {
+        v16 part = load(x + at);
+        if (residual) part = store_rounded(sum + at, part + load(residual + at));
+        to = fma(part, part, to);
+    };
+    for (; i + 4 * LANES <= n; i += 4 * LANES)
+        for (int j = 0; j < 4; j++) add(squares[j], i + j * LANES);
+    for (; i + LANES <= n; i += LANES) add(squares[0], i);
+    float total = horizontal_sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
+    for (; i < n; i++) {
+        float part = load1(x + i);
+        if (residual) {
+            store1(sum + i, part + load1(residual + i));
+            part = load1(sum + i);
+        }
+        total += part * part;
+    }
+    return total;
 }
 
 template <class T>
@@ -52,21 +88,16 @@ void norm_row(T* out, const T* x, const T* weight, float inverse, int64_t n) {
 template <class T>
 void rms_norm(T* out, T* sum, const T* x, int64_t stride, const T* residual, const T* weight, int64_t rows, int64_t n,
               float eps) {
-#pragma omp parallel for schedule(static) if (rows * n > PARALLEL_ELEMENTS)
-    for (int64_t row = 0; row < rows; row++) {
+    for_rows(rows, n, [&](int64_t row) {
         const T* in = x + row * stride;
-        if (residual) {
-            add(sum + row * n, in, residual + row * n, n);
-            in = sum + row * n;
-        }
-        norm_row(out + row * n, in, weight, 1.0f / std::sqrt(sum_of_squares(in, n) / (float)n + eps), n);
-    }
+        float squares = sum_of_squares(sum + row * n, in, residual ? residual + row * n : nullptr, n);
+        norm_row(out + row * n, residual ? sum + row * n : in, weight, 1.0f / std::sqrt(squares / (float)n + eps), n);
+    });
 }
 
 template <class T>
 void silu_mul(T* out, const T* x, int64_t rows, int64_t n) {
-#pragma omp parallel for schedule(static) if (rows * n > PARALLEL_ELEMENTS)
-    for (int64_t row = 0; row < rows; row++) {
+    for_rows(rows, n, [&](int64_t row) {
         const T *gate = x + row * 2 * n, *up = gate + n;
         T* to = out + row * n;
         int64_t i = 0;
@@ -80,7 +111,7 @@ void silu_mul(T* out, const T* x, int64_t rows, int64_t n) {
             store1(to + i, g / (1.0f + std::exp(-g)));
             store1(to + i, load1(to + i) * load1(up + i));
         }
-    }
+    });
 }
 
 template <class T>
@@ -111,23 +142,45 @@ struct RopeArgs {
     bool interleaved;
 };
 
+// Where runs of tokens begin: a whole chunk of the cache, or one token.
+void find_runs(std::vector<int64_t>& starts, const RopeArgs& a) {
+    starts.clear();
+    for (int64_t t = 0; t < a.num_tokens; t++) {
+        starts.push_back(t);
+        if (!a.cache || a.slots[t] % CHUNK || t + CHUNK > a.num_tokens) continue;
+        int64_t n = 1;
+        while (n < CHUNK && a.slots[t + n] == a.slots[t] + n) n++;
+        if (n == CHUNK) t += CHUNK - 1;
+    }
+    starts.push_back(a.num_tokens);
+}
+
 template <class E>
 void rope_and_write(const RopeArgs& a) {
     using Elem = typename E::Elem;
     const KvLayout<E> layout{a.num_kv_heads, a.head_size, a.block_size};
-    const int64_t work = a.num_tokens * (a.num_heads + a.num_kv_heads) * a.head_size;
-#pragma omp parallel for schedule(static) if (work > PARALLEL_ELEMENTS)
-    for (int64_t t = 0; t < a.num_tokens; t++) {
-        const float* cos = a.cos_sin + a.positions[t] * a.rot_dim;
-        Elem *q = (Elem*)a.q + t * a.q_stride, *k = (Elem*)a.k + t * a.k_stride;
-        const Elem* v = (const Elem*)a.v + t * a.v_stride;
-        for (int64_t h = 0; h < a.num_heads; h++) rotate(q + h * a.head_size, cos, a.rot_dim, a.interleaved);
-        for (int64_t h = 0; h < a.num_kv_heads; h++) {
-            rotate(k + h * a.head_size, cos, a.rot_dim, a.interleaved);
-            if (a.cache && a.slots[t] >= 0)
-                layout.store_token(a.cache, a.slots[t], h, k + h * a.head_size, v + h * a.head_size);
+    static thread_local std::vector<int64_t> kept;
+    std::vector<int64_t>& starts = kept;  // the caller's, in all threads
+    find_runs(starts, a);
+    const int64_t num_runs = starts.size() - 1, work = a.num_tokens * (a.num_heads + a.num_kv_heads) * a.head_size;
+    for_rows(num_runs, work / std::max<int64_t>(1, num_runs), [&](int64_t run) {
+        const int64_t first = starts[run], end = starts[run + 1];
+        Elem *q = (Elem*)a.q + first * a.q_stride, *k = (Elem*)a.k + first * a.k_stride;
+        const Elem* v = (const Elem*)a.v + first * a.v_stride;
+        const bool write = a.cache && a.slots[first] >= 0;
+        for (int64_t t = 0; t < end - first; t++) {
+            const float* cos = a.cos_sin + a.positions[first + t] * a.rot_dim;
+            for (int64_t h = 0; h < a.num_heads; h++)
+                rotate(q + t * a.q_stride + h * a.head_size, cos, a.rot_dim, a.interleaved);
+            for (int64_t h = 0; h < a.num_kv_heads; h++)
+                rotate(k + t * a.k_stride + h * a.head_size, cos, a.rot_dim, a.interleaved);
         }
-    }
+        for (int64_t h = 0; write && h < a.num_kv_heads; h++, k += a.head_size, v += a.head_size)
+            if (end - first == CHUNK)
+                layout.store_chunk(a.cache, a.slots[first], h, k, a.k_stride, v, a.v_stride);
+            else
+                layout.store_token(a.cache, a.slots[first], h, k, v);
+    });
 }
 
 }  // namespace

@@ -101,7 +101,7 @@ struct Sums {
 constexpr int kPrefetchBytes = 4096;  // a page ahead: the hardware prefetcher stops at its end
 
 template <int Bits, int Rows>
-void few_rows_panel(const Weight& w, const Job& job, const RowBlock* quantized, int first_row, int panel) {
+void panel_sums(const Weight& w, const RowBlock* quantized, int first_row, int panel, __m512* out) {
     const int num_blocks = w.k / kBlock, groups_per_block = kBlock / w.group;
     const RowBlock* x[Rows];
     __m512 total[Rows];
@@ -137,23 +137,33 @@ void few_rows_panel(const Weight& w, const Job& job, const RowBlock* quantized, 
         const int last = Bits == 8 ? groups_per_block - 1 : 0;
         sums.finish(w, x, b, last, scale_idx + last * kLanes, total);
     }
-    for (int r = 0; r < Rows; ++r) store_outputs(w, job, first_row + r, panel, total[r]);
+    std::copy(total, total + Rows, out);
+}
+
+template <int Bits, int Rows>
+void few_rows_pair(const Weight& w, const Job& job, const RowBlock* x, int first_row, int pair) {
+    __m512 left[Rows], right[Rows] = {};
+    panel_sums<Bits, Rows>(w, x, first_row, panel_of(w, job, pair, 0), left);
+    const int beside = panel_of(w, job, pair, 1);
+    if (beside < num_panels(w)) panel_sums<Bits, Rows>(w, x, first_row, beside, right);
+    for (int r = 0; r < Rows; ++r) store_pair(w, job, first_row + r, pair, left[r], right[r]);
 }
 
 template <int Bits>
 void few_rows(const Weight& w, const Job& job) {
-    const int num_panels = (w.n + kLanes - 1) / kLanes, num_blocks = w.k / kBlock;
+    const int num_blocks = w.k / kBlock;
 #pragma omp parallel
     {
         // Every thread converts all rows for itself: cheaper than a barrier.
         auto* x = static_cast<RowBlock*>(rows_scratch.get(sizeof(RowBlock) * num_blocks * job.rows));
         for (int r = 0; r < job.rows; ++r) quantize_row(job.x + int64_t(r) * w.k, w.k, x + int64_t(r) * num_blocks);
-        const Range mine = my_share(num_panels);
-        for (int panel = mine.begin; panel < mine.end; ++panel) {
-            int r = 0;  // a panel stays in the first-level cache for all its rows
-            for (; r + 4 <= job.rows; r += 4) few_rows_panel<Bits, 4>(w, job, x, r, panel);
-            for (; r + 2 <= job.rows; r += 2) few_rows_panel<Bits, 2>(w, job, x, r, panel);
-            for (; r < job.rows; ++r) few_rows_panel<Bits, 1>(w, job, x, r, panel);
+        // Halves, not claims: memory is the limit, and each piece of a stream of weights begins with misses.
+        const Range mine = my_share(num_pairs(w));
+        for (int pair = mine.begin; pair < mine.end; ++pair) {
+            int r = 0;  // a pair stays in the first-level cache for all its rows
+            for (; r + 4 <= job.rows; r += 4) few_rows_pair<Bits, 4>(w, job, x, r, pair);
+            for (; r + 2 <= job.rows; r += 2) few_rows_pair<Bits, 2>(w, job, x, r, pair);
+            for (; r < job.rows; ++r) few_rows_pair<Bits, 1>(w, job, x, r, pair);
         }
     }
 }

@@ -13,24 +13,28 @@ constexpr int CHUNK = 16;  // tokens
 
 struct F32 {
     using Elem = float;
-    using Word = float;
     using Line = v16;
     static constexpr int PACK = 1;  // elements per word
-    static inline v16 mac(v16 acc, Line x, Word w) { return fma(x, splat(w), acc); }
+    static inline v16 mac(v16 acc, Line x, const float* w) { return fma(x, splat(*w), acc); }
+    // 16 dims of the token(s) of a line of values.
+    static inline u32x16 v_line(const float* v, int64_t) { return (u32x16)load(v); }
+    static inline u32x16 with_token(u32x16, const float* v, int64_t) { return (u32x16)load(v); }
 };
 
 struct BF16 {
     using Elem = uint16_t;
-    using Word = uint32_t;
     using Line = u32x16;
     static constexpr int PACK = 2;
-    static inline v16 mac(v16 acc, Line x, Word w) {
-#if defined(__AVX512BF16__)
-        return (v16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)x, (__m512bh)_mm512_set1_epi32((int)w));
-#else
+    static inline v16 mac(v16 acc, Line x, const float* w) {
         v16 low = (v16)(x << 16), high = (v16)(x & 0xffff0000u);
-        return fma(high, splat(widen((uint16_t)(w >> 16))), fma(low, splat(widen((uint16_t)w)), acc));
-#endif
+        return fma(high, splat(w[1]), fma(low, splat(w[0]), acc));
+    }
+    static inline u32x16 v_line(const uint16_t* v, int64_t stride) {
+        return (u32x16)load(v) >> 16 | (u32x16)load(v + stride);
+    }
+    static inline u32x16 with_token(u32x16 line, const uint16_t* v, int64_t place) {
+        u32x16 token = (u32x16)load(v);
+        return place ? (line & 0xffffu) | token : (line & 0xffff0000u) | token >> 16;
     }
 };
 
@@ -39,21 +43,44 @@ struct KvLayout {
     int64_t num_kv_heads, head_size, block_size;
 
     int64_t chunk_bytes() const { return CHUNK * head_size * (int64_t)sizeof(typename E::Elem); }
-    int64_t half_bytes() const { return num_kv_heads * block_size * head_size * (int64_t)sizeof(typename E::Elem); }
+    int64_t head_bytes() const { return block_size * head_size * (int64_t)sizeof(typename E::Elem); }
+    int64_t half_bytes() const { return num_kv_heads * head_bytes(); }
     // Byte offset of the K chunk that holds `offset` of a block; its V chunk lies half_bytes() further.
     int64_t chunk_at(int64_t block, int64_t head, int64_t offset) const {
-        return block * 2 * half_bytes() + (head * (block_size / CHUNK) + offset / CHUNK) * chunk_bytes();
+        return block * 2 * half_bytes() + head * head_bytes() + offset / CHUNK * chunk_bytes();
     }
 
     using Elem = typename E::Elem;
     void store_token(char* cache, int64_t slot, int64_t head, const Elem* k, const Elem* v) const {
-        int64_t offset = slot % block_size, lane = offset % CHUNK;
+        const int64_t offset = slot % block_size, lane = offset % CHUNK;
         char* chunk = cache + chunk_at(slot / block_size, head, offset);
         auto* k_out = (Elem*)chunk + lane * E::PACK;
         for (int64_t d = 0; d < head_size; d += E::PACK, k_out += LANES * E::PACK)
-            for (int i = 0; i < E::PACK; i++) k_out[i] = k[d + i];
-        auto* v_out = (Elem*)(chunk + half_bytes()) + lane / E::PACK * LANES * E::PACK + lane % E::PACK;
-        for (int64_t d = 0; d < head_size; d += LANES, v_out += CHUNK * LANES)
-            for (int i = 0; i < LANES; i++) v_out[i * E::PACK] = v[d + i];
+            memcpy(k_out, k + d, sizeof(uint32_t));
+        auto* v_out = (u32x16*)(chunk + half_bytes()) + lane / E::PACK;
+        for (int64_t d = 0; d < head_size; d += LANES, v_out += CHUNK / E::PACK)
+            *v_out = E::with_token(*v_out, v + d, lane % E::PACK);
+    }
+
+    // A whole chunk of tokens, `slot` being the first's: lines are written once, not a lane at a time.
+    void store_chunk(char* cache, int64_t slot, int64_t head, const Elem* k, int64_t k_stride, const Elem* v,
+                     int64_t v_stride) const {
+        char* chunk = cache + chunk_at(slot / block_size, head, slot % block_size);
+        constexpr int64_t WORDS = LANES * E::PACK;  // elements of a line
+        auto* k_out = (u32x16*)chunk;
+        for (int64_t d = 0; d < head_size; d += WORDS, k_out += LANES) {
+            u32x16 lines[CHUNK] = {};
+            const int64_t n = head_size - d < WORDS ? head_size - d : WORDS;
+            for (int t = 0; t < CHUNK; t++)
+                if (n == WORDS)
+                    memcpy(&lines[t], k + t * k_stride + d, sizeof(u32x16));
+                else
+                    memcpy(&lines[t], k + t * k_stride + d, n * sizeof(Elem));
+            transpose(lines);
+            for (int i = 0; i < n / E::PACK; i++) k_out[i] = lines[i];
+        }
+        auto* v_out = (u32x16*)(chunk + half_bytes());
+        for (int64_t d = 0; d < head_size; d += LANES)
+            for (int t = 0; t < CHUNK; t += E::PACK) *v_out++ = E::v_line(v + t * v_stride + d, v_stride);
     }
 };

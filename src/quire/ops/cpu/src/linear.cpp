@@ -25,6 +25,12 @@ void run(const Weight& w, const Job& job) {
     many_rows<Bits>(w, job);
 }
 
+void run(const Weight& w, const Job& job) {
+    if (w.bits == 4) run<4>(w, job);
+    if (w.bits == 8) run<8>(w, job);
+    if (w.bits == 16) run<16>(w, job);
+}
+
 }  // namespace
 
 extern "C" {
@@ -33,10 +39,12 @@ extern "C" {
 int quire_linear_supported() { return amx_allowed(); }
 
 void quire_linear(const Weight* w, const void* x, int64_t rows, void* out, int out_is_f32, const void* bias) {
-    const Job job = {static_cast<const uint16_t*>(x), out, static_cast<const float*>(bias), int32_t(rows), out_is_f32};
-    if (w->bits == 4) run<4>(*w, job);
-    if (w->bits == 8) run<8>(*w, job);
-    if (w->bits == 16) run<16>(*w, job);
+    run(*w, {static_cast<const uint16_t*>(x), out, static_cast<const float*>(bias), int32_t(rows), bool(out_is_f32)});
+}
+
+// silu(first half of the outputs) * second half: [rows, n / 2] in bf16. Halves must be whole panels.
+void quire_linear_silu_mul(const Weight* w, const void* x, int64_t rows, void* out) {
+    run(*w, {static_cast<const uint16_t*>(x), out, nullptr, int32_t(rows), false, true});
 }
 
 // Fills the buffers of `w`; -1 for an unknown format.

@@ -1,145 +1,67 @@
 // Many rows: panels become bf16 tiles in scratch once per call and serve all rows. AMX multiplies, or VDPBF16PS.
 //
-//     for each group of pairs of panels, of a thread's share
+//     for each group of pairs of panels that a thread claims
 //         for each strip of 32 rows
 //             for each pair of the group
 //                 for each block of K: four products on four loaded tiles, and a block of the next group is unpacked
 //
 // The tile unit and the vector units work at the same time. A strip's activations stay in the first-level cache while
-// the tiles of the group pass by from the second, and each row gets its outputs in runs of several cache lines.
+// the tiles of the group pass by from the second, and each row gets its outputs in runs of several cache lines. With one
+// or two strips it is the other way round: a group is a chunk of one pair, a few blocks of K, which stays there.
 
 #pragma once
 
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "packed.h"
+#include "unpack.h"
 
 namespace {
 
-inline __m512i pack_bf16(__m512 even, __m512 odd) {
-    // Rounds half away from zero: VCVTNE2PS2BF16 costs as much as all of the rest of the unpacking.
-    const __m512i half = _mm512_set1_epi32(0x8000);
-    const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(even), half), 16);
-    return _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_add_epi32(_mm512_castps_si512(odd), half));
-}
-
-// Integers become floats by being put into a mantissa: (bits of q at `Bit`) | exponent reads as 2^(23 - Bit) + q.
-template <int Bit, int Width>
-inline __m512 in_mantissa(__m512i v) {
-    const __m512i mask = _mm512_set1_epi32(((1 << Width) - 1) << Bit);
-    const __m512i exponent = _mm512_set1_epi32((127 + 23 - Bit) << 23);
-    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(v, mask, exponent, 0xea));  // (v & mask) | exponent
-}
-
-struct Affine {
-    __m512 scale, min;
-    // Takes back the 2^(23 - bit) of in_mantissa and the zero point.
-    inline __m512 base(int bit, int zero) const {
-        return _mm512_fnmadd_ps(scale, _mm512_set1_ps(float((1 << (23 - bit)) + zero)), min);
-    }
-};
-
-inline Affine load_affine(const Weight& w, int64_t idx) {
-    return {load_scales(w.scales, idx, w.wide_scales),
-            w.mins ? load_scales(w.mins, idx, w.wide_scales) : _mm512_setzero_ps()};
-}
-
-// Makes the bf16 tile of a block in four parts, so that they can be strewn between tile products.
-template <int Bits>
-struct Unpacker;
-
-template <>
-struct Unpacker<4> {
-    const __m512i* data;
-    __m512i* tile;
-    __m512 scale, base12, base16;
-
-    inline void start(const Weight& w, int64_t block, __m512i* into) {
-        data = reinterpret_cast<const __m512i*>(w.data + block * block_bytes(4)), tile = into;
-        const Affine a = load_affine(w, block * kLanes);
-        scale = a.scale, base12 = a.base(12, w.zero), base16 = a.base(16, w.zero);
-    }
-    inline __m512 at12(__m512i v) const { return _mm512_fmadd_ps(in_mantissa<12, 4>(v), scale, base12); }
-    inline __m512 at16(__m512i v) const { return _mm512_fmadd_ps(in_mantissa<16, 4>(v), scale, base16); }
-    inline void part(int j) const {
-        const __m512i v = _mm512_loadu_si512(data + j);
-        const __m512i up12 = _mm512_slli_epi32(v, 12), up4 = _mm512_slli_epi32(v, 4);
-        const __m512i down8 = _mm512_srli_epi32(v, 8), down12 = _mm512_srli_epi32(v, 12);
-        tile[2 * j] = pack_bf16(at12(up12), at12(up4));              // low nibbles of bytes 0, 1
-        tile[2 * j + 1] = pack_bf16(at16(v), at16(down8));           // low nibbles of bytes 2, 3
-        tile[8 + 2 * j] = pack_bf16(at16(up12), at12(v));            // high nibbles of bytes 0, 1
-        tile[8 + 2 * j + 1] = pack_bf16(at12(down8), at16(down12));  // high nibbles of bytes 2, 3
-    }
-};
-
-template <>
-struct Unpacker<8> {
-    const __m512i* data;
-    __m512i* tile;
-    __m512 scale[2], base[2];  // of the halves of the block: equal for groups of 32
-
-    inline void start(const Weight& w, int64_t block, __m512i* into) {
-        data = reinterpret_cast<const __m512i*>(w.data + block * block_bytes(8)), tile = into;
-        const int groups_per_block = kBlock / w.group;
-        for (int half = 0; half < 2; ++half) {
-            const Affine a = load_affine(w, (block * groups_per_block + half * (groups_per_block - 1)) * kLanes);
-            scale[half] = a.scale, base[half] = a.base(8, w.zero);
-        }
-    }
-    inline void part(int quarter) const {
-        const int half = quarter / 2;
-        const auto value = [&](__m512i v) { return _mm512_fmadd_ps(in_mantissa<8, 8>(v), scale[half], base[half]); };
-        for (int j = 2 * quarter; j < 2 * quarter + 2; ++j) {
-            const __m512i v = _mm512_loadu_si512(data + j);
-            tile[2 * j] = pack_bf16(value(_mm512_slli_epi32(v, 8)), value(v));
-            tile[2 * j + 1] = pack_bf16(value(_mm512_srli_epi32(v, 8)), value(_mm512_srli_epi32(v, 16)));
-        }
-    }
-};
-
-template <>
-struct Unpacker<16> {  // nothing to unpack: fetches the tile into the cache
-    const uint8_t* data;
-    inline void start(const Weight& w, int64_t block, __m512i*) { data = w.data + block * block_bytes(16); }
-    inline void part(int j) const {
-        for (int i = 0; i < 4; ++i) _mm_prefetch(reinterpret_cast<const char*>(data + 256 * j + 64 * i), _MM_HINT_T1);
-    }
-};
-
 constexpr int kStripTiles = 2, kStripRows = kStripTiles * kLanes;
 
+// Where only a strip or two use unpacked tiles, these shall not leave the first-level cache: K comes in chunks then.
+#ifdef __AMX_BF16__
+constexpr int kChunkedStrips = 2, kChunkBlocks = 6;
+#else
+constexpr int kChunkedStrips = 0, kChunkBlocks = 0;
+#endif
+
 // Rows of x as AMX A tiles, [strip of up to 32 rows][block][row tile][16 rows][32], rows beyond the last zero: in the
-// order the products read them. Each thread copies its share.
-void tile_rows(const Job& job, int k, uint16_t* tiles) {
+// order the products read them, values of K in the order of the unpacked weights.
+template <int Bits>
+void tile_rows(const Job& job, int k, uint16_t* tiles, Range units) {
     const int num_blocks = k / kBlock, num_tiles = (job.rows + kLanes - 1) / kLanes;
-    const Range mine = my_share(num_tiles * num_blocks);
-    for (int unit = mine.begin; unit < mine.end; ++unit) {
+    for (int unit = units.begin; unit < units.end; ++unit) {
         const int strip = unit / (num_blocks * kStripTiles);
         const int width = std::min(kStripTiles, num_tiles - strip * kStripTiles);
         const int inside = unit - strip * num_blocks * kStripTiles, block = inside / width;
         const int first = (strip * kStripTiles + inside % width) * kLanes;
         const uint16_t* from = job.x + int64_t(first) * k + block * kBlock;
         uint16_t* to = tiles + int64_t(unit) * kLanes * kBlock;
-        for (int r = 0; r < kLanes; ++r)
-            _mm512_store_si512(to + r * kBlock, first + r < job.rows ? _mm512_loadu_si512(from + int64_t(r) * k)
-                                                                     : _mm512_setzero_si512());
+        for (int r = 0; r < kLanes; ++r) {
+            const bool there = first + r < job.rows;
+            const __m512i row = there ? _mm512_loadu_si512(from + int64_t(r) * k) : _mm512_setzero_si512();
+            _mm512_store_si512(to + r * kBlock, Bits == 16 ? row : in_unpacked_order(row));
+        }
     }
 }
 
-// A panel and where its bf16 tiles are (or will be).
+// Where the bf16 tiles of (some blocks of) a panel are, or will be.
 struct Panel {
-    int idx;
+    int64_t first_block;
     __m512i* tiles;
 };
 
 // A pair of panels against up to 32 rows, while up to two panels of the next group get unpacked.
 struct Strip {
     const uint16_t* x;
-    int first_row;
-    Panel left, right;  // the right one may lie beyond the last: then computed from the left tiles, not stored
+    int first_row, pair;
+    Range blocks;
+    const __m512i *left, *right;  // tiles
     Panel next[2];
     int num_next;
+    float* sums;  // where they wait for the next chunk; null: in the tile registers, no other strip needs these
 };
 
 // Fetches the output lines of a strip for writing, a few with each block: stores that miss would hold up the products.
@@ -147,38 +69,44 @@ class OutputPrefetch {
     const char* line_;
     int64_t row_bytes_;
     int rows_per_block_;
+    bool two_lines_;
 
    public:
-    OutputPrefetch(const Weight& w, const Job& job, const Strip& strip) {
-        const int bytes = job.out_is_f32 ? 4 : 2;
-        row_bytes_ = int64_t(w.n) * bytes;
-        line_ = static_cast<const char*>(job.out) + strip.first_row * row_bytes_ + strip.left.idx * kLanes * bytes;
-        rows_per_block_ = (kStripRows * kBlock + w.k - 1) / w.k;
+    INLINE OutputPrefetch(const Weight& w, const Job& job, const Strip& strip) : two_lines_(job.out_is_f32) {
+        const int bytes = job.out_is_f32 ? 4 : 2, parts = job.gated ? 2 : 1;
+        row_bytes_ = int64_t(w.n / parts) * bytes;
+        const int64_t column = strip.pair * (2 * kLanes / parts);
+        line_ = static_cast<const char*>(job.out) + strip.first_row * row_bytes_ + column * bytes;
+        const int num_blocks = strip.blocks.end - strip.blocks.begin;
+        rows_per_block_ = strip.blocks.end * kBlock == w.k ? (kStripRows + num_blocks - 1) / num_blocks : 0;
     }
-    inline void block() {
-        for (int i = 0; i < rows_per_block_; ++i, line_ += row_bytes_) __builtin_prefetch(line_, 1);
+    INLINE void block() {
+        for (int i = 0; i < rows_per_block_; ++i, line_ += row_bytes_) {
+            __builtin_prefetch(line_, 1);
+            if (two_lines_) __builtin_prefetch(line_ + 64, 1);
+        }
     }
 };
 
-// The unpacking that goes with a strip, block by block.
-template <int Bits, int Num>
-struct Unpacking {
-    Unpacker<Bits> panels[Num + 1];
+// The unpacking of one panel, block by block.
+template <int Bits>
+class Unpacking {
+    Unpacker<Bits> unpacker_;
+    int64_t first_block_;
+    __m512i* tiles_;
 
-    inline void start(const Weight& w, const Panel* next, int b) {
-        for (int i = 0; i < Num; ++i)
-            panels[i].start(w, int64_t(next[i].idx) * (w.k / kBlock) + b, next[i].tiles + b * kLanes);
-    }
-    inline void part(int j) const {
-        for (int i = 0; i < Num; ++i) panels[i].part(j);
-    }
+   public:
+    INLINE Unpacking(const Weight& w, const Panel& panel)
+        : unpacker_(w), first_block_(panel.first_block), tiles_(panel.tiles) {}
+    INLINE void start(int b) { unpacker_.start(first_block_ + b, tiles_ + b * kLanes); }
+    INLINE void part(int j) const { unpacker_.part(j); }
 };
 
 template <int Bits>
-void unpack_panel(const Weight& w, const Panel& panel) {
-    Unpacking<Bits, 1> unpacking;
-    for (int b = 0; b < w.k / kBlock; ++b) {
-        unpacking.start(w, &panel, b);
+void unpack_panel(const Weight& w, const Panel& panel, int num_blocks) {
+    Unpacking<Bits> unpacking(w, panel);
+    for (int b = 0; b < num_blocks; ++b) {
+        unpacking.start(b);
         for (int j = 0; j < 4; ++j) unpacking.part(j);
     }
 }
@@ -221,47 +149,75 @@ class TileConfig {
     }
 };
 
-// Loads come first: as fast on a quiet core, a tenth faster on one that others keep busy. Weights take streaming loads,
-// so that the activations stay in the first-level cache.
-template <int Bits, int Tiles, int NumNext>
+// Loads come first: as fast on a quiet core, a tenth faster on one that others keep busy. What shall not take the room
+// of the rest in the first-level cache takes streaming loads: weights, or, where these come in chunks, activations.
+template <int Bits, int Tiles, int NumNext, bool Chunked>
 void multiply(const Weight& w, const Job& job, const Strip& strip) {
     constexpr int kTile = kLanes * kBlock;
-    Unpacking<Bits, NumNext> unpacking;
+    Unpacking<Bits> first(w, strip.next[0]), second(w, strip.next[1]);
+    const auto unpack = [&](int j) __attribute__((always_inline)) {
+        if constexpr (NumNext > 0) first.part(j);
+        if constexpr (NumNext > 1) second.part(j);
+    };
     OutputPrefetch outputs(w, job, strip);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int b = 0; b < w.k / kBlock; ++b) {
-        const uint16_t* x = strip.x + int64_t(b) * Tiles * kTile;
-        unpacking.start(w, strip.next, b);
+    constexpr int kStride = 2 * kLanes * sizeof(float);
+    if (strip.blocks.begin == 0) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    } else if (strip.sums) {
+        _tile_loadd(0, strip.sums, kStride);
+        _tile_loadd(1, strip.sums + kLanes, kStride);
+        if constexpr (Tiles == 2) {
+            _tile_loadd(2, strip.sums + 2 * kLanes * kLanes, kStride);
+            _tile_loadd(3, strip.sums + 2 * kLanes * kLanes + kLanes, kStride);
+        }
+    }
+    const uint16_t* x = strip.x + int64_t(strip.blocks.begin) * Tiles * kTile;
+    for (int b = 0, num_blocks = strip.blocks.end - strip.blocks.begin; b < num_blocks; ++b, x += Tiles * kTile) {
+        if constexpr (NumNext > 0) first.start(b);
+        if constexpr (NumNext > 1) second.start(b);
         compiler_fence();
-        _tile_stream_loadd(6, strip.left.tiles + b * kLanes, 64);
-        _tile_loadd(4, x, 64);
-        _tile_stream_loadd(7, strip.right.tiles + b * kLanes, 64);
-        if constexpr (Tiles == 2) _tile_loadd(5, x + kTile, 64);
+        const __m512i *left = strip.left + b * kLanes, *right = strip.right + b * kLanes;
+        if constexpr (Chunked) {
+            _tile_loadd(6, left, 64);
+            _tile_stream_loadd(4, x, 64);
+            _tile_loadd(7, right, 64);
+            if constexpr (Tiles == 2) _tile_stream_loadd(5, x + kTile, 64);
+        } else {
+            _tile_stream_loadd(6, left, 64);
+            _tile_loadd(4, x, 64);
+            _tile_stream_loadd(7, right, 64);
+            if constexpr (Tiles == 2) _tile_loadd(5, x + kTile, 64);
+        }
         _tile_dpbf16ps(0, 4, 6);
-        unpacking.part(0);
+        unpack(0);
         _tile_dpbf16ps(1, 4, 7);
-        unpacking.part(1);
+        unpack(1);
         if constexpr (Tiles == 2) _tile_dpbf16ps(2, 5, 6);
-        unpacking.part(2);
+        unpack(2);
         if constexpr (Tiles == 2) _tile_dpbf16ps(3, 5, 7);
-        unpacking.part(3);
+        unpack(3);
         outputs.block();
     }
-    alignas(64) float sums[Tiles * kLanes][2][kLanes];
-    constexpr int kStride = sizeof sums[0];
-    _tile_stored(0, sums[0][0], kStride);
-    _tile_stored(1, sums[0][1], kStride);
+    alignas(64) float last_sums[2 * Tiles * kLanes * kLanes];
+    const bool last = strip.blocks.end == w.k / kBlock;
+    float* sums = last ? last_sums : strip.sums;
+    if (!sums) return;
+    _tile_stored(0, sums, kStride);
+    _tile_stored(1, sums + kLanes, kStride);
     if constexpr (Tiles == 2) {
-        _tile_stored(2, sums[kLanes][0], kStride);
-        _tile_stored(3, sums[kLanes][1], kStride);
+        _tile_stored(2, sums + 2 * kLanes * kLanes, kStride);
+        _tile_stored(3, sums + 2 * kLanes * kLanes + kLanes, kStride);
     }
     compiler_fence();
+    if (!last) return;
     const int num_rows = std::min(Tiles * kLanes, job.rows - strip.first_row);
-    for (int r = 0; r < num_rows; ++r)
-        store_pair(w, job, strip.first_row + r, strip.left.idx, _mm512_load_ps(sums[r][0]), _mm512_load_ps(sums[r][1]));
+    const __m512 unit = unit_of<Bits>(w);
+    for (int r = 0; r < num_rows; ++r, sums += 2 * kLanes)
+        store_pair(w, job, strip.first_row + r, strip.pair, unit * _mm512_load_ps(sums),
+                   unit * _mm512_load_ps(sums + kLanes));
 }
 
 #else
@@ -272,15 +228,16 @@ struct TileConfig {
     TileConfig() {}
 };
 
-template <int Bits, int Tiles, int NumNext>
+template <int Bits, int Tiles, int NumNext, bool Chunked>
 void multiply(const Weight& w, const Job& job, const Strip& strip) {
     const int num_rows = std::min(Tiles * kLanes, job.rows - strip.first_row);
+    const __m512 unit = unit_of<Bits>(w);
     constexpr int kAtOnce = 8;
     for (int first = 0; first < num_rows; first += kAtOnce) {
         __m512 left[kAtOnce] = {}, right[kAtOnce] = {};
         for (int pair = 0; pair < w.k / 2; ++pair) {
-            const auto left_weights = (__m512bh)strip.left.tiles[pair];
-            const auto right_weights = (__m512bh)strip.right.tiles[pair];
+            const auto left_weights = (__m512bh)strip.left[pair];
+            const auto right_weights = (__m512bh)strip.right[pair];
             const uint16_t* x = strip.x + (int64_t(pair / 16) * Tiles * kLanes + first) * kBlock + pair % 16 * 2;
             for (int r = 0; r < kAtOnce; ++r) {
                 int32_t two;
@@ -291,95 +248,134 @@ void multiply(const Weight& w, const Job& job, const Strip& strip) {
             }
         }
         for (int r = 0; r < kAtOnce && first + r < num_rows; ++r)
-            store_pair(w, job, strip.first_row + first + r, strip.left.idx, left[r], right[r]);
+            store_pair(w, job, strip.first_row + first + r, strip.pair, unit * left[r], unit * right[r]);
     }
-    for (int i = 0; i < NumNext; ++i) unpack_panel<Bits>(w, strip.next[i]);
+    for (int i = 0; i < NumNext; ++i) unpack_panel<Bits>(w, strip.next[i], w.k / kBlock);
 }
 
 #endif
 
-template <int Bits, int Tiles>
+template <int Bits, int Tiles, bool Chunked>
 void multiply(const Weight& w, const Job& job, const Strip& strip) {
     switch (strip.num_next) {
-        case 0: return multiply<Bits, Tiles, 0>(w, job, strip);
-        case 1: return multiply<Bits, Tiles, 1>(w, job, strip);
-        default: return multiply<Bits, Tiles, 2>(w, job, strip);
+        case 0: return multiply<Bits, Tiles, 0, Chunked>(w, job, strip);
+        case 1: return multiply<Bits, Tiles, 1, Chunked>(w, job, strip);
+        default: return multiply<Bits, Tiles, 2, Chunked>(w, job, strip);
     }
 }
 
-// Panels that are unpacked together, next to each other in `tiles`.
+template <int Bits>
+void multiply(const Weight& w, const Job& job, const Strip& strip) {
+    const bool one_tile = job.rows - strip.first_row <= kLanes;
+    const bool chunked = strip.blocks.end - strip.blocks.begin < w.k / kBlock;
+    if constexpr (Bits != 16)
+        if (chunked) return one_tile ? multiply<Bits, 1, true>(w, job, strip) : multiply<Bits, 2, true>(w, job, strip);
+    return one_tile ? multiply<Bits, 1, false>(w, job, strip) : multiply<Bits, 2, false>(w, job, strip);
+}
+
+// Pairs (some blocks of them) that are unpacked together, their panels next to each other in `tiles`.
 struct Group {
-    int begin, end;
+    Range pairs, blocks;
     __m512i* tiles;
 };
 
-// How many pairs make a group: two groups' tiles may take 5/8 of a second-level cache of 2 MiB. The first group is
-// unpacked while nothing is multiplied, so few rows get small ones.
-inline int pairs_at_once(int k, int num_strips) {
-    constexpr int kGroupBytes = 640 << 10;
-    return std::max(1, std::min(kGroupBytes / (2 * kLanes * 2 * k), num_strips / 2));
-}
-
-// The panels of a group against all rows, while those of the next one get unpacked: one with each strip and pair,
-// or two where there is only one strip.
+// The product of one call: what its threads share.
 template <int Bits>
-void multiply_group(const Weight& w, const Job& job, const uint16_t* x, const Group& group, const Group& next) {
-    const int num_tiles = (job.rows + kLanes - 1) / kLanes, per_strip = num_tiles <= kStripTiles ? 2 : 1;
-    const int64_t panel_vectors = w.k / 2;
-    const auto panel_of = [&](const Group& g, int idx) -> Panel {
-        return {idx, g.tiles + (std::min(idx, g.end - 1) - g.begin) * panel_vectors};
-    };
-    int unpacked = next.begin;
-    for (int tile = 0; tile < num_tiles; tile += kStripTiles) {
-        for (int idx = group.begin; idx < group.end; idx += 2) {
-            Strip strip = {};
-            strip.x = x + int64_t(tile) * kLanes * w.k, strip.first_row = tile * kLanes;
-            strip.left = panel_of(group, idx), strip.right = panel_of(group, idx + 1);
-            while (strip.num_next < per_strip && unpacked < next.end)
-                strip.next[strip.num_next++] = panel_of(next, unpacked++);
-            if (num_tiles - tile == 1)
-                multiply<Bits, 1>(w, job, strip);
-            else
-                multiply<Bits, 2>(w, job, strip);
+class ManyRows {
+    const Weight& w_;
+    const Job& job_;
+    const int num_blocks_ = w_.k / kBlock;
+    const int num_tiles_ = (job_.rows + kLanes - 1) / kLanes;
+    const int num_strips_ = (num_tiles_ + kStripTiles - 1) / kStripTiles;
+    const int chunk_ = blocks_at_once(), at_once_ = pairs_at_once();
+    Claims row_claims_{num_tiles_ * num_blocks_}, pair_claims_{num_pairs(w_)};
+
+    // Chunks are of equal size, because one is unpacked while the one before is multiplied.
+    int blocks_at_once() const {
+        if (Bits != 16 && num_strips_ <= kChunkedStrips)
+            for (int size = kChunkBlocks; size > 2; --size)
+                if (num_blocks_ % size == 0) return size;
+        return num_blocks_;
+    }
+
+    // How many pairs make a group: two groups' tiles may take 5/8 of a second-level cache of 2 MiB. The first group is
+    // unpacked while nothing is multiplied, so few rows get small ones.
+    int pairs_at_once() const {
+        constexpr int kGroupBytes = 640 << 10;
+        if (chunk_ < num_blocks_) return 1;
+        return std::max(1, std::min(kGroupBytes / (2 * kLanes * 2 * w_.k), num_strips_ / 2));
+    }
+
+    Group first_group(__m512i* tiles) { return {pair_claims_.take(at_once_), {0, chunk_}, tiles}; }
+    Group group_after(const Group& group, __m512i* tiles) {
+        if (group.blocks.end == num_blocks_) return first_group(tiles);
+        return {group.pairs, {group.blocks.end, group.blocks.end + chunk_}, tiles};
+    }
+
+    int num_panels_of(const Group& group) const {
+        return std::min(2 * group.pairs.end, num_panels(w_)) - 2 * group.pairs.begin;
+    }
+
+    Panel panel(const Group& group, int i) const {
+        const int idx = panel_of(w_, job_, group.pairs.begin + i / 2, i % 2);
+        const int64_t first_block = int64_t(idx) * num_blocks_ + group.blocks.begin;
+        auto* packed = reinterpret_cast<__m512i*>(const_cast<uint8_t*>(w_.data));
+        return {first_block, Bits == 16 ? packed + first_block * kLanes : group.tiles + i * chunk_ * kLanes};
+    }
+
+    // The panels of a group against all rows, while those of the next one get unpacked: one with each strip and pair,
+    // or two where there is only one strip.
+    void multiply_group(const uint16_t* x, float* sums, const Group& group, const Group& next) const {
+        const int last = num_panels_of(group) - 1, num_next = num_panels_of(next), per_strip = num_strips_ == 1 ? 2 : 1;
+        int unpacked = 0;
+        for (int tile = 0; tile < num_tiles_; tile += kStripTiles) {
+            for (int i = 0; i <= last; i += 2) {
+                Strip strip = {};
+                strip.x = x + int64_t(tile) * kLanes * w_.k, strip.first_row = tile * kLanes;
+                strip.pair = group.pairs.begin + i / 2, strip.blocks = group.blocks;
+                strip.left = panel(group, i).tiles, strip.right = panel(group, std::min(i + 1, last)).tiles;
+                strip.sums = num_strips_ == 1 ? nullptr : sums + tile * 2 * kLanes * kLanes;
+                while (strip.num_next < per_strip && unpacked < num_next)
+                    strip.next[strip.num_next++] = panel(next, unpacked++);
+                multiply<Bits>(w_, job_, strip);
+            }
         }
     }
-}
 
-// A thread's share of the pairs, group by group.
-template <int Bits>
-void multiply_pairs(const Weight& w, const Job& job, const uint16_t* x, Range pairs, int at_once) {
-    const int num_panels = (w.n + kLanes - 1) / kLanes;
-    const int64_t panel_vectors = w.k / 2, group_vectors = 2 * at_once * panel_vectors;
-    auto* weights = reinterpret_cast<__m512i*>(const_cast<uint8_t*>(w.data));
-    auto* scratch = static_cast<__m512i*>(Bits == 16 ? nullptr : panel_scratch.get(2 * group_vectors * 64));
-    const auto group_at = [&](int pair, int parity) -> Group {
-        const int begin = 2 * pair, end = std::min(2 * std::min(pair + at_once, pairs.end), num_panels);
-        return {begin, end, Bits == 16 ? weights + begin * panel_vectors : scratch + parity * group_vectors};
-    };
-    Group group = group_at(pairs.begin, 0);
-    for (int idx = group.begin; idx < group.end; ++idx)
-        unpack_panel<Bits>(w, {idx, group.tiles + (idx - group.begin) * panel_vectors});
-    for (int pair = pairs.begin, parity = 1; pair < pairs.end; pair += at_once, parity ^= 1) {
-        const Group next = group_at(pair + at_once, parity);
-        multiply_group<Bits>(w, job, x, group, next);
-        group = next;
+   public:
+    ManyRows(const Weight& w, const Job& job) : w_(w), job_(job) {}
+
+    size_t tiles_bytes() const { return size_t(num_strips_) * kStripRows * w_.k * 2; }
+
+    // What each thread runs; `tiles` is for all.
+    void run(uint16_t* tiles) {
+        constexpr int kUnits = 16;
+        for (Range mine = row_claims_.take(kUnits); !mine.empty(); mine = row_claims_.take(kUnits))
+            tile_rows<Bits>(job_, w_.k, tiles, mine);
+        const int64_t group_vectors = Bits == 16 ? 0 : 2 * at_once_ * chunk_ * kLanes;
+        constexpr int kSumVectors = kChunkedStrips * kStripRows * 2;
+        auto* scratch = static_cast<__m512i*>(panel_scratch.get((kSumVectors + 2 * group_vectors) * 64));
+        auto* sums = reinterpret_cast<float*>(scratch);
+        scratch += kSumVectors;
+        Group group = first_group(scratch);
+        for (int i = 0; i < num_panels_of(group); ++i) unpack_panel<Bits>(w_, panel(group, i), chunk_);
+#pragma omp barrier
+        if (group.pairs.empty()) return;
+        const TileConfig configured;
+        for (int parity = 1; !group.pairs.empty(); parity ^= 1) {
+            const Group next = group_after(group, scratch + parity * group_vectors);
+            multiply_group(tiles, sums, group, next);
+            group = next;
+        }
     }
-}
+};
 
 template <int Bits>
 void many_rows(const Weight& w, const Job& job) {
-    const int num_pairs = (w.n + 2 * kLanes - 1) / (2 * kLanes), num_strips = (job.rows + kStripRows - 1) / kStripRows;
-    auto* x = static_cast<uint16_t*>(rows_scratch.get(size_t(num_strips) * kStripRows * w.k * 2));
+    ManyRows<Bits> product(w, job);
+    auto* tiles = static_cast<uint16_t*>(rows_scratch.get(product.tiles_bytes()));
 #pragma omp parallel
-    {
-        tile_rows(job, w.k, x);
-#pragma omp barrier
-        const Range pairs = my_share(num_pairs);
-        if (pairs.begin < pairs.end) {
-            const TileConfig configured;
-            multiply_pairs<Bits>(w, job, x, pairs, pairs_at_once(w.k, num_strips));
-        }
-    }
+    product.run(tiles);
 }
 
 }  // namespace

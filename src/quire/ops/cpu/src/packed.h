@@ -1,4 +1,4 @@
-// What the kernels for packed weights share: the weight, the job, stores, scratch memory, a thread's share.
+// What the kernels for packed weights share: the weight, the job, stores, scratch memory, claims of work.
 // The layout is drawn in linear.cpp. Included by few_rows.h, many_rows.h and pack.h.
 
 #pragma once
@@ -7,11 +7,17 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 
+#include "simd.h"
+
 namespace {
+
+// For what a loop of tile products is made of: gcc stops inlining where a template has many instances.
+#define INLINE inline __attribute__((always_inline))
 
 constexpr int kLanes = 16;  // outputs in a panel, rows in a row tile
 constexpr int kBlock = 32;  // values of K in a block
@@ -26,14 +32,24 @@ struct Weight {
     int32_t n, k, bits, group, zero;
     int32_t wide_scales;  // 1: scales and mins are float32, 0: float16
     int32_t few_rows;     // up to this many rows take the path for few rows
+    int32_t shift;        // weights times 2^shift suit float16: see unpack.h
 };
 
 struct Job {
     const uint16_t* x;  // [rows, k] bf16
-    void* out;          // [rows, n] float32 or bf16
+    void* out;          // [rows, n] float32 or bf16; gated: [rows, n / 2] bf16
     const float* bias;  // [n] or null
-    int32_t rows, out_is_f32;
+    int32_t rows;
+    bool out_is_f32;
+    bool gated;  // silu of the first half of the outputs times the second half: whole panels each, no bias
 };
+
+// Panels are computed in pairs: neighbours, or a panel of gate and its counterpart of up.
+inline int num_panels(const Weight& w) { return (w.n + kLanes - 1) / kLanes; }
+inline int num_pairs(const Weight& w) { return (num_panels(w) + 1) / 2; }
+inline int panel_of(const Weight& w, const Job& job, int pair, int side) {
+    return job.gated ? pair + side * num_pairs(w) : 2 * pair + side;
+}
 
 inline __m512 load_scales(const void* base, int64_t idx, bool wide) {
     return wide ? _mm512_loadu_ps(static_cast<const float*>(base) + idx)
@@ -41,11 +57,11 @@ inline __m512 load_scales(const void* base, int64_t idx, bool wide) {
                       reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(base) + idx)));
 }
 
-inline __m512 add_bias(const Job& job, int64_t first, __mmask16 mask, __m512 values) {
+INLINE __m512 add_bias(const Job& job, int64_t first, __mmask16 mask, __m512 values) {
     return job.bias ? _mm512_add_ps(values, _mm512_maskz_loadu_ps(mask, job.bias + first)) : values;
 }
 
-inline void store_outputs(const Weight& w, const Job& job, int row, int panel, __m512 values) {
+INLINE void store_outputs(const Weight& w, const Job& job, int row, int panel, __m512 values) {
     const int64_t first = int64_t(panel) * kLanes, at = row * int64_t(w.n) + first;
     const int num = std::min<int64_t>(kLanes, w.n - first);
     const __mmask16 mask = (1u << num) - 1;
@@ -56,12 +72,24 @@ inline void store_outputs(const Weight& w, const Job& job, int row, int panel, _
         _mm256_mask_storeu_epi16(static_cast<uint16_t*>(job.out) + at, mask, (__m256i)_mm512_cvtneps_pbh(values));
 }
 
-// Two panels side by side: whole cache lines of bf16.
-inline void store_pair(const Weight& w, const Job& job, int row, int panel, __m512 left, __m512 right) {
-    const int64_t first = int64_t(panel) * kLanes;
+// silu(gate) * up with all the roundings of separate steps (elementwise.cpp): the results are the same bits.
+INLINE u16x16 silu_mul(__m512 gate, __m512 up) {
+    const v16 g = widen(round_to_bf16((v16)gate)), u = widen(round_to_bf16((v16)up));
+    const v16 silu = g * reciprocal(1.0f + exp2(min(g * -1.442695041f, splat(126.0f))));
+    return round_to_bf16(widen(round_to_bf16(silu)) * u);
+}
+
+// A pair side by side makes whole cache lines of bf16. The right panel may lie beyond the last: not stored then.
+INLINE void store_pair(const Weight& w, const Job& job, int row, int pair, __m512 left, __m512 right) {
+    if (job.gated) {
+        auto* out = static_cast<uint16_t*>(job.out) + row * int64_t(w.n / 2) + pair * kLanes;
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), (__m256i)silu_mul(left, right));
+        return;
+    }
+    const int64_t first = int64_t(pair) * 2 * kLanes;
     if (job.out_is_f32 || first + 2 * kLanes > w.n) {
-        store_outputs(w, job, row, panel, left);
-        if (first + kLanes < w.n) store_outputs(w, job, row, panel + 1, right);
+        store_outputs(w, job, row, 2 * pair, left);
+        if (first + kLanes < w.n) store_outputs(w, job, row, 2 * pair + 1, right);
         return;
     }
     left = add_bias(job, first, 0xffff, left), right = add_bias(job, first + kLanes, 0xffff, right);
@@ -87,11 +115,31 @@ thread_local Scratch rows_scratch, panel_scratch;
 
 struct Range {
     int begin, end;
+    bool empty() const { return begin >= end; }
 };
 
 inline Range my_share(int total) {
     const int threads = omp_get_num_threads(), me = omp_get_thread_num();
     return {int(int64_t(total) * me / threads), int(int64_t(total) * (me + 1) / threads)};
 }
+
+// Work that threads take as they come: cores are not equally fast, and halves would wait for the slower one. Pieces get
+// smaller towards the end, so that threads end together.
+class Claims {
+    std::atomic<int> next_{0};
+    const int total_;
+
+   public:
+    explicit Claims(int total) : total_(total) {}
+    Range take(int most) {
+        const int threads = omp_get_num_threads(), parts = threads > 1 ? 2 * threads : 1;
+        int begin = next_.load(std::memory_order_relaxed), end;
+        do {
+            if (begin >= total_) return {total_, total_};
+            end = begin + std::min(most, (total_ - begin + parts - 1) / parts);
+        } while (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed));
+        return {begin, end};
+    }
+};
 
 }  // namespace

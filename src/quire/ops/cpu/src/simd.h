@@ -30,6 +30,32 @@ static inline v16 fma(v16 a, v16 b, v16 c) {
 #endif
 }
 
+// lines[i][j] <-> lines[j][i]
+static inline void transpose(u32x16 (&lines)[LANES]) {
+#if defined(__AVX512F__)
+    // Halves change places between lines a half apart, then quarters, and so on.
+    const u32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#pragma GCC unroll 4
+    for (uint32_t width = LANES / 2; width; width /= 2) {
+        const __m512i even = (__m512i)((lane & width) ? lane + (LANES - width) : lane), odd = (__m512i)((u32x16)even + width);
+#pragma GCC unroll 16
+        for (uint32_t i = 0; i < LANES; i++) {
+            if (i & width) continue;
+            const __m512i a = (__m512i)lines[i], b = (__m512i)lines[i + width];
+            lines[i] = (u32x16)_mm512_permutex2var_epi32(a, even, b);
+            lines[i + width] = (u32x16)_mm512_permutex2var_epi32(a, odd, b);
+        }
+    }
+#else
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < i; j++) {
+            const uint32_t word = lines[i][j];
+            lines[i][j] = lines[j][i];
+            lines[j][i] = word;
+        }
+#endif
+}
+
 // The second operand wins where one is NaN.
 static inline v16 max(v16 a, v16 b) {
 #if defined(__AVX512F__)
@@ -58,9 +84,13 @@ static inline float horizontal_max(v16 x) {
 }
 
 static inline float horizontal_sum(v16 x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);  // in the order below
+#else
     for (int width = 8; width; width /= 2)
         for (int i = 0; i < width; i++) x[i] += x[i + width];
     return x[0];
+#endif
 }
 
 // 2^x within 2 ulp for -126 <= x <= 126, exactly 1 at 0; exactly 0 for -inf, NaN and from -127 down.
@@ -139,9 +169,15 @@ static inline v16 load(const float* p) { return *(const v16_loose*)p; }
 static inline v16 load(const uint16_t* p) { return widen((u16x16) * (const u16x16_loose*)p); }
 static inline void store(float* p, v16 x) { *(v16_loose*)p = x; }
 static inline void store(uint16_t* p, v16 x) { *(u16x16_loose*)p = round_to_bf16(x); }
-// What storing and loading again would give.
+// What storing and loading again would give, and both at once.
 static inline v16 rounded(v16 x, const float*) { return x; }
 static inline v16 rounded(v16 x, const uint16_t*) { return widen(round_to_bf16(x)); }
+static inline v16 store_rounded(float* p, v16 x) { return *(v16_loose*)p = x; }
+static inline v16 store_rounded(uint16_t* p, v16 x) {
+    u16x16 y = round_to_bf16(x);
+    *(u16x16_loose*)p = y;
+    return widen(y);
+}
 static inline float load1(const float* p) { return *p; }
 static inline float load1(const uint16_t* p) { return widen(*p); }
 static inline void store1(float* p, float x) { *p = x; }
