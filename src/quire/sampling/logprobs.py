@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.ops.ref.vocab import row_argmax, row_count_above, row_sum_exp, row_topk
+from quire.ops.cpu.sampling import row_argmax, row_topk
+from quire.ops.ref.vocab import row_count_above, row_sum_exp
 
 CHUNK_ENTRIES = 1 << 20  # logits worked on at a time: 4 MiB per temporary
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.ops.ref.vocab import row_sum_exp, row_topk
+from quire.ops.cpu.sampling import row_topk
+from quire.ops.ref.vocab import row_sum_exp
 
 FORBIDDEN = -torch.inf
 # Candidates looked at per row: enough for nearly all settings in use; rows that need more take a wider look.
