@@ -11,6 +11,7 @@ Messages are one sentence that says what to do and never hold addresses or inter
     │   ├── BadModelFileError       a file is truncated, damaged or hostile
     │   └── UnsupportedModelError   a valid model we have no code for
     ├── RequestError          this request cannot be served as it is; others are not affected
+    │   └── TooLongError      more tokens than the model's context takes
     ├── OverloadedError       too many wait already: come back later
     ├── DeadlineError         the request's own time limit passed
     └── EngineError           the engine itself failed
@@ -50,6 +51,10 @@ class UnsupportedModelError(ModelError):
 
 class RequestError(QuireError, ValueError):
     exit_code = 4
+
+
+class TooLongError(RequestError):
+    pass
 
 
 class EngineError(QuireError):

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from quire.errors import RequestError
+from quire.errors import RequestError, TooLongError
 from quire.frontend.model import Model
 from quire.frontend.requests import RequestState
 from quire.messages import AddRequest
@@ -65,7 +65,7 @@ class InputProcessor:
             if len(prompt) > PLAUSIBLE_TOKEN_CHARS * (limit := self.model.max_model_len):
                 fewest = len(prompt) // tokenizer.longest_token_chars
                 if fewest >= limit:  # known without the time it takes to tokenize it
-                    raise RequestError(_too_long(f"at least {fewest:,}", limit))
+                    raise TooLongError(_too_long(f"at least {fewest:,}", limit))
             return prompt, tokenizer.encode(prompt)
         if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
             raise RequestError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
@@ -76,7 +76,7 @@ class InputProcessor:
         if not token_ids:
             raise RequestError("the prompt is empty: give at least one token")
         if len(token_ids) >= limit:
-            raise RequestError(_too_long(f"{len(token_ids):,}", limit))
+            raise TooLongError(_too_long(f"{len(token_ids):,}", limit))
         _in_vocabulary("the prompt", token_ids, vocab_size)
         _in_vocabulary("stop_token_ids", params.stop_token_ids, vocab_size)
         _in_vocabulary("logit_bias", params.logit_bias, vocab_size)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from quire.api.server import guard as guard_module
 from quire.api.server import logs
+from quire.api.server.generation import CachedTokens, Usage
 from quire.api.server.guard import Guard, deeper_than
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError
@@ -41,7 +42,7 @@ async def echo(scope, receive, send):
         message = await receive()
         body += message["body"]
         more = message.get("more_body", False)
-    scope["state"]["usage"] = (3, 4)
+    scope["state"]["usage"] = lambda: Usage(3, 4, 7, CachedTokens(0))
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
     for piece in (scope["state"]["request_id"].encode(), b" ", body):
         await send({"type": "http.response.body", "body": piece, "more_body": True})

@@ -69,7 +69,7 @@ def test_nothing_the_document_allows_breaks_the_server(echo, document, method, p
             case.validate_response(response, checks=[not_a_server_error])
 
     every_case()
-    assert 200 in statuses or "{" in path  # what was tried was not refused altogether
+    assert 200 in statuses or "{" in path or path.startswith("/admin")  # what was tried was not refused altogether
 
 
 def test_the_app_is_plain_asgi(echo):

@@ -105,7 +105,7 @@ class App:
             return  # the client left
         request_id = scope.get("state", {}).get("request_id") or secrets.token_hex(16)
         try:
-            answer = await endpoint.handler(Call(self.service, request_id, receive, body, argument))
+            answer = await endpoint.handler(Call(self.service, request_id, receive, body, argument, scope.setdefault("state", {})))
         except Exception as error:
             answer = Answer.error(problem(error, request_id))
         await answer(receive, send)

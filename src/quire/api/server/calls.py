@@ -49,6 +49,7 @@ class Call:
     receive: Receive
     body: bytes = b""
     argument: str = ""  # what `{…}` in the endpoint's path stood for
+    state: dict[str, Any] = field(default_factory=dict)  # shared with the guard: what is to be logged
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     def core_id(self) -> str:

@@ -8,7 +8,7 @@ import math
 
 import msgspec
 
-from quire.errors import DeadlineError, EngineError, OverloadedError, PoisonError, RequestError
+from quire.errors import DeadlineError, EngineError, OverloadedError, PoisonError, RequestError, TooLongError
 from quire.params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,8 @@ def problem(error: Exception, request_id: str) -> Problem:
             return Problem(404, ErrorDetail(message, "invalid_request_error", "model", "model_not_found"))
         case FieldError():
             return Problem(400, ErrorDetail(message, "invalid_request_error", error.param))
+        case TooLongError():
+            return Problem(400, ErrorDetail(message, "invalid_request_error", code="context_length_exceeded"))
         case RequestError():
             return Problem(400, ErrorDetail(message, "invalid_request_error", _param(message)))
         case OverloadedError():

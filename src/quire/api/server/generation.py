@@ -48,6 +48,7 @@ async def submit(call: Call, prompts: Sequence[Prompt], params: SamplingParams, 
         for stream in streams:
             stream.abort()
         raise
+    call.state["usage"] = lambda: usage(streams)
     return streams
 
 

@@ -64,9 +64,10 @@ def request(scope: dict[str, Any], status: int, seconds: float, body: bytes | No
         "ms": round(seconds * 1000, 1),
     }
     message = "{status} {method} {path} {ms:g} ms".format_map(fields)
-    if (usage := state.get("usage")) is not None:  # (prompt tokens, tokens generated), from the endpoint
-        fields |= {"prompt_tokens": usage[0], "completion_tokens": usage[1]}
-        message += f" {usage[0]}+{usage[1]} tokens"
+    if "usage" in state:
+        usage = state["usage"]()
+        fields |= {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
+        message += f" {usage.prompt_tokens}+{usage.completion_tokens} tokens"
     message += f" {fields['request_id']}"
     if body is not None:
         fields["body"] = _printable(body.decode("utf-8", "replace"), MAX_SHOWN_CHARS)
