@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from quire.api.llm import LLM
     from quire.config import EngineConfig
+    from quire.frontend.async_llm import AsyncLLM
     from quire.outputs import CompletionOutput, RequestOutput
     from quire.params import SamplingParams
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AsyncLLM": "quire.frontend.async_llm",
     "LLM": "quire.api.llm",
     "SamplingParams": "quire.params",
     "EngineConfig": "quire.config",
@@ -21,7 +23,7 @@ _HOMES = {
     "CompletionOutput": "quire.outputs",
 }
 
-__all__ = ["CompletionOutput", "EngineConfig", "LLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["AsyncLLM", "CompletionOutput", "EngineConfig", "LLM", "RequestOutput", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:
