@@ -149,7 +149,10 @@ def concat(weights: list[PackedWeight]) -> PackedWeight:
 
     All must have the same form and, but for the last, outputs in multiples of 16.
     """
-    return packed.concat(weights, _huge_pages.empty)
+    joined = packed.concat(weights, _huge_pages.empty)
+    if supported():
+        _native(joined)  # now, not while a tape records: it computes with torch
+    return joined
 
 
 def _check(x: Tensor, w: PackedWeight) -> None:

@@ -6,8 +6,8 @@
 //                 for each block of K: four products on four loaded tiles, and a block of the next group is unpacked
 //
 // The tile unit and the vector units work at the same time. A strip's activations stay in the first-level cache while
-// the tiles of the group pass by from the second, and each row gets its outputs in runs of several cache lines. With one
-// or two strips it is the other way round: a group is a chunk of one pair, a few blocks of K, which stays there.
+// the tiles of the group pass by from the second, and each row gets its outputs in runs of several cache lines. With
+// one or two strips it is the other way round: a group is a chunk of one pair, a few blocks of K, which stays there.
 
 #pragma once
 

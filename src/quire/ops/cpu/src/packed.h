@@ -123,22 +123,37 @@ inline Range my_share(int total) {
     return {int(int64_t(total) * me / threads), int(int64_t(total) * (me + 1) / threads)};
 }
 
-// Work that threads take as they come: cores are not equally fast, and halves would wait for the slower one. Pieces get
-// smaller towards the end, so that threads end together.
+// Work that threads claim piece by piece: cores are not equally fast, and halves would wait for the slower one. Each
+// begins with a share of its own, so that neighbouring outputs, and the claims, stay in one core's cache. Then it helps
+// others, from the end of their shares. Pieces get smaller towards the end, so that threads end together.
 class Claims {
-    std::atomic<int> next_{0};
-    const int total_;
+    static constexpr int kShares = 64;
+    struct alignas(64) Share {
+        std::atomic<uint64_t> rest;  // begin, and end in the upper half
+    } shares_[kShares];
+    const int num_ = std::min(omp_get_max_threads(), kShares);  // OpenMP may give fewer threads: these help with all
+
+    static uint64_t packed(int64_t begin, int64_t end) { return uint64_t(begin) | uint64_t(end) << 32; }
 
    public:
-    explicit Claims(int total) : total_(total) {}
+    explicit Claims(int64_t total) {
+        for (int i = 0; i < num_; ++i) shares_[i].rest = packed(total * i / num_, total * (i + 1) / num_);
+    }
     Range take(int most) {
-        const int threads = omp_get_num_threads(), parts = threads > 1 ? 2 * threads : 1;
-        int begin = next_.load(std::memory_order_relaxed), end;
-        do {
-            if (begin >= total_) return {total_, total_};
-            end = begin + std::min(most, (total_ - begin + parts - 1) / parts);
-        } while (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed));
-        return {begin, end};
+        for (int i = 0, me = omp_get_thread_num(); i < num_; ++i) {
+            auto& share = shares_[(me + i) % num_].rest;
+            uint64_t rest = share.load(std::memory_order_relaxed);
+            for (;;) {
+                const int begin = int(rest & 0xffffffff), end = int(rest >> 32), left = end - begin;
+                if (left == 0) break;
+                const int size = std::min(most, num_ == 1 ? left : left - left / 3);
+                const bool mine = i == 0;
+                if (share.compare_exchange_weak(rest, mine ? packed(begin + size, end) : packed(begin, end - size),
+                                                std::memory_order_relaxed))
+                    return mine ? Range{begin, begin + size} : Range{end - size, end};
+            }
+        }
+        return {0, 0};
     }
 };
 

@@ -1,10 +1,10 @@
 // Packed weights become bf16 tiles for many_rows.h, rounded to nearest, halves away from zero.
 //
-// With AVX512-FP16 on 32 values at a time, in float16: an exact integer times scale plus min, rounded towards zero, keeps
-// three bits more than bf16 does, and those suffice to round as the exact value would. What is left of bf16's conversion
-// is to shift these bits out. The exponent keeps float16's bias, so a tile holds weights times 2^(shift - 112), which
-// `unit_of` undoes in the sums; `shift` puts the largest weight of all just below float16's limit, and only those 2^28 times
-// smaller become zero. Elsewhere 16 values at a time, in float32.
+// With AVX512-FP16 on 32 values at a time, in float16: an exact integer times scale plus min, rounded towards zero,
+// keeps three bits more than bf16 does, and those suffice to round as the exact value would (float32 scales are rounded
+// to float16 first). What is left of bf16's conversion is to shift these bits out. The exponent keeps float16's bias:
+// a tile holds weights times 2^(shift - 112), which `unit_of` undoes in the sums. `shift` puts the largest weight just
+// below float16's limit, and only those 2^28 times smaller become zero. Elsewhere 16 values at a time, in float32.
 //
 // Sixteen-bit lanes leave values of K in the order 0, 2, 1, 3 of each four: activations are put in the same order.
 
