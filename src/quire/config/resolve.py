@@ -10,11 +10,12 @@ from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
 
 DEFAULT_CONTEXT_TOKENS = 2048  # for configs that do not say
-DEFAULT_STEP_TOKENS = 512  # on a CPU more gains nothing, and everybody waits for the step
+STEP_TOKENS = 2048
+SERVING_STEP_TOKENS = 512  # on a CPU: everybody who reads a stream waits for the step
 
 
-def resolve(config: EngineConfig, path: str, kind: str, hf_config: dict[str, Any], num_cores: int) -> EngineConfig:
-    """`path` and `kind` ("gguf" or "hf") of the model's files, its config in Hugging Face's words, cores to compute on."""
+def resolve(config: EngineConfig, path: str, kind: str, hf_config: dict[str, Any], num_cores: int, serving: bool = False) -> EngineConfig:
+    """`path` and `kind` ("gguf" or "hf") of the model's files, its config in Hugging Face's words, the machine's cores."""
     model, scheduler = config.model, config.scheduler
     if model.quantization == "gguf" and kind != "gguf":
         raise ConfigError("quantization gguf needs a .gguf file: leave --quantization out for this model")
@@ -27,8 +28,10 @@ def resolve(config: EngineConfig, path: str, kind: str, hf_config: dict[str, Any
         quantization="gguf" if packed else "none",
         max_model_len=_max_model_len(model.max_model_len, hf_config),
         device="cpu",
-        num_threads=config.device.num_threads or num_cores,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens or max(DEFAULT_STEP_TOKENS, scheduler.max_num_seqs),
+        # A server's own process has work to do: it gets a core.
+        num_threads=config.device.num_threads or max(1, num_cores - serving),
+        max_num_batched_tokens=scheduler.max_num_batched_tokens
+        or max(SERVING_STEP_TOKENS if serving else STEP_TOKENS, scheduler.max_num_seqs),
         pipeline_depth=scheduler.pipeline_depth or 1,  # a CPU computes in submit(): planning ahead gains nothing
     )
 

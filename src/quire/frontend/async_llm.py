@@ -59,7 +59,7 @@ class AsyncLLM:
 
     def _open(self, config: EngineConfig, serving: ServingConfig) -> None:
         self.serving = serving
-        self.model = Model.open(config, leave_cores=1)
+        self.model = Model.open(config, serving=True)
         self.inputs = InputProcessor(self.model)
         self.metrics = ServingMetrics(config.model.model)
         self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")

@@ -31,12 +31,11 @@ class Model:
     template: ChatTemplate | None
 
     @classmethod
-    def open(cls, config: EngineConfig, leave_cores: int = 0) -> "Model":
-        """`leave_cores`: how many cores the engine leaves to this process, which has work of its own."""
+    def open(cls, config: EngineConfig, serving: bool = False) -> "Model":
         options = config.model
         files = find(options.model, revision=options.revision, download_dir=options.download_dir)
         hf_config = read_config(files)
-        resolved = resolve(config, str(files.path), files.kind, hf_config, max(1, len(os.sched_getaffinity(0)) - leave_cores))
+        resolved = resolve(config, str(files.path), files.kind, hf_config, len(os.sched_getaffinity(0)), serving)
         tokenizer = template = None
         if not options.skip_tokenizer_init:
             tokenizer = Tokenizer.from_path(options.tokenizer) if options.tokenizer else Tokenizer.from_files(files)

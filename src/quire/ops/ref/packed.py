@@ -19,6 +19,7 @@ from quire.errors import ConfigError, UnsupportedModelError
 
 LANES = 16  # outputs in a panel
 BLOCK = 32  # inputs in a block
+BYTE_ORDER = [0, 2, 1, 3]  # of four neighbouring inputs in their 32-bit lane: it is its own inverse
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +46,7 @@ class PackedWeight:
             lanes = self.data.view(torch.bfloat16).view(P, B * BLOCK // 2, LANES, 2).transpose(1, 2)
             return lanes.reshape(P * LANES, self.k)[: self.n].float()
         q = self.data.view(P, B, -1, LANES, 4)
+        q = q[..., BYTE_ORDER]
         if self.bits == 4:
             q = torch.cat((q & 15, q >> 4), dim=2)
         q = q.permute(0, 3, 1, 2, 4).reshape(P * LANES, -1, self.group)
@@ -201,7 +203,7 @@ def pack_gguf(type_name: str, raw: Tensor, n: int, k: int) -> PackedWeight:
         """[n, per_row] to [P, 16, per_row], outputs beyond n zero."""
         return F.pad(values.reshape(n, per_row), (0, 0, 0, P * LANES - n)).view(P, LANES, per_row)
 
-    quads = lanes(q, k).view(P, LANES, B, 8, 4).permute(0, 2, 3, 1, 4)
+    quads = lanes(q, k).view(P, LANES, B, 8, 4).permute(0, 2, 3, 1, 4)[..., BYTE_ORDER]
     if form.bits == 4:
         quads = quads[:, :, :4] | quads[:, :, 4:] << 4
     packed.data.copy_(quads.reshape(packed.data.shape))

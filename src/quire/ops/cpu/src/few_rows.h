@@ -10,7 +10,7 @@
 
 namespace {
 
-// One block of one row of x: x = scale * (256 * high + low). Sums are over halves of the block for groups of 16.
+// One block of one row of x, in the order of the packed weights: x = scale * (256 * high + low). Sums are over halves of the block for groups of 16.
 struct alignas(64) RowBlock {
     int8_t high[kBlock], low[kBlock];
     float scale;
@@ -44,8 +44,12 @@ void quantize_row(const uint16_t* x, int k, RowBlock* out) {
         const __m512i first = whole(_mm512_castsi512_si256(bits)), second = whole(_mm512_extracti64x4_epi64(bits, 1));
         const auto split = [&](__m512i value, int at) {
             const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(128)), 8);
-            _mm_store_si128(reinterpret_cast<__m128i*>(block.high + at), _mm512_cvtepi32_epi8(high));
-            _mm_store_si128(reinterpret_cast<__m128i*>(block.low + at), _mm512_cvtepi32_epi8(value));
+            const auto store = [](int8_t* to, __m512i bytes) {
+                const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+                _mm_store_si128(reinterpret_cast<__m128i*>(to), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(bytes), order));
+            };
+            store(block.high + at, high);
+            store(block.low + at, value);
         };
         split(first, 0);
         split(second, 16);

@@ -3,7 +3,7 @@
 // Weight layout (ops/ref/packed.py is its plain twin). Sixteen outputs form a panel, 32 values of K a block; blocks
 // follow each other along K, then panels. Inside a block the sixteen outputs lie side by side, one 32-bit lane each:
 //    4 bits  256 B: vector j of 4 holds K 4j..4j+3 in the low nibbles and K 16+4j..16+4j+3 in the high ones
-//    8 bits  512 B: vector j of 8 holds K 4j..4j+3
+//    8 bits  512 B: vector j of 8 holds K 4j..4j+3; the four bytes of a lane are in the order 0, 2, 1, 3 (see unpack.h)
 //   16 bits 1024 B: vector j of 16 holds K 2j, 2j+1                               (an AMX B tile as it is)
 // with w = scale * (q - zero) + min, scale and min per output and group of 32 or 16 along K: [panel][group][16].
 //

@@ -27,26 +27,6 @@ constexpr int kChunkedStrips = 2, kChunkBlocks = 6;
 constexpr int kChunkedStrips = 0, kChunkBlocks = 0;
 #endif
 
-// Rows of x as AMX A tiles, [strip of up to 32 rows][block][row tile][16 rows][32], rows beyond the last zero: in the
-// order the products read them, values of K in the order of the unpacked weights.
-template <int Bits>
-void tile_rows(const Job& job, int k, uint16_t* tiles, Range units) {
-    const int num_blocks = k / kBlock, num_tiles = (job.rows + kLanes - 1) / kLanes;
-    for (int unit = units.begin; unit < units.end; ++unit) {
-        const int strip = unit / (num_blocks * kStripTiles);
-        const int width = std::min(kStripTiles, num_tiles - strip * kStripTiles);
-        const int inside = unit - strip * num_blocks * kStripTiles, block = inside / width;
-        const int first = (strip * kStripTiles + inside % width) * kLanes;
-        const uint16_t* from = job.x + int64_t(first) * k + block * kBlock;
-        uint16_t* to = tiles + int64_t(unit) * kLanes * kBlock;
-        for (int r = 0; r < kLanes; ++r) {
-            const bool there = first + r < job.rows;
-            const __m512i row = there ? _mm512_loadu_si512(from + int64_t(r) * k) : _mm512_setzero_si512();
-            _mm512_store_si512(to + r * kBlock, Bits == 16 ? row : in_unpacked_order(row));
-        }
-    }
-}
-
 // Where the bf16 tiles of (some blocks of) a panel are, or will be.
 struct Panel {
     int64_t first_block;
@@ -55,7 +35,7 @@ struct Panel {
 
 // A pair of panels against up to 32 rows, while up to two panels of the next group get unpacked.
 struct Strip {
-    const uint16_t* x;
+    const uint16_t* x[kStripTiles];  // sixteen rows each
     int first_row, pair;
     Range blocks;
     const __m512i *left, *right;  // tiles
@@ -153,7 +133,6 @@ class TileConfig {
 // of the rest in the first-level cache takes streaming loads: weights, or, where these come in chunks, activations.
 template <int Bits, int Tiles, int NumNext, bool Chunked>
 void multiply(const Weight& w, const Job& job, const Strip& strip) {
-    constexpr int kTile = kLanes * kBlock;
     Unpacking<Bits> first(w, strip.next[0]), second(w, strip.next[1]);
     const auto unpack = [&](int j) __attribute__((always_inline)) {
         if constexpr (NumNext > 0) first.part(j);
@@ -174,22 +153,23 @@ void multiply(const Weight& w, const Job& job, const Strip& strip) {
             _tile_loadd(3, strip.sums + 2 * kLanes * kLanes + kLanes, kStride);
         }
     }
-    const uint16_t* x = strip.x + int64_t(strip.blocks.begin) * Tiles * kTile;
-    for (int b = 0, num_blocks = strip.blocks.end - strip.blocks.begin; b < num_blocks; ++b, x += Tiles * kTile) {
+    const int row_bytes = w.k * 2;
+    const uint16_t *x0 = strip.x[0] + strip.blocks.begin * kBlock, *x1 = strip.x[1] + strip.blocks.begin * kBlock;
+    for (int b = 0, num_blocks = strip.blocks.end - strip.blocks.begin; b < num_blocks; ++b, x0 += kBlock, x1 += kBlock) {
         if constexpr (NumNext > 0) first.start(b);
         if constexpr (NumNext > 1) second.start(b);
         compiler_fence();
         const __m512i *left = strip.left + b * kLanes, *right = strip.right + b * kLanes;
         if constexpr (Chunked) {
             _tile_loadd(6, left, 64);
-            _tile_stream_loadd(4, x, 64);
+            _tile_stream_loadd(4, x0, row_bytes);
             _tile_loadd(7, right, 64);
-            if constexpr (Tiles == 2) _tile_stream_loadd(5, x + kTile, 64);
+            if constexpr (Tiles == 2) _tile_stream_loadd(5, x1, row_bytes);
         } else {
             _tile_stream_loadd(6, left, 64);
-            _tile_loadd(4, x, 64);
+            _tile_loadd(4, x0, row_bytes);
             _tile_stream_loadd(7, right, 64);
-            if constexpr (Tiles == 2) _tile_loadd(5, x + kTile, 64);
+            if constexpr (Tiles == 2) _tile_loadd(5, x1, row_bytes);
         }
         _tile_dpbf16ps(0, 4, 6);
         unpack(0);
@@ -238,10 +218,10 @@ void multiply(const Weight& w, const Job& job, const Strip& strip) {
         for (int pair = 0; pair < w.k / 2; ++pair) {
             const auto left_weights = (__m512bh)strip.left[pair];
             const auto right_weights = (__m512bh)strip.right[pair];
-            const uint16_t* x = strip.x + (int64_t(pair / 16) * Tiles * kLanes + first) * kBlock + pair % 16 * 2;
+            const uint16_t* x = strip.x[first / kLanes] + int64_t(first % kLanes) * w.k + pair * 2;
             for (int r = 0; r < kAtOnce; ++r) {
                 int32_t two;
-                std::memcpy(&two, x + r * kBlock, 4);
+                std::memcpy(&two, x + int64_t(r) * w.k, 4);
                 const auto values = (__m512bh)_mm512_set1_epi32(two);
                 left[r] = _mm512_dpbf16_ps(left[r], left_weights, values);
                 right[r] = _mm512_dpbf16_ps(right[r], right_weights, values);
@@ -288,7 +268,7 @@ class ManyRows {
     const int num_tiles_ = (job_.rows + kLanes - 1) / kLanes;
     const int num_strips_ = (num_tiles_ + kStripTiles - 1) / kStripTiles;
     const int chunk_ = blocks_at_once(), at_once_ = pairs_at_once();
-    Claims row_claims_{num_tiles_ * num_blocks_}, pair_claims_{num_pairs(w_)};
+    Claims pair_claims_{num_pairs(w_)};
 
     // Chunks are of equal size, because one is unpacked while the one before is multiplied.
     int blocks_at_once() const {
@@ -298,10 +278,10 @@ class ManyRows {
         return num_blocks_;
     }
 
-    // How many pairs make a group: two groups' tiles may take 5/8 of a second-level cache of 2 MiB. The first group is
+    // How many pairs make a group: two groups' tiles fill most of a second-level cache of 2 MiB. The first group is
     // unpacked while nothing is multiplied, so few rows get small ones.
     int pairs_at_once() const {
-        constexpr int kGroupBytes = 640 << 10;
+        constexpr int kGroupBytes = 900 << 10;
         if (chunk_ < num_blocks_) return 1;
         return std::max(1, std::min(kGroupBytes / (2 * kLanes * 2 * w_.k), num_strips_ / 2));
     }
@@ -325,13 +305,15 @@ class ManyRows {
 
     // The panels of a group against all rows, while those of the next one get unpacked: one with each strip and pair,
     // or two where there is only one strip.
-    void multiply_group(const uint16_t* x, float* sums, const Group& group, const Group& next) const {
+    void multiply_group(const uint16_t* last_tile, float* sums, const Group& group, const Group& next) const {
         const int last = num_panels_of(group) - 1, num_next = num_panels_of(next), per_strip = num_strips_ == 1 ? 2 : 1;
         int unpacked = 0;
         for (int tile = 0; tile < num_tiles_; tile += kStripTiles) {
             for (int i = 0; i <= last; i += 2) {
                 Strip strip = {};
-                strip.x = x + int64_t(tile) * kLanes * w_.k, strip.first_row = tile * kLanes;
+                strip.first_row = tile * kLanes;
+                for (int t = 0; t < kStripTiles; ++t)
+                    strip.x[t] = tile + t < num_tiles_ - 1 ? job_.x + int64_t(tile + t) * kLanes * w_.k : last_tile;
                 strip.pair = group.pairs.begin + i / 2, strip.blocks = group.blocks;
                 strip.left = panel(group, i).tiles, strip.right = panel(group, std::min(i + 1, last)).tiles;
                 strip.sums = num_strips_ == 1 ? nullptr : sums + tile * 2 * kLanes * kLanes;
@@ -342,16 +324,23 @@ class ManyRows {
         }
     }
 
+    // The last sixteen rows, where there are fewer filled up with zeros.
+    const uint16_t* whole_last_tile() const {
+        const int first = (num_tiles_ - 1) * kLanes, there = job_.rows - first;
+        const uint16_t* rows = job_.x + int64_t(first) * w_.k;
+        if (there == kLanes) return rows;
+        auto* copy = static_cast<uint16_t*>(rows_scratch.get(size_t(kLanes) * w_.k * 2));
+        std::memcpy(copy, rows, size_t(there) * w_.k * 2);
+        std::memset(copy + int64_t(there) * w_.k, 0, size_t(kLanes - there) * w_.k * 2);
+        return copy;
+    }
+
    public:
     ManyRows(const Weight& w, const Job& job) : w_(w), job_(job) {}
 
-    size_t tiles_bytes() const { return size_t(num_strips_) * kStripRows * w_.k * 2; }
-
-    // What each thread runs; `tiles` is for all.
-    void run(uint16_t* tiles) {
-        constexpr int kUnits = 16;
-        for (Range mine = row_claims_.take(kUnits); !mine.empty(); mine = row_claims_.take(kUnits))
-            tile_rows<Bits>(job_, w_.k, tiles, mine);
+    // What each thread runs.
+    void run() {
+        const uint16_t* last_tile = whole_last_tile();
         const int64_t group_vectors = Bits == 16 ? 0 : 2 * at_once_ * chunk_ * kLanes;
         constexpr int kSumVectors = kChunkedStrips * kStripRows * 2;
         auto* scratch = static_cast<__m512i*>(panel_scratch.get((kSumVectors + 2 * group_vectors) * 64));
@@ -359,12 +348,11 @@ class ManyRows {
         scratch += kSumVectors;
         Group group = first_group(scratch);
         for (int i = 0; i < num_panels_of(group); ++i) unpack_panel<Bits>(w_, panel(group, i), chunk_);
-#pragma omp barrier
         if (group.pairs.empty()) return;
         const TileConfig configured;
         for (int parity = 1; !group.pairs.empty(); parity ^= 1) {
             const Group next = group_after(group, scratch + parity * group_vectors);
-            multiply_group(tiles, sums, group, next);
+            multiply_group(last_tile, sums, group, next);
             group = next;
         }
     }
@@ -373,9 +361,8 @@ class ManyRows {
 template <int Bits>
 void many_rows(const Weight& w, const Job& job) {
     ManyRows<Bits> product(w, job);
-    auto* tiles = static_cast<uint16_t*>(rows_scratch.get(product.tiles_bytes()));
 #pragma omp parallel
-    product.run(tiles);
+    product.run();
 }
 
 }  // namespace

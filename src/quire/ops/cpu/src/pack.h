@@ -102,10 +102,11 @@ inline void store_scale(const void* base, int64_t idx, float value, bool wide) {
 
 inline void store_lane(const Weight& w, int64_t block, int lane, const Decoded& d) {
     uint8_t* data = const_cast<uint8_t*>(w.data) + block * block_bytes(w.bits) + lane * 4;
+    constexpr int kPlace[4] = {0, 2, 1, 3};
     if (w.bits == 4)
-        for (int i = 0; i < 16; ++i) data[i / 4 * 64 + i % 4] = d.q[i] | d.q[16 + i] << 4;
+        for (int i = 0; i < 16; ++i) data[i / 4 * 64 + kPlace[i % 4]] = d.q[i] | d.q[16 + i] << 4;
     else
-        for (int j = 0; j < 8; ++j) std::memcpy(data + 64 * j, d.q + 4 * j, 4);
+        for (int i = 0; i < kBlock; ++i) data[i / 4 * 64 + kPlace[i % 4]] = d.q[i];
     const int groups_per_block = kBlock / w.group;
     for (int g = 0; g < groups_per_block; ++g) {
         const int64_t idx = (block * groups_per_block + g) * kLanes + lane;

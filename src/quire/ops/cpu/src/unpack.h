@@ -6,18 +6,14 @@
 // a tile holds weights times 2^(shift - 112), which `unit_of` undoes in the sums. `shift` puts the largest weight just
 // below float16's limit, and only those 2^28 times smaller become zero. Elsewhere 16 values at a time, in float32.
 //
-// Sixteen-bit lanes leave values of K in the order 0, 2, 1, 3 of each four: activations are put in the same order.
+// A mask, or a shift by eight and a mask, leave every other byte in sixteen-bit lanes: so weights are packed with the four
+// bytes of a 32-bit lane in the order 0, 2, 1, 3, and pairs of neighbours come out.
 
 #pragma once
 
 #include "packed.h"
 
 namespace {
-
-inline __m512i in_unpacked_order(__m512i row) {
-    const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
-    return _mm512_shuffle_epi8(row, _mm512_broadcast_i32x4(order));
-}
 
 // Makes the bf16 tile of a block in four parts, so that they can be strewn between tile products.
 template <int Bits>
