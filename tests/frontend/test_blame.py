@@ -9,7 +9,8 @@ from quire.frontend.blame import MAX_DEATHS, Blame, Cause
 class World:
     """Cores that fall as soon as a poisoned request is in a step; everybody needs a few tokens."""
 
-    def __init__(self, num: int, poisoned: set[int], tokens_each: int = 2) -> None:
+    def __init__(self, num: int, poisoned: set[int], tokens_each: int = 2, cause: Cause = Cause.OWN, step_size: int = 1000) -> None:
+        self.cause, self.step_size = cause, step_size
         self.blame = Blame()
         self.left = {f"r{i}": tokens_each for i in range(num)}
         self.poisoned = {f"r{i}" for i in poisoned}
@@ -20,11 +21,13 @@ class World:
         for _ in range(100_000):
             if not self.left:
                 return
-            step = [r for r in self.left if self.blame.may_run(r)]
-            assert step, "nobody may run"
+            allowed = [r for r in self.left if self.blame.may_run(r)]
+            assert allowed, "nobody may run"
+            step = allowed[: self.step_size]
+            self.left = {r: n for r, n in self.left.items() if r not in step} | {r: self.left[r] for r in step}  # to the end of the line
             if self.poisoned & set(step):
                 self.num_deaths += 1
-                guilty = self.blame.died(Cause.OWN, step, self.left)
+                guilty = self.blame.died(self.cause, step, self.left)
                 self.most_deaths = max(self.most_deaths, self.blame.num_deaths)
                 if guilty is not None:
                     self.convicted.append(guilty)
@@ -55,6 +58,15 @@ def test_one_among_many_is_found_before_the_server_gives_up_and_in_few_falls(num
     assert world.num_deaths <= 2 + num.bit_length()
 
 
+@given(st.integers(1, 100), st.integers(1, 100), st.data())
+def test_a_request_that_makes_the_core_stand_still_is_found_however_steps_are_cut(num, step_size, data):
+    poisoned = data.draw(st.sets(st.integers(0, num - 1), min_size=1, max_size=2))
+    world = World(num, poisoned, 5, Cause.STALL, step_size)
+    world.run_to_the_end()
+    assert set(world.convicted) == world.poisoned
+    assert world.num_deaths <= len(poisoned) * (3 + num.bit_length())
+
+
 def test_a_kill_from_outside_blames_nobody():
     blame = Blame()
     for _ in range(3):
@@ -62,15 +74,19 @@ def test_a_kill_from_outside_blames_nobody():
         assert all(map(blame.may_run, "abc"))
 
 
-def test_a_first_stall_blames_nobody_and_a_second_without_a_token_between_does():
+def test_a_stall_blames_nobody_but_who_is_in_two_without_a_token_between_is_suspect():
     blame = Blame()
     blame.died(Cause.STALL, ["a", "b"], {"a", "b", "c"})
     assert all(map(blame.may_run, "abc"))
     blame.progressed("a")
+    blame.progressed("b")
     blame.died(Cause.STALL, ["a", "b"], {"a", "b", "c"})
     assert all(map(blame.may_run, "abc"))
-    blame.died(Cause.STALL, ["a", "b"], {"a", "b", "c"})
+    blame.progressed("c")
+    blame.progressed("b")
+    blame.died(Cause.STALL, ["a", "b", "c"], {"a", "b", "c"})
     assert [blame.may_run(r) for r in "abc"] == [True, False, False]
+    assert blame.died(Cause.STALL, ["a"], {"a", "b", "c"}) == "a"  # on trial, alone: that was it
 
 
 def test_a_request_that_fell_once_is_tried_again_before_it_is_blamed():

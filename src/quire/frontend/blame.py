@@ -1,7 +1,8 @@
 """Who took the core down? Decides, after each death, which requests may run next, and finds a guilty one by halving.
 
 Asked by the supervisor. Presence is not guilt: a kill from outside or a stall blames nobody. When the core fell by itself, the
-requests of the step under way are suspects and are tried with nobody else there: in halves, then alone. A group is cleared when
+requests of the step under way are suspects, as are those in the steps of two stalls without a token of theirs in between. They are
+tried with nobody else there: in halves, then alone. A group is cleared when
 each of its members has got a token. Only a request whose trial alone ends in another fall is guilty. Pure: no clock, no process.
 """
 
@@ -23,7 +24,12 @@ class Blame:
         self.groups: deque[set[str]] = deque()  # suspects to be tried; the first group is on trial, and runs alone
         self.waiting: set[str] = set()  # of the group on trial: those without a token yet
         self.num_deaths = 0  # since the last token
-        self.stalled = False  # the last death was a stall, and no token came since
+        self.stalled: set[str] = set()  # in the step of a stall, and without a token since
+
+    @property
+    def watches(self) -> bool:
+        """Whether it matters who gets a token."""
+        return bool(self.num_deaths or self.groups or self.stalled)
 
     @property
     def hopeless(self) -> bool:
@@ -38,11 +44,12 @@ class Blame:
         `in_flight`: the requests of the step under way, as far as known; `live`: all that were not finished.
         """
         self.num_deaths += 1
-        again, self.stalled = self.stalled, cause is Cause.STALL
-        if cause is Cause.OUTSIDE or (cause is Cause.STALL and not again):
+        suspects = {request_id for request_id in in_flight if request_id in live} or set(live)
+        if cause is Cause.STALL and not self.groups:  # a suspect's stall tells as much as its fall
+            suspects, self.stalled = suspects & self.stalled, suspects | self.stalled
+        if cause is Cause.OUTSIDE or not suspects:
             self._begin_trial()
             return None
-        suspects = {request_id for request_id in in_flight if request_id in live} or set(live)
         guilty = None
         if self.groups:
             on_trial = self.groups.popleft()
@@ -56,7 +63,7 @@ class Blame:
     def progressed(self, request_id: str) -> bool:
         """A request got a token; True when others may run now who could not before."""
         self.num_deaths = 0
-        self.stalled = False
+        self.stalled.discard(request_id)
         return self.left(request_id)
 
     def left(self, request_id: str) -> bool:
@@ -72,6 +79,7 @@ class Blame:
 
     def forget(self, request_id: str) -> bool:
         """The request is gone for good: it is no suspect any more. True as for `progressed`."""
+        self.stalled.discard(request_id)
         for group in list(self.groups)[1:]:
             group.discard(request_id)
         return self.left(request_id)

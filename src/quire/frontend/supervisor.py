@@ -185,7 +185,7 @@ class Supervisor:
                 num_tokens += len(delta.token_ids)
                 if is_first:
                     self.metrics.first_token(request)
-                if blame.num_deaths or blame.groups:
+                if blame.watches:
                     released |= blame.progressed(delta.request_id)
             if request.finished:
                 del live[delta.request_id]
