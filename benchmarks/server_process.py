@@ -3,6 +3,7 @@
 Used by the serving benchmarks. Linux only.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -88,21 +89,33 @@ class ServerProcess:
 
     @property
     def core_pid(self) -> int:
-        """The engine's process: the server's only child."""
-        (pid,) = [pid for pid in children(self.pid) if state(pid) != "Z"]
+        """The engine at work: the child that holds a flight recorder, where another may stand by; else the only child."""
+        living = [pid for pid in children(self.pid) if state(pid) not in "ZX"]
+        (pid,) = [pid for pid in living if "/flight-" in maps(pid)] or living
         return pid
 
 
 def children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that ended meanwhile
+            found += map(int, task.read_text().split())
+    return found
+
+
+def maps(pid: int) -> str:
+    """The files it has mapped; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return ""
 
 
 def state(pid: int) -> str:
     """As ps shows it: R, S, D, T, Z; X when there is no such process."""
     try:
         return _stat(pid)[0]
-    except FileNotFoundError:
+    except OSError:
         return "X"
 
 

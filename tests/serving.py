@@ -1,9 +1,7 @@
 """`quire serve` as its users run it: a process of its own, reached over HTTP."""
 
 import os
-import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -12,13 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from benchmarks.server_process import children, free_port, maps, state
 
 ROOT = Path(__file__).parents[1]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
 
 
 class ServerProcess:
@@ -59,10 +53,14 @@ class ServerProcess:
     def children(self) -> list[int]:
         return children(self.process.pid)
 
-    def core_pid(self) -> int:
-        """Of the engine at work: the child that holds a flight recorder; another may stand by."""
-        (pid,) = [pid for pid in self.children() if "/flight-" in _maps(pid)]
-        return pid
+    def core_pid(self, timeout_s: float = 20) -> int:
+        """Of the engine at work: the child that holds a flight recorder; another may stand by. After a death it takes a moment."""
+        deadline = time.monotonic() + timeout_s
+        while not (found := [pid for pid in self.children() if "/flight-" in maps(pid)]):
+            if time.monotonic() > deadline:
+                raise AssertionError("there is no engine")
+            time.sleep(0.02)
+        return found[0]
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -84,32 +82,9 @@ class ServerProcess:
         self._folder.cleanup()
 
 
-def children(pid: int) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            text = path.read_text()
-        except OSError:  # gone meanwhile
-            continue
-        parent = int(text.rpartition(")")[2].split()[1])
-        if parent == pid:
-            found.append(int(path.parent.name))
-    return found
-
-
-def _maps(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/maps").read_text()
-    except OSError:  # gone meanwhile
-        return ""
-
-
 def alive(pid: int) -> bool:
     """Neither gone nor a zombie."""
-    try:
-        return not re.search(r"State:\s+Z", Path(f"/proc/{pid}/status").read_text())
-    except OSError:
-        return False
+    return state(pid) not in "ZX"
 
 
 def until(condition, timeout_s: float = 10.0, what: str = "the condition") -> None:

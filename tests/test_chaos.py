@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import time
-from pathlib import Path
 
 import openai
 import pytest
@@ -71,26 +70,15 @@ class Streams:
         await asyncio.gather(*self.tasks)
 
 
-def core_pid(server: ServerProcess) -> int:
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            continue
-        if int(fields[1]) == server.process.pid and fields[0] != "Z":
-            return int(path.parent.name)
-    raise AssertionError("there is no core")
-
-
 async def hurt(server: ServerProcess, streams: Streams, how: signal.Signals) -> float:
     """Sends the core a signal and waits until a stream moves again; how long that took, in seconds."""
-    pid = core_pid(server)
+    pid = server.core_pid
     os.kill(pid, how)
     started = time.monotonic()
     await asyncio.sleep(0.3)  # what was under way arrives
     await streams.until_events(1)
     assert streams.unfinished
-    assert core_pid(server) != pid
+    assert server.core_pid != pid
     return time.monotonic() - started
 
 

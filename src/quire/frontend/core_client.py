@@ -65,8 +65,8 @@ class CoreClient:
         if self.killed:
             self.kill()
         setup = _encode(CoreSetup(self.config, self.address, str(self.record_path)))
-        self.process.stdin.write(len(setup).to_bytes(4, "little") + setup)
-        with contextlib.suppress(ConnectionError):  # it died at once: `exited` tells
+        with contextlib.suppress(ConnectionError, RuntimeError):  # it is dead already (RuntimeError: uvloop's word for it): `exited` tells
+            self.process.stdin.write(len(setup).to_bytes(4, "little") + setup)
             await self.process.stdin.drain()
 
     def send(self, message: ToCore) -> None:
