@@ -129,6 +129,27 @@ def test_rope_and_write_is_rope_then_write(
     assert torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
 
 
+def test_threads_that_write_neighbouring_tokens_do_not_undo_each_other() -> None:
+    """Two tokens of bfloat16 values share words; every second slot first, so that no whole chunk is written at once."""
+    T, D = 512, 64
+    k, v = (torch.randn(T, 3, D).bfloat16() for _ in range(2))
+    slots = torch.cat((torch.arange(0, T, 2), torch.arange(1, T, 2)))
+    order = torch.stack((torch.arange(T // 2), torch.arange(T // 2) + T // 2), 1).flatten()  # 0, 256, 1, 257, …
+    truth = torch.zeros(T // 16, 2, 16, 3, D, dtype=torch.bfloat16)
+    for t in range(T):
+        native_attention.write_kv(truth, k[t : t + 1], v[t : t + 1], slots[t : t + 1])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for _ in range(50):
+            for some in (torch.arange(T), order):  # neighbours far apart in the call, and side by side
+                cache = torch.zeros_like(truth)
+                native_attention.write_kv(cache, k[some].contiguous(), v[some].contiguous(), slots[some].contiguous())
+                assert torch.equal(cache, truth)
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer_of_native_kernels_gives_what_a_layer_of_twins_gives(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

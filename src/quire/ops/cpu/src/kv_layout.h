@@ -18,7 +18,7 @@ struct F32 {
     static inline v16 mac(v16 acc, Line x, const float* w) { return fma(x, splat(*w), acc); }
     // 16 dims of the token(s) of a line of values.
     static inline u32x16 v_line(const float* v, int64_t) { return (u32x16)load(v); }
-    static inline u32x16 with_token(u32x16, const float* v, int64_t) { return (u32x16)load(v); }
+    static inline void put_token(u32x16* line, const float* v, int64_t) { *line = (u32x16)load(v); }
 };
 
 struct BF16 {
@@ -32,9 +32,15 @@ struct BF16 {
     static inline u32x16 v_line(const uint16_t* v, int64_t stride) {
         return (u32x16)load(v) >> 16 | (u32x16)load(v + stride);
     }
-    static inline u32x16 with_token(u32x16 line, const uint16_t* v, int64_t place) {
-        u32x16 token = (u32x16)load(v);
-        return place ? (line & 0xffffu) | token : (line & 0xffff0000u) | token >> 16;
+    // Touches its own halves of the words only: another thread may be writing the other token of the pair.
+    static inline void put_token(u32x16* line, const uint16_t* v, int64_t place) {
+#if defined(__AVX512BW__)
+        const u32x16 token = (u32x16)load(v);
+        _mm512_mask_storeu_epi16(line, place ? 0xaaaaaaaa : 0x55555555, (__m512i)(place ? token : token >> 16));
+#else
+        uint16_t* out = (uint16_t*)line + place;
+        for (int i = 0; i < LANES; i++) out[2 * i] = v[i];
+#endif
     }
 };
 
@@ -59,7 +65,7 @@ struct KvLayout {
             memcpy(k_out, k + d, sizeof(uint32_t));
         auto* v_out = (u32x16*)(chunk + half_bytes()) + lane / E::PACK;
         for (int64_t d = 0; d < head_size; d += LANES, v_out += CHUNK / E::PACK)
-            *v_out = E::with_token(*v_out, v + d, lane % E::PACK);
+            E::put_token(v_out, v + d, lane % E::PACK);
     }
 
     // A whole chunk of tokens, `slot` being the first's: lines are written once, not a lane at a time.
