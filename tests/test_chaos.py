@@ -19,7 +19,7 @@ from tests.prompts import PROMPTS
 NUM_STREAMS = 64
 MAX_TOKENS = 32
 WATCHDOG_S = 3
-MOVES_WITHIN_S = 10.0  # 1.5 to 2.5 on an idle machine; others may use this one
+MOVES_WITHIN_S = 5.0
 
 
 @pytest.fixture(scope="module")
