@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "kv": {"kv"},
     "executor": {"executor"},
     "worker": {"worker", "models", "layers", "quant", "sampling", "ops", "kv.groups"},
-    "models": {"layers"},
+    "models": {"layers", "models"},
     "layers": {"layers", "ops", "quant.base"},
     "quant": {"quant", "ops"},
     "sampling": {"sampling", "ops"},

@@ -43,12 +43,13 @@ def write_gguf(
     without: tuple[str, ...] = (),
     architecture: str = "llama",
 ) -> ModelFiles:
-    """A tiny llama with random weights, changed by `keys`, `tensors` and `without`."""
+    """A tiny llama, or its like, with random weights, changed by `keys`, `tensors` and `without`."""
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in {"general.name": "tiny", **SIZES, **keys}.items():
         if key in without:
             continue
+        key = key.replace("llama.", f"{architecture}.")
         if isinstance(value, list):
             writer.add_array(key, value)
         else:
@@ -76,8 +77,15 @@ def write_config(folder: Path, config: dict[str, Any] | str) -> ModelFiles:
 # ---- GGUF ----
 
 
-def test_a_llama_gguf_has_the_config_names_and_weights_transformers_finds_in_it(tmp_path: Path) -> None:
-    files = write_gguf(tmp_path / "tiny.gguf")
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_a_gguf_has_the_config_names_and_weights_transformers_finds_in_it(architecture: str, tmp_path: Path) -> None:
+    keys, tensors = {}, {}
+    if architecture == "qwen3":
+        keys = {"llama.attention.key_length": 128, "llama.rope.dimension_count": 128}  # transformers knows only 128
+        shapes = {"q": (512, 32), "k": (256, 32), "v": (256, 32), "output": (32, 512), "q_norm": (128,), "k_norm": (128,)}
+        names = {f"blk.{layer_idx}.attn_{name}.weight": shape for layer_idx in range(2) for name, shape in shapes.items()}
+        tensors = {name: np.random.default_rng(1).standard_normal(shape, np.float32) for name, shape in names.items()}
+    files = write_gguf(tmp_path / "tiny.gguf", keys, tensors, architecture=architecture)
     truth_config = AutoConfig.from_pretrained(tmp_path, gguf_file="tiny.gguf")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(truth_config)
@@ -86,18 +94,18 @@ def test_a_llama_gguf_has_the_config_names_and_weights_transformers_finds_in_it(
     for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
                 "head_dim", "rms_norm_eps", "vocab_size", "max_position_embeddings", "tie_word_embeddings",
                 "attention_bias", "mlp_bias", "hidden_act", "model_type"):  # fmt: skip
-        assert config[key] == getattr(truth_config, key), key
+        assert config[key] == getattr(truth_config, key, False), key
     assert config["rope_theta"] == truth_config.rope_parameters["rope_theta"]
     assert config["rope_scaling"] is None
     assert config["architectures"] == [type(model).__name__]
     with GGUFFile(files.path) as file:
         for tensor in file.tensors.values():
             weight = torch.from_numpy(np.frombuffer(file.data(tensor), np.float32).reshape(tensor.shape).copy())
-            if "attn_q" in tensor.name:
+            if architecture == "llama" and "attn_q" in tensor.name:
                 weight = weight[unpermute_rows(32, 4)]
-            if "attn_k" in tensor.name:
+            if architecture == "llama" and "attn_k" in tensor.name:
                 weight = weight[unpermute_rows(16, 2)]
-            hf_name = gguf_name_to_hf(tensor.name)
+            hf_name = gguf_name_to_hf(tensor.name, architecture)
             assert hf_name is not None and torch.equal(expected.pop(hf_name), weight)
     assert not expected
 
@@ -302,6 +310,9 @@ BAD_CONFIGS = {
     "layers that are text": '{"architectures": ["X"], "num_hidden_layers": "2"}',
     "a billion heads": '{"architectures": ["X"], "num_attention_heads": 1000000000}',
     "an epsilon of NaN": '{"architectures": ["X"], "rms_norm_eps": NaN}',
+    "negative layers without a window": '{"architectures": ["X"], "max_window_layers": -1}',
+    "types of layers that are text": '{"architectures": ["X"], "layer_types": "full_attention"}',
+    "layers without a type": '{"architectures": ["X"], "num_hidden_layers": 2, "layer_types": ["full_attention"]}',
 }
 
 

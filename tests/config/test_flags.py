@@ -7,10 +7,11 @@ import pytest
 
 from quire.config import EngineConfig, SchedulerConfig, knob
 from quire.config.flags import Parser, add_flags, from_args, size
-from quire.config.resolve import resolve
+from quire.config.resolve import Machine, resolve
 from quire.errors import ConfigError
 
 HF = {"max_position_embeddings": 4096}
+CPU, GPU = Machine(num_cores=2), Machine(num_cores=2, num_gpus=1)
 
 
 def parse(*argv: str) -> EngineConfig:
@@ -86,19 +87,19 @@ def test_sizes(text, value):
 
 
 def test_resolving_leaves_nothing_automatic():
-    config = resolve(EngineConfig(), "/m", "gguf", HF, 2)
+    config = resolve(EngineConfig(), "/m", "gguf", HF, CPU)
     assert config.model.dtype == "bfloat16" and config.model.quantization == "gguf"
     assert config.model.max_model_len == 4096 and config.device.num_threads == 2
     for field in every_field():
         group = next(g.name for g in dataclasses.fields(EngineConfig) if field.name in {f.name for f in dataclasses.fields(g.type)})
         if field.name not in ("load_format", "generation_config", "attention_backend"):
             assert getattr(getattr(config, group), field.name) != "auto", field.name
-    assert resolve(config, "/m", "gguf", HF, 2) == config
+    assert resolve(config, "/m", "gguf", HF, CPU) == config
 
 
 def test_explicit_dtypes_dequantize():
     for dtype in ("float32", "bfloat16"):
-        assert resolve(EngineConfig.from_kwargs(dtype=dtype), "/m", "gguf", HF, 2).model.quantization == "none"
+        assert resolve(EngineConfig.from_kwargs(dtype=dtype), "/m", "gguf", HF, CPU).model.quantization == "none"
 
 
 @pytest.mark.parametrize(
@@ -107,16 +108,16 @@ def test_explicit_dtypes_dequantize():
 )
 def test_contradictions_are_refused(options, kind):
     with pytest.raises(ConfigError):
-        resolve(EngineConfig.from_kwargs(**options), "/m", kind, HF, 2)
+        resolve(EngineConfig.from_kwargs(**options), "/m", kind, HF, CPU)
 
 
 def test_the_context_grows_with_rope_scaling():
     hf = {"max_position_embeddings": 4096, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
-    assert resolve(EngineConfig(), "/m", "hf", hf, 2).model.max_model_len == 16384
+    assert resolve(EngineConfig(), "/m", "hf", hf, CPU).model.max_model_len == 16384
 
 
 def test_max_num_batched_tokens_covers_every_row_by_default():
-    assert resolve(EngineConfig.from_kwargs(max_num_seqs=5000), "/m", "hf", HF, 2).scheduler.max_num_batched_tokens == 5000
+    assert resolve(EngineConfig.from_kwargs(max_num_seqs=5000), "/m", "hf", HF, CPU).scheduler.max_num_batched_tokens == 5000
     with pytest.raises(ConfigError):
         SchedulerConfig(max_num_seqs=5000, max_num_batched_tokens=2048)
 
@@ -135,3 +136,19 @@ def test_a_program_adds_its_own_flags():
     args = parser.parse_args(["--colour", "blue", "--loud", "--seed", "5"])
     assert from_args(Mine, args) == Mine("blue", True)
     assert from_args(EngineConfig, args).model.seed == 5
+
+
+def test_a_gpu_is_used_unless_told_otherwise():
+    found = resolve(EngineConfig(), "/m", "gguf", HF, GPU)
+    assert (found.device.device, found.scheduler.pipeline_depth, found.scheduler.max_num_batched_tokens) == ("cuda", 2, 8192)
+    assert found.model.quantization == "none"  # packed weights are the CPU's
+    told = resolve(EngineConfig.from_kwargs(device="cpu"), "/m", "gguf", HF, GPU)
+    assert told == resolve(EngineConfig(), "/m", "gguf", HF, CPU)
+
+
+@pytest.mark.parametrize(
+    ("machine", "word"), [(CPU, "NVIDIA"), (Machine(2, 0, "the installed torch is a CPU build: install one for CUDA"), "CPU build")]
+)
+def test_a_gpu_that_cannot_be_used_is_refused_with_the_reason(machine, word):
+    with pytest.raises(ConfigError, match=word):
+        resolve(EngineConfig.from_kwargs(device="cuda"), "/m", "hf", HF, machine)

@@ -129,6 +129,30 @@ def test_rope_and_write_is_rope_then_write(
     assert torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
 
 
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_are_normed_before_they_are_rotated(ops: ModuleType, dtype: torch.dtype) -> None:
+    """In bfloat16 rounded after the norm, after its weight, and after the rotation."""
+    torch.manual_seed(0)
+    T, D = 37, 80
+    angle = angles(D)
+    cos_sin, positions, slots = torch.cat((angle.cos(), angle.sin()), 1), torch.arange(T), torch.arange(T)
+    qkv, weights = fused_qkv(T, 6, 2, D, dtype), [torch.randn(D).to(dtype) for _ in range(2)]
+    expected = []
+    for x, weight in zip(qkv, weights, strict=False):
+        norm = LlamaRMSNorm(D, eps=1e-5)
+        norm.weight.data = weight
+        expected.append(norm(x).detach())
+    twin.rope(*expected, cos_sin, positions)
+    v, cache = qkv[2].clone(), torch.full((4, 2, 16, 2, D), math.nan, dtype=dtype)
+    ops.rope_and_write(*qkv, cos_sin, positions, cache, slots, q_norm_D=weights[0], k_norm_D=weights[1], eps=1e-5)
+    for x, truth in zip(qkv, expected, strict=False):  # rotating adds what may cancel, so errors are absolute
+        torch.testing.assert_close(x, truth, rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 2e-6)
+    written = torch.full_like(cache, math.nan)
+    (native_attention if ops is native else twin_attention).write_kv(written, qkv[1], v, slots)
+    assert torch.equal(cache.view(torch.uint8), written.view(torch.uint8))
+
+
 def test_threads_that_write_neighbouring_tokens_do_not_undo_each_other() -> None:
     """Two tokens of bfloat16 values share words; every second slot first, so that no whole chunk is written at once."""
     T, D = 512, 64

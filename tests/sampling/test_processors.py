@@ -20,7 +20,7 @@ from transformers import (
 from quire.params import SamplingParams
 from quire.sampling import processors
 from quire.sampling.rows import SamplingRows
-from quire.sampling.sampler import _edit
+from quire.sampling.sampler import edit
 
 VOCAB = 3000  # wide enough for blocks and for every width of candidates
 ROWS = 4
@@ -52,7 +52,7 @@ def edited(logits: Tensor, history: Tensor, prompt_len: int, **given) -> Tensor:
     for row in range(ROWS):
         batch.set(row, SamplingParams(**given, max_tokens=None), seed=0, prompt_len=prompt_len, **outside)
     logits = logits.clone()
-    _edit(logits, range(ROWS), batch, history.int(), torch.full((ROWS,), history.shape[1]), None)
+    edit(logits, range(ROWS), batch, history.int(), torch.full((ROWS,), history.shape[1]), None)
     return logits
 
 
@@ -166,7 +166,7 @@ def test_penalties_of_rows_with_different_lengths_do_not_touch_each_other():
         params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2)
         batch.set(row, params, seed=0, prompt_len=prompts[row])
     ours = logits.clone()
-    _edit(ours, range(ROWS), batch, history.int(), lengths, None)
+    edit(ours, range(ROWS), batch, history.int(), lengths, None)
     assert torch.equal(ours[2], logits[2])
     for row in (0, 1, 3):
         seen = history[row : row + 1, : lengths[row]]

@@ -260,7 +260,8 @@ def test_a_recycled_row_carries_nothing_of_its_former_owner():
         fill(used, 1, i)
     used.clear(1)
     for name, value in vars(fresh).items():
-        assert torch.equal(vars(used)[name], value) if isinstance(value, Tensor) else vars(used)[name] == value
+        if name != "table":  # its columns are compared
+            assert torch.equal(vars(used)[name], value) if isinstance(value, Tensor) else vars(used)[name] == value
     for i in range(len(MIXED)):  # also without a clear in between
         fill(used, 1, i)
     used.set(1, SamplingParams(temperature=0), seed=1, prompt_len=4)

@@ -101,6 +101,11 @@ def _checked(config: dict[str, Any], source: str) -> dict[str, Any]:
         value = config.get(key)
         if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
             raise BadModelFileError(f"{source} gives {key} as {value!r:.80}, not a positive number.")
+    full_layers, layer_types = config.get("max_window_layers"), config.get("layer_types")
+    if full_layers is not None and (type(full_layers) is not int or full_layers < 0):
+        raise BadModelFileError(f"{source} gives max_window_layers as {full_layers!r:.80}, not a whole number.")
+    if layer_types is not None and (type(layer_types) is not list or len(layer_types) < config.get("num_hidden_layers", 0)):
+        raise BadModelFileError(f"{source} does not give every layer its own of the layer_types.")
     num_heads, num_kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if num_heads and num_kv_heads and num_heads % num_kv_heads:
         raise BadModelFileError(f"{source} gives {num_heads} heads, not a multiple of its {num_kv_heads} KV heads.")
@@ -150,6 +155,10 @@ _COMMON_TENSORS = {
     "blk.{}.ffn_up": "model.layers.{}.mlp.up_proj",
     "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
 }
+_QK_NORM_TENSORS = {
+    "blk.{}.attn_q_norm": "model.layers.{}.self_attn.q_norm",
+    "blk.{}.attn_k_norm": "model.layers.{}.self_attn.k_norm",
+}
 
 _YARN_KEYS = {
     "original_max_position_embeddings": "original_context_length",
@@ -166,6 +175,9 @@ _SAMPLING_KEYS = {
 
 GGUF_ARCHITECTURES: dict[str, _GGUFArchitecture] = {
     "llama": _GGUFArchitecture("LlamaForCausalLM", "llama", _COMMON_KEYS, _COMMON_TENSORS, permutes_qk=True),
+    "qwen3": _GGUFArchitecture(
+        "Qwen3ForCausalLM", "qwen3", _COMMON_KEYS, {**_COMMON_TENSORS, **_QK_NORM_TENSORS}, permutes_qk=False
+    ),
 }
 
 # Llama 3.1 and later: what the converter computed from the "llama3" scaling, one divisor of the frequency per rotated

@@ -4,36 +4,59 @@ Called once by the ways in, when the model's files are found and its config is r
 result. Pure: the same inputs give the same config.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.errors import ConfigError
 
 DEFAULT_CONTEXT_TOKENS = 2048  # for configs that do not say
-STEP_TOKENS = 2048
-SERVING_STEP_TOKENS = 512  # on a CPU: everybody who reads a stream waits for the step
+STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
+SERVING_STEP_TOKENS = {"cpu": 512, "cuda": 2048}  # everybody who reads a stream waits for the step
 
 
-def resolve(config: EngineConfig, path: str, kind: str, hf_config: dict[str, Any], num_cores: int, serving: bool = False) -> EngineConfig:
-    """`path` and `kind` ("gguf" or "hf") of the model's files, its config in Hugging Face's words, the machine's cores."""
+@dataclass(frozen=True)
+class Machine:
+    """What a config is resolved for."""
+
+    num_cores: int
+    num_gpus: int = 0  # that both driver and torch can use
+    unused_gpus: str = ""  # why GPUs that are there cannot be used, if so
+
+
+def resolve(
+    config: EngineConfig, path: str, kind: str, hf_config: dict[str, Any], machine: Machine, serving: bool = False
+) -> EngineConfig:
+    """`path` and `kind` ("gguf" or "hf") of the model's files, its config in Hugging Face's words."""
     model, scheduler = config.model, config.scheduler
+    device = choose_device(config.device.device, machine)
     if model.quantization == "gguf" and kind != "gguf":
         raise ConfigError("quantization gguf needs a .gguf file: leave --quantization out for this model")
     if model.quantization == "gguf" and model.dtype == "float32":
         raise ConfigError("packed weights compute in bfloat16: leave out --quantization gguf or --dtype float32")
-    packed = kind == "gguf" and model.dtype == "auto" if model.quantization == "auto" else model.quantization == "gguf"
+    if model.quantization == "gguf" and device == "cuda":
+        raise ConfigError("weights stay packed on the CPU only: leave out --quantization gguf, or add --device cpu")
+    packs = kind == "gguf" and model.dtype == "auto" and device == "cpu"
+    packed = packs if model.quantization == "auto" else model.quantization == "gguf"
+    step_tokens = (SERVING_STEP_TOKENS if serving else STEP_TOKENS)[device]
     return config.replace(
         model=path,
         dtype="bfloat16" if model.dtype == "auto" else model.dtype,
         quantization="gguf" if packed else "none",
         max_model_len=_max_model_len(model.max_model_len, hf_config),
-        device="cpu",
+        device=device,
         # A server's own process has work to do: it gets a core.
-        num_threads=config.device.num_threads or max(1, num_cores - serving),
-        max_num_batched_tokens=scheduler.max_num_batched_tokens
-        or max(SERVING_STEP_TOKENS if serving else STEP_TOKENS, scheduler.max_num_seqs),
-        pipeline_depth=scheduler.pipeline_depth or 1,  # a CPU computes in submit(): planning ahead gains nothing
+        num_threads=config.device.num_threads or max(1, machine.num_cores - serving),
+        max_num_batched_tokens=scheduler.max_num_batched_tokens or max(step_tokens, scheduler.max_num_seqs),
+        # A CPU computes in submit(): planning ahead gains nothing.
+        pipeline_depth=scheduler.pipeline_depth or (2 if device == "cuda" else 1),
     )
+
+
+def choose_device(asked: str, machine: Machine) -> str:
+    if asked == "cuda" and not machine.num_gpus:
+        raise ConfigError(f"--device cuda: {machine.unused_gpus or 'no NVIDIA GPU is there, or its driver does not answer'}")
+    return ("cuda" if machine.num_gpus else "cpu") if asked == "auto" else asked
 
 
 def _max_model_len(asked: int | None, hf_config: dict[str, Any]) -> int:

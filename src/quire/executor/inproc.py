@@ -34,6 +34,8 @@ class InprocExecutor(Executor):
         return self.worker.sample(plan)
 
     def close(self) -> None:
+        if self.worker is not None:
+            self.worker.close()
         self.worker = None
 
 

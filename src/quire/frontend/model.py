@@ -12,11 +12,12 @@ from typing import Any
 from quire.checkpoint.find import find
 from quire.checkpoint.hf_config import read_config, read_generation_config
 from quire.config import EngineConfig
-from quire.config.resolve import resolve
+from quire.config.resolve import Machine, resolve
 from quire.errors import ConfigError, RequestError
 from quire.frontend.chat import ChatTemplate
 from quire.frontend.tokenizer import Tokenizer
 from quire.params import SamplingParams
+from quire.utils.devices import num_gpus, torch_has_cuda
 
 # generation_config.json's names that mean the same here
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -35,7 +36,7 @@ class Model:
         options = config.model
         files = find(options.model, revision=options.revision, download_dir=options.download_dir)
         hf_config = read_config(files)
-        resolved = resolve(config, str(files.path), files.kind, hf_config, len(os.sched_getaffinity(0)), serving)
+        resolved = resolve(config, str(files.path), files.kind, hf_config, machine(), serving)
         tokenizer = template = None
         if not options.skip_tokenizer_init:
             tokenizer = Tokenizer.from_path(options.tokenizer) if options.tokenizer else Tokenizer.from_files(files)
@@ -72,6 +73,13 @@ class Model:
         if self.tokenizer is None:
             raise RequestError(f"{what} needs a tokenizer, and skip_tokenizer_init is set: give token ids, or leave it out")
         return self.tokenizer
+
+
+def machine() -> Machine:
+    """The one this process runs on."""
+    gpus, usable = num_gpus(), torch_has_cuda()
+    unused = "the installed torch is a CPU build: install one for CUDA" if gpus and not usable else ""
+    return Machine(len(os.sched_getaffinity(0)), gpus if usable else 0, unused)
 
 
 def _template_source(option: str | None) -> str | None:

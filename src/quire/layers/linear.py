@@ -38,7 +38,9 @@ class GatedLinear(Linear):
 
 
 class LMHead(Linear):
-    """Hidden states to float32 logits."""
+    """Hidden states to logits."""
+
+    logits_dtype: torch.dtype | None = torch.float32  # attached by worker/build.py; None: the model's own
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.method.apply(x, self.bias, torch.float32)
+        return self.method.apply(x, self.bias, self.logits_dtype)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from quire.ops.ref.gguf import dequantize
 
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
 
 @dataclass(frozen=True)
 class RawTensor:
@@ -21,18 +23,26 @@ class RawTensor:
     raw: Tensor  # uint8
     shape: tuple[int, ...]
 
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        return dequantize(self.type_name, self.raw, self.shape, dtype)
+    def dense(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        """The numbers, in memory of their own. What needs no decoding goes to the device as it is and is converted there."""
+        if torch.device(device).type == "cpu":
+            return dequantize(self.type_name, self.raw, self.shape, dtype)
+        if self.type_name not in _PLAIN:
+            return dequantize(self.type_name, self.raw, self.shape, dtype).to(device)
+        return self.raw.to(device).view(_PLAIN[self.type_name]).view(self.shape).to(dtype)
 
 
 class LinearMethod(ABC):
     """One layer's weight [sum(shard_sizes), in_features]; shards (q, k, v; gate, up) may come in different types."""
 
-    def __init__(self, in_features: int, shard_sizes: tuple[int, ...], dtype: torch.dtype, keep_quantized: bool) -> None:
+    def __init__(
+        self, in_features: int, shard_sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device, keep_quantized: bool
+    ) -> None:
         """`keep_quantized`: a checkpoint's own quantization may stay as it is; else everything becomes `dtype`."""
         self.in_features = in_features
         self.shard_sizes = shard_sizes
         self.dtype = dtype
+        self.device = device
         self.keep_quantized = keep_quantized
 
     @abstractmethod

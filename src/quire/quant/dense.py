@@ -12,12 +12,12 @@ class Dense(LinearMethod):
 
     def load(self, shard_idx: int, tensor: RawTensor) -> None:
         if len(self.shard_sizes) == 1:
-            self.weight = tensor.dense(self.dtype)
+            self.weight = tensor.dense(self.dtype, self.device)
             return
         if self.weight is None:
-            self.weight = torch.empty(sum(self.shard_sizes), self.in_features, dtype=self.dtype)
+            self.weight = torch.empty(sum(self.shard_sizes), self.in_features, dtype=self.dtype, device=self.device)
         start = sum(self.shard_sizes[:shard_idx])
-        self.weight[start : start + self.shard_sizes[shard_idx]] = tensor.dense(self.dtype)
+        self.weight[start : start + self.shard_sizes[shard_idx]] = tensor.dense(self.dtype, self.device)
 
     def tie(self, weight: Tensor) -> bool:
         self.weight = weight

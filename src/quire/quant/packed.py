@@ -14,8 +14,10 @@ from quire.quant.base import LinearMethod, RawTensor
 
 
 class Packed(LinearMethod):
-    def __init__(self, in_features: int, shard_sizes: tuple[int, ...], dtype: torch.dtype, keep_quantized: bool) -> None:
-        super().__init__(in_features, shard_sizes, dtype, keep_quantized)
+    def __init__(
+        self, in_features: int, shard_sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device, keep_quantized: bool
+    ) -> None:
+        super().__init__(in_features, shard_sizes, dtype, device, keep_quantized)
         self.shards: list[linear.PackedWeight | None] = [None] * len(shard_sizes)
         self.pieces: list[linear.PackedWeight] = []  # the shards, neighbours of one form joined
         self.wide_bias: Tensor | None = None  # float32, as the kernels want it

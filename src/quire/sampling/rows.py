@@ -5,7 +5,8 @@ Dense parameters are tensors on the device, sparse ones (ids of tokens) live und
 say which rows use what: a stage that no row of a step needs is skipped.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,23 @@ from quire.params import SamplingParams
 
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 INTS = ("seed", "choice_idx", "top_k", "min_tokens", "prompt_len")
+
+
+class Table(NamedTuple):
+    """The dense parameters, a record per row; `write` puts a row's record into both."""
+
+    floats: Tensor  # float32 [num_rows, FLOATS]
+    ints: Tensor  # int64 [num_rows, INTS]
+    write: Callable[[int, list[float], list[int]], None]
+
+    @classmethod
+    def on_host(cls, num_rows: int) -> "Table":
+        floats, ints = torch.zeros(num_rows, len(FLOATS)), torch.zeros(num_rows, len(INTS), dtype=torch.int64)
+
+        def write(row: int, float_record: list[float], int_record: list[int]) -> None:
+            floats[row], ints[row] = torch.tensor(float_record), torch.tensor(int_record)
+
+        return cls(floats, ints, write)
 
 
 class SamplingRows:
@@ -32,13 +50,13 @@ class SamplingRows:
     min_tokens: Tensor
     prompt_len: Tensor
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, num_rows: int, vocab_size: int, table: "Table | None" = None) -> None:
+        """`table`: where the dense parameters live, for a batch that keeps them elsewhere and writes them its own way."""
         self.vocab_size = vocab_size
-        self.device = torch.device(device)
-        self._floats = torch.zeros(len(FLOATS), num_rows, device=device)
-        self._ints = torch.zeros(len(INTS), num_rows, dtype=torch.int64, device=device)
-        for names, table in ((FLOATS, self._floats), (INTS, self._ints)):
-            for name, column in zip(names, table, strict=True):
+        self.table = table or Table.on_host(num_rows)
+        self.device = self.table.floats.device
+        for names, columns in ((FLOATS, self.table.floats), (INTS, self.table.ints)):
+            for name, column in zip(names, columns.unbind(1), strict=True):
                 setattr(self, name, column)
         # Rows that use a feature; a row in none of these takes the argmax of its logits.
         self.random: set[int] = set()  # temperature > 0: the others are greedy
@@ -63,10 +81,9 @@ class SamplingRows:
         stop_ids: Iterable[int] = (),
     ) -> None:
         """`seed` is drawn by the frontend where the user gave none; `stop_ids` are all that end the request (also EOS)."""
-        self.clear(row)
-        self._floats[:, row] = torch.tensor([getattr(params, name) for name in FLOATS], device=self.device)
+        self._forget(row)
         ints = [seed, choice_idx, params.top_k, params.min_tokens, prompt_len]
-        self._ints[:, row] = torch.tensor(ints, device=self.device)
+        self.table.write(row, [getattr(params, name) for name in FLOATS], ints)
         if not params.greedy:
             self.random.add(row)
             if params.temperature != 1.0:
@@ -100,18 +117,27 @@ class SamplingRows:
 
     def clear(self, row: int) -> None:
         """Leaves the row greedy and bare."""
+        self._forget(row)
+        self.table.write(row, [0.0] * len(FLOATS), [0] * len(INTS))
+
+    def _forget(self, row: int) -> None:
         for users in (self.random, self.tempered, self.restricted, self.penalized):
             users.discard(row)
         for table in (self.num_logprobs, self.allowed, self.bias, self.bad_words, self.late):
             table.pop(row, None)
-        self._floats[:, row] = 0.0
-        self._ints[:, row] = 0
 
     def edits(self, rows: Sequence[int]) -> bool:
         """Whether any of the rows has its logits changed before the argmax."""
-        in_step = set(rows)
-        tables = (self.penalized, self.allowed, self.bias, self.bad_words, self.late)
-        return any(not in_step.isdisjoint(table) for table in tables)
+        return self.edits_sparsely(rows) or not self.penalized.isdisjoint(rows)
+
+    def special(self, rows: Sequence[int]) -> bool:
+        """Whether any of the rows asks for more than a temperature."""
+        tables = (self.restricted, self.penalized, self.num_logprobs.keys())
+        return any(table and not table.isdisjoint(rows) for table in tables) or self.edits_sparsely(rows)
+
+    def edits_sparsely(self, rows: Sequence[int]) -> bool:
+        """Whether any of the rows names tokens: to allow, favour or forbid."""
+        return any(table and not table.keys().isdisjoint(rows) for table in (self.allowed, self.bias, self.bad_words, self.late))
 
     def _valid(self, token_id: int) -> bool:
         return 0 <= token_id < self.vocab_size

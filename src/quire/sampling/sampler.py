@@ -72,7 +72,7 @@ def sample(
     if raw_LV is logits_RV and (edited or random):
         raw_LV = raw_LV.clone()
     if edited:
-        _edit(logits_RV, rows, batch, tokens, lengths, mask_RW)
+        edit(logits_RV, rows, batch, tokens, lengths, mask_RW)
         top_R, ids_R = row_argmax(logits_RV)
     if random:
         drawn_N = _draw(_take(logits_RV, random), [rows[i] for i in random], batch, _take(positions_R, random))
@@ -92,10 +92,19 @@ def _repaired_argmax(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     return top_R, ids_R
 
 
-def _edit(
-    logits_RV: Tensor, rows: Sequence[int], batch: SamplingRows, tokens: Tensor, lengths: Tensor, mask_RW: Tensor | None
+def edit(
+    logits_RV: Tensor, rows: Sequence[int], batch: SamplingRows, tokens: Tensor, lengths: Tensor, mask_RW: Tensor | None = None
 ) -> None:
     """All that comes before the argmax, in place."""
+    edit_sparsely(logits_RV, rows, batch, tokens, lengths, mask_RW)
+    if places := users(rows, batch.penalized):
+        _penalize(logits_RV, places, rows, batch, tokens, lengths)
+
+
+def edit_sparsely(
+    logits_RV: Tensor, rows: Sequence[int], batch: SamplingRows, tokens: Tensor, lengths: Tensor, mask_RW: Tensor | None = None
+) -> None:
+    """All that names tokens, in place; penalties come after it."""
     rows_R = torch.tensor(rows, device=logits_RV.device)
     if mask_RW is not None:
         processors.grammar_mask(logits_RV, mask_RW)
@@ -113,13 +122,12 @@ def _edit(
         row_N, ids_N = entries(rows, batch.late)
         too_short_R = lengths[rows_R] - batch.prompt_len[rows_R] < batch.min_tokens[rows_R]
         processors.min_tokens(logits_RV, row_N, ids_N, too_short_R)
-    if places := users(rows, batch.penalized):
-        _penalize(logits_RV, torch.tensor(places, device=logits_RV.device), rows_R[places], batch, tokens, lengths)
 
 
 def _penalize(
-    logits_RV: Tensor, places_P: Tensor, rows_P: Tensor, batch: SamplingRows, tokens: Tensor, lengths: Tensor
+    logits_RV: Tensor, places: list[int], rows: Sequence[int], batch: SamplingRows, tokens: Tensor, lengths: Tensor
 ) -> None:
+    places_P, rows_P = torch.tensor(places), torch.tensor([rows[i] for i in places])
     length_P, prompt_P, repetition_P = lengths[rows_P], batch.prompt_len[rows_P], batch.repetition_penalty[rows_P]
     # Without repetition penalties only the outputs matter.
     start = 0 if bool((repetition_P != 1.0).any()) else int(prompt_P.amin())

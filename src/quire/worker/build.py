@@ -15,7 +15,7 @@ from quire import registry
 from quire.config import EngineConfig
 from quire.errors import ConfigError, UnsupportedModelError
 from quire.layers.attention import PREFERRED, Attention, StepContext
-from quire.layers.linear import Linear
+from quire.layers.linear import Linear, LMHead
 from quire.layers.rope import Rope
 from quire.ops import choose_kernels
 
@@ -57,14 +57,16 @@ def _config(module: ModuleType, hf_config: dict[str, Any]) -> Any:
 
 def attach(model: nn.Module, config: EngineConfig) -> None:
     dtype, device = DTYPES[config.model.dtype], torch.device(config.device.device)
-    kernels = choose_kernels(device, dtype)
+    kernels = choose_kernels(dtype, runs_on_triton(config))
     context = StepContext()
     method = registry.load("quire.quant", kernels.linear_method).METHOD
     for module in model.modules():
         if hasattr(module, "kernels"):
             module.kernels = kernels
         if isinstance(module, Linear):
-            module.method = method(module.in_features, module.shard_sizes, dtype, config.model.quantization != "none")
+            if isinstance(module, LMHead):
+                module.logits_dtype = kernels.logits_dtype
+            module.method = method(module.in_features, module.shard_sizes, dtype, device, config.model.quantization != "none")
         elif isinstance(module, Attention):
             module.context = context
             module.backend = _backend(config, dtype, module.head_size)
@@ -73,9 +75,14 @@ def attach(model: nn.Module, config: EngineConfig) -> None:
     model.context = context
 
 
+def runs_on_triton(config: EngineConfig) -> bool:
+    """A GPU does; a CPU only if told to, in Triton's interpreter: that is how tests run what GPUs run."""
+    return config.device.device == "cuda" or config.device.attention_backend == "triton"
+
+
 def _backend(config: EngineConfig, dtype: torch.dtype, head_size: int) -> ModuleType:
     name, block_size = config.device.attention_backend, config.cache.block_size
-    names = PREFERRED if name == "auto" else (name,)
+    names = PREFERRED[config.device.device] if name == "auto" else (name,)
     for candidate in names:
         backend = registry.load("quire.layers.attention", candidate)
         if backend.supports(dtype, head_size, block_size):

@@ -16,19 +16,21 @@ def kv_specs(model: nn.Module, dtype: torch.dtype) -> dict[str, KVSpec]:
     return {name: m.kv_spec(dtype.itemsize) for name, m in model.named_modules() if isinstance(m, Attention)}
 
 
-def attach_kv(model: nn.Module, layout: KVLayout, dtype: torch.dtype) -> None:
+def attach_kv(model: nn.Module, layout: KVLayout, dtype: torch.dtype, device: torch.device) -> None:
     """Gives every attention layer its group and its cache [num_blocks, 2, block_size, kv heads, head size]."""
-    planes = [_zeros(layout.num_blocks, layout.plane_bytes) for _ in range(layout.num_planes)]
+    shape = layout.num_blocks, layout.plane_bytes
+    on_host = device.type == "cpu"
+    planes = [_zero_pages(*shape) if on_host else torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(layout.num_planes)]
     for group_idx, group in enumerate(layout.groups):
         for plane, name in zip(planes, group.layers):
             layer = model.get_submodule(name)
             layer.group_idx = group_idx
             layer.cache = _view(plane, group.block_size, group.spec, dtype)
-            if not layer.cache.is_contiguous():
+            if on_host and not layer.cache.is_contiguous():
                 layer.backend = reference  # compiled kernels take blocks without padding
 
 
-def _zeros(num_blocks: int, block_bytes: int) -> Tensor:
+def _zero_pages(num_blocks: int, block_bytes: int) -> Tensor:
     """Zero pages straight from the system, in huge pages where it has them: blocks never used cost nothing."""
     pages = mmap.mmap(-1, num_blocks * block_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):

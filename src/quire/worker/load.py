@@ -23,8 +23,8 @@ Taker = tuple[tuple[int, ...], Callable[[RawTensor], None]]  # expected shape, w
 DUMMY_STD = 0.02
 
 
-def load_weights(model: nn.Module, tensors: Iterator[tuple[str, RawTensor]], dtype: torch.dtype) -> None:
-    takers = _takers(model, dtype)
+def load_weights(model: nn.Module, tensors: Iterator[tuple[str, RawTensor]], dtype: torch.dtype, device: torch.device) -> None:
+    takers = _takers(model, dtype, device)
     pending = set(takers)
     tied = {source: target for target, source in model.tied.items()}
     for name, tensor in tensors:
@@ -42,7 +42,7 @@ def load_weights(model: nn.Module, tensors: Iterator[tuple[str, RawTensor]], dty
 
 
 def wanted_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: shape for name, (shape, _) in _takers(model, torch.float32).items()}
+    return {name: shape for name, (shape, _) in _takers(model, torch.float32, torch.device("cpu")).items()}
 
 
 def _take(name: str, taker: Taker, tensor: RawTensor) -> None:
@@ -59,7 +59,7 @@ def _tie(model: nn.Module, target: str, takers: dict[str, Taker], tensor: RawTen
         _take(target, takers[target], tensor)
 
 
-def _takers(model: nn.Module, dtype: torch.dtype) -> dict[str, Taker]:
+def _takers(model: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Taker]:
     """Every tensor the model wants, by its name in a Hugging Face checkpoint."""
     parts: dict[str, dict[int, str]] = {}  # fused module's name -> shard -> checkpoint's name
     for name, (fused, shard_idx) in model.shards.items():
@@ -73,10 +73,10 @@ def _takers(model: nn.Module, dtype: torch.dtype) -> dict[str, Taker]:
                 full = f"{parent}.{shard_name}" if parent else shard_name
                 takers[f"{full}.weight"] = (size, module.in_features), _weight_taker(module, shard_idx)
                 if module.bias is not None:
-                    takers[f"{full}.bias"] = (size,), _bias_taker(module, shard_idx, dtype)
+                    takers[f"{full}.bias"] = (size,), _bias_taker(module, shard_idx, dtype, device)
         else:
             for name, parameter in module.named_parameters(recurse=False):
-                takers[f"{path}.{name}"] = tuple(parameter.shape), _parameter_taker(module, name, dtype)
+                takers[f"{path}.{name}"] = tuple(parameter.shape), _parameter_taker(module, name, dtype, device)
     return takers
 
 
@@ -84,19 +84,19 @@ def _weight_taker(module: Linear, shard_idx: int) -> Callable[[RawTensor], None]
     return lambda tensor: module.method.load(shard_idx, tensor)
 
 
-def _bias_taker(module: Linear, shard_idx: int, dtype: torch.dtype) -> Callable[[RawTensor], None]:
+def _bias_taker(module: Linear, shard_idx: int, dtype: torch.dtype, device: torch.device) -> Callable[[RawTensor], None]:
     def take(tensor: RawTensor) -> None:
         if module.bias.is_meta:
-            module.bias = nn.Parameter(torch.empty(module.bias.shape, dtype=dtype), requires_grad=False)
+            module.bias = nn.Parameter(torch.empty(module.bias.shape, dtype=dtype, device=device), requires_grad=False)
         start = sum(module.shard_sizes[:shard_idx])
-        module.bias[start : start + module.shard_sizes[shard_idx]] = tensor.dense(dtype)
+        module.bias[start : start + module.shard_sizes[shard_idx]] = tensor.dense(dtype, device)
 
     return take
 
 
-def _parameter_taker(module: nn.Module, name: str, dtype: torch.dtype) -> Callable[[RawTensor], None]:
+def _parameter_taker(module: nn.Module, name: str, dtype: torch.dtype, device: torch.device) -> Callable[[RawTensor], None]:
     def take(tensor: RawTensor) -> None:
-        setattr(module, name, nn.Parameter(tensor.dense(dtype), requires_grad=False))
+        setattr(module, name, nn.Parameter(tensor.dense(dtype, device), requires_grad=False))
 
     return take
 
@@ -137,12 +137,12 @@ def _from_safetensors(files: ModelFiles) -> Iterator[tuple[str, RawTensor]]:
             checkpoint.forget(tensor)
 
 
-def dummy_tensors(model: nn.Module, seed: int) -> Iterator[tuple[str, RawTensor]]:
+def dummy_tensors(model: nn.Module, seed: int, device: torch.device) -> Iterator[tuple[str, RawTensor]]:
     """Random normal weights for every taker; vectors (norms, biases) around one, so that signals survive."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     for name, shape in wanted_shapes(model).items():
         if name not in model.tied:
-            values = torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, DUMMY_STD, generator=generator)
+            values = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0.0, DUMMY_STD, generator=generator)
             values += len(shape) == 1
             yield name, RawTensor("BF16", values.flatten().view(torch.uint8), shape)
 

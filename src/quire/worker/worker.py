@@ -3,23 +3,24 @@
 Started by `executor/` by dotted path. Must not know requests, text or clients.
 """
 
+import contextlib
+import gc
 import logging
 import time
-from dataclasses import dataclass
 
 import torch
 
 from quire.checkpoint.find import find
 from quire.checkpoint.hf_config import read_config
 from quire.config import EngineConfig
+from quire.kv.groups import form_layout
 from quire.kv.specs import KVLayout, KVSpec
 from quire.layers.linear import Linear
-from quire.step import StepPlan, StepResult
+from quire.step import StepPlan
 from quire.utils.memory import available_bytes
-from quire.worker.build import DTYPES, build
+from quire.worker.build import DTYPES, build, runs_on_triton
 from quire.worker.kv_cache import attach_kv, kv_specs
 from quire.worker.load import checkpoint_tensors, dummy_tensors, load_weights
-from quire.worker.runner import Runner
 
 log = logging.getLogger(__name__)
 
@@ -28,32 +29,29 @@ MAX_CPU_KV_BYTES = 4 << 30
 
 
 def kv_memory_bytes(config: EngineConfig) -> int:
+    """On a CPU, or before anything is loaded: what may be given to KV blocks."""
     return min(MAX_CPU_KV_BYTES, int(available_bytes() * config.cache.gpu_memory_utilization))
-
-
-@dataclass
-class Ready:
-    """A step that is already done: a CPU computes when told to."""
-
-    done: StepResult
-
-    def result(self) -> StepResult:
-        return self.done
 
 
 class Worker:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.dtype = DTYPES[config.model.dtype]
+        self.dtype, self.device = DTYPES[config.model.dtype], torch.device(config.device.device)
         torch.set_num_threads(config.device.num_threads)
+        self.on_triton = runs_on_triton(config)
+        if self.on_triton:
+            from quire.worker.gpu import device
+
+            device.open(self.device)
         started = time.monotonic()
         files = find(config.model.model)
         hf_config = read_config(files)
-        self.vocab_size = hf_config["vocab_size"]
+        self.vocab_size, self.hidden_size = hf_config["vocab_size"], hf_config["hidden_size"]
         self.model = build(config, hf_config)
         dummy = config.model.load_format == "dummy"
-        tensors = dummy_tensors(self.model, config.model.seed) if dummy else checkpoint_tensors(files, hf_config)
-        load_weights(self.model, tensors, self.dtype)
+        tensors = dummy_tensors(self.model, config.model.seed, self.device) if dummy else checkpoint_tensors(files, hf_config)
+        with self._capacity("loading the weights"):
+            load_weights(self.model, tensors, self.dtype, self.device)
         log.info("weights loaded: %.0f MB in %.2f s", self.weight_bytes / 1e6, time.monotonic() - started)
 
     @property
@@ -67,16 +65,52 @@ class Worker:
         return kv_specs(self.model, self.dtype)
 
     def kv_memory_bytes(self) -> int:
-        return kv_memory_bytes(self.config)
+        if self.device.type == "cpu":
+            return kv_memory_bytes(self.config)
+        from quire.worker.gpu import device
+
+        layout = form_layout(self.kv_specs(), self.config.cache.block_size, num_blocks=2)
+        with self._capacity("running the largest step"):
+            return device.kv_memory_bytes(self.config, lambda: self._runner(layout).rehearse())
 
     def allocate(self, layout: KVLayout) -> None:
-        attach_kv(self.model, layout, self.dtype)
-        self.runner = Runner(
-            self.model, layout, self.config.scheduler.max_num_seqs, self.config.model.max_model_len, self.vocab_size
+        started = time.monotonic()
+        with self._capacity("making the KV cache"):
+            self.runner = self._runner(layout)
+            self.runner.get_ready()
+        log.info("runner ready in %.2f s", time.monotonic() - started)
+
+    def _runner(self, layout: KVLayout):
+        attach_kv(self.model, layout, self.dtype, self.device)
+        num_rows, max_len = self.config.scheduler.max_num_seqs, self.config.model.max_model_len
+        if not self.on_triton:
+            from quire.worker.cpu.runner import Runner
+
+            return Runner(self.model, layout, num_rows, max_len, self.vocab_size)
+        from quire.worker.gpu.runner import Runner
+
+        max_tokens = self.config.scheduler.max_num_batched_tokens
+        like = torch.empty(0, self.hidden_size, dtype=self.dtype, device=self.device)
+        return Runner(
+            self.model, layout, num_rows=num_rows, max_tokens=max_tokens, max_len=max_len, vocab_size=self.vocab_size, like=like
         )
+
+    def _capacity(self, what: str) -> contextlib.AbstractContextManager:
+        if self.device.type == "cpu":
+            return contextlib.nullcontext()
+        from quire.worker.gpu import device
+
+        return device.capacity(what)
+
+    def close(self) -> None:
+        """Gives the device's memory back."""
+        self.model = self.runner = None
+        if self.device.type == "cuda":
+            gc.collect()  # layers, caches and recorded graphs refer to each other
+            torch.cuda.empty_cache()
 
     def forward(self, plan: StepPlan) -> None:
         self.runner.forward(plan)
 
-    def sample(self, plan: StepPlan) -> Ready:
-        return Ready(self.runner.sample())
+    def sample(self, plan: StepPlan):  # a PendingStep
+        return self.runner.sample()

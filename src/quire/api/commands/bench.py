@@ -18,7 +18,9 @@ from quire.api.llm import LLM
 from quire.config import EngineConfig, knob
 from quire.config.fields import check
 from quire.config.flags import from_args
+from quire.config.resolve import choose_device
 from quire.errors import ConfigError
+from quire.frontend.model import machine
 from quire.params import SamplingParams
 
 HELP = "time a workload: latency, throughput or startup of an engine, or a server under load"
@@ -107,7 +109,7 @@ def _engine(args: Namespace, options: BenchOptions) -> dict[str, Any]:
     config = from_args(EngineConfig, args)
     if options.kind != "startup" and options.workload not in KINDS[options.kind]:
         raise ConfigError(f"bench {options.kind} needs --workload, one of {', '.join(KINDS[options.kind])}")
-    device = "cpu"
+    device = choose_device(config.device.device, machine())
     workload = None if options.kind == "startup" else workloads.build(options.workload, device)
     config = config.replace(skip_tokenizer_init=True, enable_prefix_caching=False)
     if workload is not None and config.model.max_model_len is None:
@@ -120,11 +122,11 @@ def _engine(args: Namespace, options: BenchOptions) -> dict[str, Any]:
             llm.generate(list(range(100, 100 + FIRST_PROMPT)), SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
             result["duration_s"] = time.perf_counter() - started  # to the first token
         else:
-            result |= workloads.measure(workload, _generate(llm, workload.temperature, show=not options.json))
+            result |= workloads.measure(workload, generator(llm, workload.temperature, show=not options.json))
     return result
 
 
-def _generate(llm: LLM, temperature: float, show: bool) -> workloads.Generate:
+def generator(llm: LLM, temperature: float, show: bool) -> workloads.Generate:
     def generate(tasks) -> int:
         params = [
             SamplingParams(temperature=temperature, max_tokens=t.num_output_tokens, ignore_eos=True, detokenize=False) for t in tasks

@@ -1,4 +1,4 @@
-"""The attention layer: rotates, writes new keys and values into the cache, attends.
+"""The attention layer: norms heads if asked, rotates, writes new keys and values into the cache, attends.
 
 Used by models. It says what it caches (`kv_spec`); its cache tensor, group and backend are attached by the worker.
 
@@ -11,6 +11,7 @@ from types import ModuleType
 from torch import Tensor, nn
 
 from quire.kv.specs import Full, KVSpec, Sliding
+from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
 from quire.ops.ref.attention import AttentionTables
 
@@ -51,12 +52,15 @@ class Attention(nn.Module):
             return Sliding(self.num_kv_heads, self.head_size, dtype_bytes, self.window)
         return Full(self.num_kv_heads, self.head_size, dtype_bytes)
 
-    def forward(self, qkv_TX: Tensor, positions_T: Tensor) -> Tensor:
-        """`qkv_TX`: q, k and v of each token side by side; returns [T, H * D]."""
+    def forward(
+        self, qkv_TX: Tensor, positions_T: Tensor, q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None
+    ) -> Tensor:
+        """`qkv_TX`: q, k and v of each token side by side; returns [T, H * D]. Norms, both or none, are over each head."""
         heads = qkv_TX.view(qkv_TX.shape[0], -1, self.head_size)
         q_THD, k_TKD, v_TKD = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), 1)
+        norms = {} if q_norm is None else {"q_norm_D": q_norm.weight, "k_norm_D": k_norm.weight, "eps": q_norm.eps}
         self.backend.rope_and_write(
-            q_THD, k_TKD, v_TKD, self.rope.cos_sin, positions_T, self.cache, self.context.slots_T[self.group_idx]
+            q_THD, k_TKD, v_TKD, self.rope.cos_sin, positions_T, self.cache, self.context.slots_T[self.group_idx], **norms
         )
         out = self.backend.paged_attention(
             q_THD, self.cache, self.context.tables[self.group_idx], scale=self.scale, window=self.window

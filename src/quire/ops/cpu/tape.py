@@ -1,6 +1,6 @@
 """Tapes: a sequence of compiled calls, recorded once and played again without the Python between them.
 
-What a CUDA graph is to a GPU. `worker/graphs.py` records a forward pass whose inputs lie in fixed buffers; playing it computes
+What a CUDA graph is to a GPU. `worker/cpu/graphs.py` records a forward pass whose inputs lie in fixed buffers; playing it computes
 the same thing on whatever the buffers hold by then, for as many rows as are asked for. The wrappers beside this file make their
 calls through `bind`, so a tape sees them all. Knows pointers and calls, not what they compute.
 

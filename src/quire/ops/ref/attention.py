@@ -30,10 +30,12 @@ class AttentionTables:
     block_size: int  # tokens per block
     max_query_len: int  # over rows
     max_context_len: int  # over rows
+    rows: Tensor | None = None  # int32 [R]: which row of `block_table` the r-th reads; None: the r-th
+    work: tuple = ()  # work lists on the device, for kernels that want them
 
 
 class _Tile(NamedTuple):
-    row: int
+    row: int  # of the block table
     first_token: int  # index into q
     num_queries: int
     first_pos: int  # position of the first query
@@ -121,13 +123,14 @@ def _attend(
 
 def _tiles(tables: AttentionTables, window: int, num_sink_tokens: int) -> Iterator[_Tile]:
     starts, context_lens = tables.query_starts.tolist(), tables.context_lens.tolist()
+    rows = range(len(context_lens)) if tables.rows is None else tables.rows.tolist()
     for row, context_len in enumerate(context_lens):
         row_pos = context_len - (starts[row + 1] - starts[row])  # position of the row's first query
         for token in range(starts[row], starts[row + 1], MAX_TILE_QUERIES):
             pos = row_pos + token - starts[row]
             first_key = max(0, pos - window + 1) if window else 0
             num_queries = min(MAX_TILE_QUERIES, starts[row + 1] - token)
-            yield _Tile(row, token, num_queries, pos, first_key, min(num_sink_tokens, first_key))
+            yield _Tile(rows[row], token, num_queries, pos, first_key, min(num_sink_tokens, first_key))
 
 
 def _batches(tiles: Iterator[_Tile], num_heads: int) -> Iterator[tuple[list[_Tile], int, int]]:

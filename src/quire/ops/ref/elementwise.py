@@ -2,7 +2,8 @@
 
 Called by `layers`. Knows tensors only; nothing of models, and of the cache only what `write_kv` takes.
 
-Shape letters: T tokens, D width (or head size), F half of a gated projection, H query heads, K key/value heads.
+Shape letters: T tokens, D width (or head size), F half of a gated projection, S rows picked, V vocabulary,
+H query heads, K key/value heads.
 """
 
 import torch
@@ -24,6 +25,11 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Tensor | N
 def embedding(token_ids_T: Tensor, weight_VD: Tensor) -> Tensor:
     """The rows of the table that the ids name."""
     return functional.embedding(token_ids_T, weight_VD)
+
+
+def gather_rows(x_TD: Tensor, idx_S: Tensor, out: Tensor | None = None) -> Tensor:
+    """The rows of x that the indices name, [S, D]."""
+    return torch.index_select(x_TD, 0, idx_S, out=out)
 
 
 def silu_mul(x_T2F: Tensor) -> Tensor:
@@ -57,7 +63,13 @@ def rope_and_write(
     cache: Tensor,
     slots_T: Tensor,
     interleaved: bool = False,
+    q_norm_D: Tensor | None = None,
+    k_norm_D: Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
-    """`rope` in place on q and k, then k and v into the cache."""
+    """Each head of q and k normed if weights are given, then `rope`, in place; then k and v into the cache."""
+    for x, weight_D in ((q_THD, q_norm_D), (k_TKD, k_norm_D)):
+        if weight_D is not None:
+            x.copy_(rms_norm(x, weight_D, eps)[0])
     rope(q_THD, k_TKD, cos_sin, positions_T, interleaved)
     write_kv(cache, k_TKD, v_TKD, slots_T)

@@ -1,4 +1,5 @@
-// Fused elementwise kernels for float32 and bfloat16: norm with residual, gated SiLU, rotary embedding and cache write.
+// Fused elementwise kernels for float32 and bfloat16: norm with residual, gated SiLU, norm and rotation of heads with
+// the write into the cache.
 // Called through ctypes by ops/cpu/elementwise.py; the torch twins in ops/ref/elementwise.py say what each computes.
 // Rows are contiguous and may be strided apart (strides in elements). Small inputs stay on the calling thread.
 #include "kv_layout.h"
@@ -134,13 +135,26 @@ void rotate(T* head, const float* cos, int64_t rot_dim, bool interleaved) {
 
 struct RopeArgs {
     void *q, *k;
-    const void* v;
+    const void *v, *q_norm, *k_norm;  // norms: weights over a head, or null
     const float* cos_sin;
     const int64_t *positions, *slots;
     char* cache;  // null: rotate only
     int64_t num_tokens, num_heads, num_kv_heads, head_size, rot_dim, q_stride, k_stride, v_stride, block_size;
     bool interleaved;
+    float eps;
 };
+
+// All heads of one token: normed if there is a weight, then rotated.
+template <class T>
+void turn_heads(T* head, int64_t num_heads, const T* norm, const float* cos, const RopeArgs& a) {
+    for (const T* end = head + num_heads * a.head_size; head < end; head += a.head_size) {
+        if (norm) {
+            float squares = sum_of_squares<T>(nullptr, head, nullptr, a.head_size);
+            norm_row(head, head, norm, 1.0f / std::sqrt(squares / (float)a.head_size + a.eps), a.head_size);
+        }
+        rotate(head, cos, a.rot_dim, a.interleaved);
+    }
+}
 
 // Where runs of tokens begin: a whole chunk of the cache, or one token.
 void find_runs(std::vector<int64_t>& starts, const RopeArgs& a) {
@@ -170,10 +184,8 @@ void rope_and_write(const RopeArgs& a) {
         const bool write = a.cache && a.slots[first] >= 0;
         for (int64_t t = 0; t < end - first; t++) {
             const float* cos = a.cos_sin + a.positions[first + t] * a.rot_dim;
-            for (int64_t h = 0; h < a.num_heads; h++)
-                rotate(q + t * a.q_stride + h * a.head_size, cos, a.rot_dim, a.interleaved);
-            for (int64_t h = 0; h < a.num_kv_heads; h++)
-                rotate(k + t * a.k_stride + h * a.head_size, cos, a.rot_dim, a.interleaved);
+            turn_heads(q + t * a.q_stride, a.num_heads, (const Elem*)a.q_norm, cos, a);
+            turn_heads(k + t * a.k_stride, a.num_kv_heads, (const Elem*)a.k_norm, cos, a);
         }
         for (int64_t h = 0; write && h < a.num_kv_heads; h++, k += a.head_size, v += a.head_size)
             if (end - first == CHUNK)
@@ -211,9 +223,10 @@ void quire_embed(char* out, const char* table, const int32_t* ids, int64_t rows,
 void quire_rope_and_write(int bf16, void* q, void* k, const void* v, const float* cos_sin, const int64_t* positions,
                           const int64_t* slots, char* cache, int64_t num_tokens, int64_t num_heads,
                           int64_t num_kv_heads, int64_t head_size, int64_t rot_dim, int64_t q_stride, int64_t k_stride,
-                          int64_t v_stride, int64_t block_size, int64_t interleaved) {
-    RopeArgs args{q, k, v, cos_sin, positions, slots, cache, num_tokens, num_heads, num_kv_heads, head_size, rot_dim,
-                  q_stride, k_stride, v_stride, block_size, interleaved != 0};
+                          int64_t v_stride, int64_t block_size, int64_t interleaved, const void* q_norm,
+                          const void* k_norm, float eps) {
+    RopeArgs args{q, k, v, q_norm, k_norm, cos_sin, positions, slots, cache, num_tokens, num_heads, num_kv_heads,
+                  head_size, rot_dim, q_stride, k_stride, v_stride, block_size, interleaved != 0, eps};
     if (bf16)
         rope_and_write<BF16>(args);
     else

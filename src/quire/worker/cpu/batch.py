@@ -21,7 +21,7 @@ class Batch:
         self.prompt_lens = np.zeros(num_rows, np.int64)
         self.tables = [np.zeros((num_rows, -(-max_len // g.block_size)), np.int32) for g in groups]
         self.table_lens = [[0] * num_rows for _ in groups]
-        self.sampling = SamplingRows(num_rows, vocab_size, torch.device("cpu"))
+        self.sampling = SamplingRows(num_rows, vocab_size)
         self.prompt_logprobs: dict[int, tuple[int, int]] = {}  # row -> (how many wanted, positions delivered before)
 
     def update(self, plan: StepPlan) -> None:

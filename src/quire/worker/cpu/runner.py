@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from quire.kv.specs import KVLayout
 from quire.ops.ref.attention import AttentionTables
-from quire.sampling.logprobs import TokenLogprobs as LogprobColumns
 from quire.sampling.logprobs import token_logprobs
 from quire.sampling.sampler import sample
 from quire.step import StepPlan, StepResult, TokenLogprobs
-from quire.worker.batch import Batch
-from quire.worker.graphs import DecodeGraphs
+from quire.worker.cpu.batch import Batch
+from quire.worker.cpu.graphs import DecodeGraphs
+from quire.worker.logprobs import LOGPROBS_AT_ONCE, entries, prompt_span
 
 
 @dataclass
@@ -29,14 +29,26 @@ class _Launched:
     query_starts: np.ndarray
 
 
+@dataclass(frozen=True)
+class Ready:
+    """A step that is already done: a CPU computes when told to."""
+
+    done: StepResult
+
+    def result(self) -> StepResult:
+        return self.done
+
+
 class Runner:
     def __init__(self, model: nn.Module, layout: KVLayout, num_rows: int, max_len: int, vocab_size: int) -> None:
         self.model = model
         self.groups = layout.groups
         self.batch = Batch(num_rows, max_len, layout.groups, vocab_size)
         self.graphs = DecodeGraphs(model, layout.groups, num_rows, max_len)
-        self.graphs.record()
         self.launched: _Launched | None = None
+
+    def get_ready(self) -> None:
+        self.graphs.record()
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> None:
@@ -89,8 +101,11 @@ class Runner:
         ]
 
     @torch.inference_mode()
-    def sample(self) -> StepResult:
+    def sample(self) -> "Ready":
         """Tokens for the rows of the last forward that ask for one."""
+        return Ready(self._sample())
+
+    def _sample(self) -> StepResult:
         launched, self.launched = self.launched, None
         plan, batch = launched.plan, self.batch
         result = StepResult(plan.step_id, [[] for _ in plan.rows])
@@ -111,7 +126,7 @@ class Runner:
         if chosen.logprobs is not None:
             places = [int(which[place]) for place in chosen.logprobs.places]
             ids = [result.token_ids[idx][0] for idx in places]
-            for idx, entry in zip(places, _entries(ids, chosen.logprobs.tokens, chosen.logprobs.num_top)):
+            for idx, entry in zip(places, entries(ids, chosen.logprobs.tokens, chosen.logprobs.num_top)):
                 result.logprobs[idx] = [entry]
         return result
 
@@ -122,9 +137,7 @@ class Runner:
             return
         for idx, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.num_tokens)):
             wanted, delivered = batch.prompt_logprobs.get(row, (None, 0))
-            # Token p is predicted by the hidden state of p - 1; the first has no prediction.
-            first = max(start + 1, delivered + 1)
-            last = min(start + count, int(batch.prompt_lens[row]) - 1)
+            first, last = prompt_span(start, count, delivered, int(batch.prompt_lens[row]))
             if wanted is None or first > last:
                 continue
             offset = int(launched.query_starts[idx]) - start
@@ -133,22 +146,11 @@ class Runner:
             result.prompt_logprobs[idx] = _logprobs(self.model, hidden, targets, wanted)
 
 
-PROMPT_LOGPROBS_AT_ONCE = 64  # positions: bounds the logits held at a time
-
-
 def _logprobs(model: nn.Module, hidden_TD: Tensor, targets_T: Tensor, k: int) -> list[TokenLogprobs]:
     found: list[TokenLogprobs] = []
-    for start in range(0, hidden_TD.shape[0], PROMPT_LOGPROBS_AT_ONCE):
-        end = start + PROMPT_LOGPROBS_AT_ONCE
+    for start in range(0, hidden_TD.shape[0], LOGPROBS_AT_ONCE):
+        end = start + LOGPROBS_AT_ONCE
         targets = targets_T[start:end]
         columns = token_logprobs(model.logits(hidden_TD[start:end]), targets, k)
-        found += _entries(targets.tolist(), columns, [k] * len(targets))
+        found += entries(targets.tolist(), columns, [k] * len(targets))
     return found
-
-
-def _entries(token_ids: list[int], columns: LogprobColumns, num_top: list[int]) -> list[TokenLogprobs]:
-    lists = (column.tolist() for column in columns)
-    return [
-        TokenLogprobs(token_id, logprob, rank, top_ids[:k], top_logprobs[:k])
-        for token_id, k, logprob, rank, top_ids, top_logprobs in zip(token_ids, num_top, *lists)
-    ]

@@ -1,0 +1,196 @@
+"""Quire on one NVIDIA GPU: what its kernels and engine compute is checked first, then every workload is timed; one table at the end.
+
+    python benchmarks/gpu.py                                     # everything, some minutes on an H200
+    python benchmarks/gpu.py --models qwen3-0.6b --workloads stream-128,mixed256 --skip-checks --json out.json
+
+Models are random bf16 weights at the shapes in `shapes/`. Peers' figures and floors are those of `benchmarks/README.md`, for an H200.
+Exit status 1 when a check fails or a bar is missed.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+MODELS = ("qwen3-0.6b", "qwen3-8b")
+WORKLOADS = ("startup", "stream-128", "stream-1024", "stream-8192", "mixed256", "p1024d128")
+CHECKS = ("tests/ops/test_triton_attention.py", "tests/ops/test_triton_elementwise.py", "tests/ops/test_triton_linear.py",
+          "tests/ops/test_triton_sampling.py", "tests/ops/test_triton_step.py", "tests/worker/test_gpu.py")  # fmt: skip
+UNITS = {"startup_s": "s", "first_token_s": "s", "import_s": "s", "ttft_ms": "ms", "tpot_ms": "ms", "out_tok_s": "tok/s", "req_s": "req/s", "copy_share": "of copy bandwidth"}
+LOWER_IS_BETTER = {"startup_s", "first_token_s", "import_s", "ttft_ms", "tpot_ms"}
+
+# (model, workload, metric) -> (vLLM 0.25.0, physical floor, our bar); None where there is none.
+FIGURES = {
+    ("qwen3-0.6b", "startup", "first_token_s"): (69, None, 8),
+    ("qwen3-0.6b", "stream-128", "ttft_ms"): (13.7, None, None),
+    ("qwen3-0.6b", "stream-128", "tpot_ms"): (2.58, 0.28, 0.9),
+    ("qwen3-0.6b", "stream-1024", "ttft_ms"): (33.8, None, None),
+    ("qwen3-0.6b", "stream-1024", "tpot_ms"): (2.73, 0.31, None),
+    ("qwen3-0.6b", "stream-8192", "ttft_ms"): (37.8, 27, 34),
+    ("qwen3-0.6b", "stream-8192", "tpot_ms"): (2.25, 0.5, None),
+    ("qwen3-0.6b", "mixed256", "out_tok_s"): (22_670, 32_000, 26_000),
+    ("qwen3-0.6b", "p1024d128", "req_s"): (114.5, 160, 135),
+    ("qwen3-8b", "startup", "first_token_s"): (69, None, 12),
+    ("qwen3-8b", "stream-128", "ttft_ms"): (13.3, None, None),
+    ("qwen3-8b", "stream-128", "tpot_ms"): (5.23, 3.5, 4.8),
+    ("qwen3-8b", "stream-1024", "ttft_ms"): (27.3, None, None),
+    ("qwen3-8b", "stream-1024", "tpot_ms"): (5.30, 3.55, None),
+    ("qwen3-8b", "stream-8192", "ttft_ms"): (215, 190, 212),
+    ("qwen3-8b", "stream-8192", "tpot_ms"): (5.59, 3.8, None),
+    ("qwen3-8b", "mixed256", "out_tok_s"): (9_210, 10_800, 9_700),
+    ("qwen3-8b", "p1024d128", "req_s"): (28.6, 31, 29),
+    ("decode attention", "256 x 1000", "copy_share"): (None, 1.0, 0.95),
+}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--skip-checks", action="store_true")
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # a model, in a process of its own
+    args = parser.parse_args()
+    workloads = args.workloads.split(",")
+    if args.one:
+        print(json.dumps(time_model(args.one, workloads)))
+        return 0
+    failed = [] if args.skip_checks else check()
+    rows: list[tuple[str, str, str, float]] = []
+    if not args.skip_checks:
+        rows.append(("decode attention", "256 x 1000", "copy_share", decode_attention_share()))
+    for model in args.models.split(","):
+        command = [sys.executable, __file__, "--one", model, "--workloads", ",".join(workloads)]
+        print(f"{model} …", flush=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            failed.append(f"{model}: exit {done.returncode}")
+            continue
+        rows += [(model, *entry) for entry in json.loads(done.stdout.splitlines()[-1])]
+    missed = report(rows, args.json)
+    for line in failed:
+        print("FAILED:", line)
+    return 1 if failed or missed else 0
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------------------
+
+
+def check() -> list[str]:
+    """What does not hold: kernels against their float32 twins, then the engine on the GPU against the engine on the CPU."""
+    failed = []
+    files = [file for file in CHECKS if (ROOT / file).exists()]
+    if subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", *files], cwd=ROOT).returncode:
+        failed.append("a kernel differs from its twin: see above")
+    if subprocess.run([sys.executable, str(ROOT / "benchmarks" / "gpu_exact.py")], cwd=ROOT).returncode:
+        failed.append("tokens differ between GPU and CPU: see above")
+    return failed
+
+
+def decode_attention_share() -> float:
+    """Decode attention's bytes per second at 256 rows x 1,000 tokens, 8 KV heads of 128 in bf16, over those of a copy."""
+    import torch
+
+    from quire.ops.attention import paged_attention, plan
+    from quire.ops.ref.attention import AttentionTables
+
+    rows, context, K, D, size, copies = 256, 1000, 8, 128, 16, 3
+    per_row = -(-context // size)
+    cache = torch.randn(rows * per_row * copies, 2, size, K, D, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(rows, 2 * K, D, device="cuda", dtype=torch.bfloat16)
+    starts = torch.arange(rows + 1, device="cuda", dtype=torch.int32)
+    lens = torch.full((rows,), context, device="cuda", dtype=torch.int32)
+    tables = []
+    for part in torch.randperm(len(cache), device="cuda").int().view(copies, rows, per_row):
+        table = AttentionTables(starts, lens, part.contiguous(), size, 1, context)
+        tables.append(AttentionTables(starts, lens, part.contiguous(), size, 1, context, None, (plan(q, table, K, 0),)))
+    one = iter(range(1 << 30))
+    attention_s = time_gpu(lambda: paged_attention(q, cache, tables[next(one) % copies], scale=D**-0.5))
+    source = torch.randn(1 << 29, device="cuda")
+    target = torch.empty_like(source)
+    copy_s = time_gpu(lambda: target.copy_(source))
+    read, moved = rows * context * 2 * K * D * 2, 2 * source.nbytes
+    print(f"decode attention {attention_s * 1e6:.0f} us, {read / attention_s / 1e12:.2f} TB/s; copy {moved / copy_s / 1e12:.2f} TB/s")
+    return read / attention_s / (moved / copy_s)
+
+
+def time_gpu(run, times: int = 30) -> float:
+    """Median seconds of one run, by the device's clock."""
+    import torch
+
+    for _ in range(5):
+        run()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    torch.cuda.synchronize()
+    return median(a.elapsed_time(b) for a, b in zip(marks, marks[1:])) / 1e3
+
+
+# -- one model, in its own process --------------------------------------------------------------------------------------------------
+
+
+def time_model(model: str, names: list[str]) -> list[tuple[str, str, float]]:
+    """(workload, metric, value) of each workload, on one engine."""
+    started = time.perf_counter()
+    import torch  # noqa: F401
+
+    import quire.worker.gpu.runner  # noqa: F401
+    from quire import LLM, SamplingParams
+    from quire.api import workloads
+    from quire.api.commands.bench import generator
+
+    rows = [("startup", "import_s", time.perf_counter() - started)]
+    work = [workloads.build(name, "cuda") for name in names if name != "startup"]
+    longest = max([w.max_model_len for w in work], default=1024)
+    started = time.perf_counter()
+    with LLM(
+        str(ROOT / "benchmarks" / "shapes" / model), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False,
+        max_model_len=longest,
+    ) as llm:  # fmt: skip
+        rows.append(("startup", "startup_s", time.perf_counter() - started))
+        llm.generate(list(range(100, 108)), SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+        rows.append(("startup", "first_token_s", time.perf_counter() - started))
+        for workload in work:
+            found = workloads.measure(workload, generator(llm, workload.temperature, show=False))
+            keys = ("ttft_ms", "tpot_ms") if workload.is_latency else ("out_tok_s",) if workload.name == "mixed256" else ("req_s",)
+            rows += [(workload.name, key, found[key]) for key in keys]
+            print(f"  {workload.name}: " + ", ".join(f"{key} {found[key]:.2f}" for key in keys), file=sys.stderr, flush=True)
+    return rows
+
+
+# -- the table ----------------------------------------------------------------------------------------------------------------------
+
+
+def report(rows: list[tuple[str, str, str, float]], path: Path | None) -> int:
+    """Prints the table, writes the results, and says how many bars are missed."""
+    missed, results = 0, []
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    print(f"\n{'model':<18}{'workload':<13}{'metric':<15}{'Quire':>10}{'vLLM':>10}{'ratio':>7}{'floor':>10}{'bar':>9}")
+    for model, workload, metric, value in rows:
+        peer, floor, bar = FIGURES.get((model, workload, metric), (None, None, None))
+        better = (peer / value if metric in LOWER_IS_BETTER else value / peer) if peer else None
+        reached = bar is None or (value <= bar if metric in LOWER_IS_BETTER else value >= bar)
+        missed += not reached
+        shown = [f"{x:,.2f}" if x is not None else "" for x in (value, peer)]
+        print(
+            f"{model:<18}{workload:<13}{metric:<15}{shown[0]:>10}{shown[1]:>10}{f'{better:.2f}x' if better else '':>7}"
+            f"{f'{floor:,}' if floor else '':>10}{f'{bar:,}' if bar else '':>9}{'' if reached else '  MISSED'}"
+        )
+        results.append(dict(model=model, workload=workload, metric=metric, value=round(value, 4), unit=UNITS[metric], peer=peer, floor=floor, commit=commit or os.environ.get("COMMIT", "")))
+    if path:
+        path.write_text(json.dumps(results, indent=1) + "\n")
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,6 @@
+"""Triton kernels for NVIDIA GPUs: float32 and 16-bit floats, head sizes to 256 in steps of 8, blocks of 16 and up."""
+
+from quire.ops.attention import paged_attention, supports
+from quire.ops.elementwise import rope_and_write
+
+__all__ = ["paged_attention", "rope_and_write", "supports"]

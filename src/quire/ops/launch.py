@@ -1,0 +1,37 @@
+"""How Triton kernels of this folder are launched: what the device at hand can do, asked once.
+
+Used by the kernels' wrappers. Programmatic dependent launch (PDL) lets a kernel start while the one before it drains: it may
+load weights at once, and waits (`gdc_wait`) before it touches what others of the step write or read.
+"""
+
+import functools
+
+import torch
+import triton
+from torch import Tensor
+
+INTERPRETED = triton.knobs.runtime.interpret
+
+
+def pdl(x: Tensor) -> bool:
+    """Whether kernels on this tensor's device can be launched dependently."""
+    return x.is_cuda and _capability(x.device.index or 0) >= (9, 0)
+
+
+def options(pdl: bool) -> dict[str, bool]:
+    """Launch options; the interpreter and older devices know none of them."""
+    return {"launch_pdl": True} if pdl else {}
+
+
+def num_multiprocessors(x: Tensor) -> int:
+    return _num_multiprocessors(x.device.index or 0) if x.is_cuda else 1
+
+
+@functools.cache
+def _capability(device_idx: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device_idx)
+
+
+@functools.cache
+def _num_multiprocessors(device_idx: int) -> int:
+    return torch.cuda.get_device_properties(device_idx).multi_processor_count

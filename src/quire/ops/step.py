@@ -1,0 +1,86 @@
+"""What begins a step on a device: news into the persistent batch, then each token's id, position and slot.
+
+Called by the worker, before the model. The host sends only what changed; everything a step reads lies on the device, at addresses
+that never change. Knows arrays and offsets; nothing of requests.
+
+Shape letters: R rows of the step, T its tokens, N segments of a message.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 256
+
+
+def scatter_segments(words: Tensor, segments_N3: Tensor, payload: Tensor, longest: int) -> None:
+    """For each (to, from, length) of int64 `segments_N3`: `words[to:to + length] = payload[from:from + length]`; both int32.
+
+    `longest`: the largest length, known where the message was written.
+    """
+    grid = (segments_N3.shape[0], triton.cdiv(longest, BLOCK))
+    _scatter_segments[grid](words, segments_N3, payload, BLOCK=BLOCK, num_warps=2)
+
+
+@triton.jit
+def _scatter_segments(words, segments, payload, BLOCK: tl.constexpr):
+    segment = segments + 3 * tl.program_id(0)
+    to, start, length = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(words + to + at, tl.load(payload + start + at, mask=at < length), mask=at < length)
+
+
+def place_tokens(
+    rows_R: Tensor,
+    starts_R: Tensor,
+    query_starts: Tensor,
+    tokens: Tensor,
+    token_ids_T: Tensor,
+    positions_T: Tensor,
+    longest: int,
+) -> None:
+    """Row r of the step computes tokens `starts_R[r]`… of batch row `rows_R[r]`, as step tokens `query_starts[r]`… .
+
+    A negative row is padding: id and position 0. `longest`: no row has more tokens than that.
+    """
+    block = min(BLOCK, triton.next_power_of_2(longest))
+    _place_tokens[rows_R.shape[0], triton.cdiv(longest, block)](
+        rows_R, starts_R, query_starts, tokens, tokens.stride(0), token_ids_T, positions_T, BLOCK=block, num_warps=1
+    )  # fmt: skip
+
+
+@triton.jit
+def _place_tokens(rows, starts, query_starts, tokens, row_stride, token_ids, positions, BLOCK: tl.constexpr):
+    r = tl.program_id(0)
+    row, start = tl.load(rows + r).to(tl.int64), tl.load(starts + r).to(tl.int64)
+    first, end = tl.load(query_starts + r), tl.load(query_starts + r + 1)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = at < end - first
+    position = tl.where(row >= 0, start + at, 0)
+    token_id = tl.load(tokens + row * row_stride + position, mask=here & (row >= 0), other=0)
+    tl.store(token_ids + first + at, token_id, mask=here)
+    tl.store(positions + first + at, position, mask=here)
+
+
+def place_slots(
+    rows_R: Tensor, starts_R: Tensor, query_starts: Tensor, block_table: Tensor, block_size: int, slots_T: Tensor, longest: int
+) -> None:
+    """The slot of each of the step's tokens; -1 for padding."""
+    block = min(BLOCK, triton.next_power_of_2(longest))
+    _place_slots[rows_R.shape[0], triton.cdiv(longest, block)](
+        rows_R, starts_R, query_starts, block_table, block_table.stride(0), slots_T, BLOCK_SIZE=block_size, BLOCK=block, num_warps=1
+    )  # fmt: skip
+
+
+@triton.jit
+def _place_slots(rows, starts, query_starts, table, row_stride, slots, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    r = tl.program_id(0)
+    row, start = tl.load(rows + r).to(tl.int64), tl.load(starts + r).to(tl.int64)
+    first, end = tl.load(query_starts + r), tl.load(query_starts + r + 1)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = at < end - first
+    position = start + at
+    block = tl.load(table + row * row_stride + position // BLOCK_SIZE, mask=here & (row >= 0), other=0).to(tl.int64)
+    slot = tl.where(row >= 0, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    tl.store(slots + first + at, slot, mask=here)
+

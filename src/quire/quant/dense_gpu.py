@@ -1,0 +1,24 @@
+"""Plain tensors on a GPU: few rows at the speed of memory with kernels of our own, many with torch's (cuBLAS)."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quire.ops.linear import few_rows, linear, linear_silu_mul
+from quire.quant.dense import Dense
+
+
+class DenseGpu(Dense):
+    def apply(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+        if few_rows(x, self.weight):
+            return linear(x, self.weight, bias, out_dtype)
+        return super().apply(x, bias, out_dtype)
+
+    def apply_silu_mul(self, x: Tensor, bias: Tensor | None, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
+        if few_rows(x, self.weight):
+            return linear_silu_mul(x, self.weight, bias)
+        return super().apply_silu_mul(x, bias, silu_mul)
+
+
+METHOD = DenseGpu

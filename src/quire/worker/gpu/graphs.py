@@ -1,0 +1,78 @@
+"""CUDA graphs: a step's many launches recorded once per shape and replayed as one.
+
+Used by the runner. Shapes come from a ladder, so that any step finds one not much larger than itself. The commonest are recorded when
+the engine starts; the rest one at a time between steps. Knows nothing of what is recorded.
+"""
+
+import bisect
+import logging
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+
+def ladder(largest: int) -> list[int]:
+    """1, 2, 4, 8, then steps of about an eighth: no shape is padded by much more."""
+    sizes, step = [1, 2, 4], 4
+    while sizes[-1] < largest:
+        size = sizes[-1] + step
+        sizes.append(size)
+        if size >= 8 * step and step < 64:
+            step *= 2
+    return sorted({min(size, largest) for size in sizes})
+
+
+def fit(sizes: list[int], wanted: int) -> int | None:
+    """The smallest of `sizes` that holds `wanted`."""
+    at = bisect.bisect_left(sizes, wanted)
+    return sizes[at] if at < len(sizes) else None
+
+
+class Graphs:
+    """Graphs by key. `record(key)` runs what is to be recorded and returns its result, which every replay fills again."""
+
+    def __init__(self, record: Callable[[Any], Any], device: torch.device) -> None:
+        self.record = record
+        self.enabled = device.type == "cuda"
+        self.graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self.wanted: list[Hashable] = []  # to be recorded, most urgent last
+        if self.enabled:
+            self.pool = torch.cuda.graph_pool_handle()
+            self.stream = torch.cuda.Stream(device)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self.graphs
+
+    def replay(self, key: Hashable) -> Any:
+        graph, result = self.graphs[key]
+        graph.replay()
+        return result
+
+    def want(self, keys: list[Hashable]) -> None:
+        """To be recorded sooner or later, the first of them first."""
+        if self.enabled:
+            self.wanted = [key for key in reversed(keys) if key not in self.graphs]
+
+    def record_next(self) -> None:
+        """Records one that is wanted: some 20 ms of the host's time, none of the device's."""
+        if self.wanted:
+            self.capture(self.wanted.pop())
+
+    def capture(self, key: Hashable) -> None:
+        if not self.enabled or key in self.graphs:
+            return
+        started = time.perf_counter()
+        graph = torch.cuda.CUDAGraph()
+        # Not `torch.cuda.graph`, which waits for the device and collects garbage first.
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                result = self.record(key)
+            finally:
+                graph.capture_end()
+        self.graphs[key] = graph, result
+        log.debug("recorded %s in %.0f ms", key, 1e3 * (time.perf_counter() - started))

@@ -1,0 +1,245 @@
+"""Runs steps on a device: the plan becomes one array on the device, and the step two launches, forward and sample.
+
+Called by the worker. Nothing in a step waits for the device: results are fetched when the core asks for them, while the next step
+runs already. Knows rows and tensors; not requests, not why a step looks as it does.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from quire.kv.specs import KVLayout
+from quire.ops.elementwise import gather_rows
+from quire.ops.ref.attention import AttentionTables
+from quire.ops.sampling import SamplerColumns, Scratch, sample
+from quire.ops.step import place_slots, place_tokens
+from quire.sampling.logprobs import TokenLogprobs, token_logprobs
+from quire.sampling.rows import users
+from quire.sampling.sampler import edit_sparsely
+from quire.step import StepPlan, StepResult
+from quire.worker.gpu.batch import Batch
+from quire.worker.gpu.graphs import Graphs, fit, ladder
+from quire.worker.gpu.inputs import Shape, StepInputs, decode_shape, exact_shape, mixed_shape
+from quire.worker.gpu.transfer import ToHost
+from quire.worker.logprobs import LOGPROBS_AT_ONCE, entries, prompt_span
+
+MAX_GRAPH_TOKENS = 2048  # of a step with prompts: beyond, launching is faster than the device anyway
+FIRST_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # recorded before the first request is served
+
+
+@dataclass(frozen=True)
+class SampleShape:
+    num_samples: int
+    random: bool
+
+
+@dataclass
+class _Launched:
+    """What `sample` needs of a forward pass."""
+
+    plan: StepPlan
+    hidden_TD: Tensor
+    num_samples: int
+
+
+class Runner:
+    def __init__(
+        self, model: nn.Module, layout: KVLayout, *, num_rows: int, max_tokens: int, max_len: int, vocab_size: int, like: Tensor
+    ) -> None:
+        """`like`: an empty tensor as hidden states are, [0, D]."""
+        self.model, self.device, self.num_rows, self.max_tokens = model, like.device, num_rows, max_tokens
+        self.batch = Batch(num_rows, max_len, layout.groups, vocab_size, self.device)
+        self.inputs = StepInputs(model, layout.groups, num_rows, max_tokens, like)
+        self.last_hidden = like.new_zeros(num_rows, like.shape[1])
+        self.out_ids = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
+        self.columns = SamplerColumns(**{name: getattr(self.batch.sampling, name) for name in SamplerColumns._fields})
+        self.scratch = Scratch(num_rows, vocab_size, self.device)
+        self.forwards = Graphs(self._forward, self.device)
+        self.samplings = Graphs(self._sample, self.device)
+        self.row_sizes = ladder(num_rows)
+        self.token_sizes = [size for size in (128, 256, 512, 1024, 1536, 2048) if size <= min(MAX_GRAPH_TOKENS, max_tokens)]
+        self.launched: _Launched | None = None
+
+    # -- getting ready ---------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Runs the largest step, and one as it is decoded, on nobody's rows: kernels are compiled and loaded, memory is taken as
+        it will be."""
+        for shape in (mixed_shape(self.num_rows, self.max_tokens), decode_shape(self.num_rows), decode_shape(1)):
+            self.inputs.fill(StepPlan(-1, [], [], [], [], [], []), shape)
+            self._forward(shape)
+        for random in (True, False):
+            self._sample(SampleShape(self.num_rows, random))
+
+    @torch.inference_mode()
+    def get_ready(self) -> None:
+        """The commonest shapes are recorded now, the largest of them first so that the others fit into its memory; the rest later."""
+        first = [size for size in self.row_sizes if size in FIRST_ROWS or size == self.num_rows]
+        decodes = [decode_shape(size) for size in sorted(self.row_sizes, key=lambda s: (s not in first, -s))]
+        mixed = [mixed_shape(self.num_rows, size) for size in reversed(self.token_sizes)]
+        samplings = [SampleShape(shape.num_samples, random) for shape in decodes for random in (True, False)]
+        for graphs, keys, now in ((self.forwards, mixed[:1] + decodes + mixed[1:], 1 + len(first)), (self.samplings, samplings, 2 * len(first))):
+            graphs.want(keys)
+            for _ in range(now):
+                graphs.record_next()
+
+    # -- forward ---------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> None:
+        self.batch.update(plan)
+        shape, recorded = self._shape(plan)
+        if plan.rows:  # empty steps are legal
+            self.inputs.fill(plan, shape)
+            hidden_TD = self.forwards.replay(shape) if recorded else self._forward(shape)
+        else:
+            hidden_TD = self.last_hidden[:0]
+        self.launched = _Launched(plan, hidden_TD, sum(plan.samples))
+
+    def _shape(self, plan: StepPlan) -> tuple[Shape, bool]:
+        """The shape of a recorded graph that fits, else the step's own."""
+        exact = exact_shape(plan)
+        if exact.decode and exact.num_samples == exact.num_rows:
+            size = fit(self.row_sizes, exact.num_rows)
+            padded = decode_shape(size) if size else exact
+        else:
+            size = fit(self.token_sizes, exact.num_tokens)
+            padded = mixed_shape(self.num_rows, size) if size else exact
+        return (padded, True) if padded in self.forwards else (exact, False)
+
+    def _forward(self, shape: Shape) -> Tensor:
+        """From the step's inputs on the device to its hidden states; those that choose tokens are also kept apart."""
+        inputs, batch, count = self.inputs, self.batch, shape.num_tokens
+        longest = 1 if shape.decode else count
+        step = inputs.rows[: shape.num_rows], inputs.starts[: shape.num_rows], inputs.query_starts[: shape.num_rows + 1]
+        token_ids, positions = inputs.token_ids[:count], inputs.positions[:count]
+        place_tokens(*step, batch.tokens, token_ids, positions, longest)
+        for group, table, slots in zip(inputs.groups, batch.tables, inputs.slots):
+            place_slots(*step, table, group.block_size, slots[:count], longest)
+        context = self.model.context
+        context.slots_T[:] = [slots[:count] for slots in inputs.slots]
+        context.tables[:] = [
+            AttentionTables(
+                query_starts=step[2], context_lens=step[1], block_table=table, block_size=group.block_size, max_query_len=longest,
+                max_context_len=0, rows=step[0], work=inputs.work(group_idx, shape),
+            )
+            for group_idx, (group, table) in enumerate(zip(inputs.groups, batch.tables))
+        ]  # fmt: skip
+        hidden_TD = self.model(token_ids, positions)
+        gather_rows(hidden_TD, inputs.sample_at[: shape.num_samples], out=self.last_hidden[: shape.num_samples])
+        return hidden_TD
+
+    # -- sample ----------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def sample(self) -> "Pending":
+        """Chooses tokens for the rows of the last forward that ask for one; they are appended on the device at once."""
+        launched, self.launched = self.launched, None
+        plan, sampling = launched.plan, self.batch.sampling
+        pending = Pending(plan)
+        if self.batch.prompt_logprobs:
+            self._prompt_logprobs(launched, pending)
+        if launched.num_samples:
+            rows = [row for row, samples in zip(plan.rows, plan.samples) if samples]
+            key = SampleShape(fit(self.row_sizes, len(rows)), random=not sampling.random.isdisjoint(rows))
+            if key in self.samplings and not sampling.special(rows):
+                self.samplings.replay(key)
+            else:
+                self._sample_specially(rows, key.random, pending)
+        pending.token_ids = ToHost(self.out_ids[: launched.num_samples])
+        for graphs in (self.samplings, self.forwards):
+            graphs.record_next()
+        return pending
+
+    def _sample(self, shape: SampleShape) -> None:
+        """For rows that ask for no more than a temperature."""
+        logits_SV = self.model.logits(self.last_hidden[: shape.num_samples])
+        self._choose(logits_SV, random=shape.random, restricted=False, penalized=False)
+
+    def _sample_specially(self, rows: list[int], random: bool, pending: "Pending") -> None:
+        """With whatever the rows ask for; nothing here waits for the device either."""
+        sampling, count = self.batch.sampling, len(rows)
+        logits_SV = self.model.logits(self.last_hidden[:count])
+        asked = users(rows, sampling.num_logprobs)
+        raw_LV = logits_SV[asked].float() if asked else None
+        if sampling.edits_sparsely(rows):
+            logits_SV = self._edited(logits_SV.float(), rows)
+        self._choose(
+            logits_SV,
+            random=random,
+            restricted=not sampling.restricted.isdisjoint(rows),
+            penalized=not sampling.penalized.isdisjoint(rows),
+        )
+        if asked:
+            num_top = [sampling.num_logprobs[rows[i]] for i in asked]
+            columns = token_logprobs(raw_LV, self.out_ids[asked].long(), max(num_top))
+            pending.add_logprobs(asked, num_top, columns)
+
+    def _edited(self, logits_SV: Tensor, rows: list[int]) -> Tensor:
+        """A row in which everything is forbidden keeps its raw logits."""
+        count, raw_SV = len(rows), logits_SV.clone()
+        positions_S = self.inputs.sample_positions[:count].long()
+        lengths = positions_S.new_zeros(self.num_rows).index_copy(0, self.inputs.sample_rows[:count].long(), positions_S)
+        edit_sparsely(logits_SV, rows, self.batch.sampling, self.batch.tokens, lengths)
+        return torch.where(logits_SV.amax(-1, keepdim=True) == -torch.inf, raw_SV, logits_SV)
+
+    def _choose(self, logits_SV: Tensor, *, random: bool, restricted: bool, penalized: bool) -> None:
+        count, inputs = logits_SV.shape[0], self.inputs
+        sample(
+            logits_SV, inputs.sample_rows[:count], inputs.sample_positions[:count], self.columns, self.batch.tokens,
+            self.out_ids[:count], random=random, restricted=restricted, penalized=penalized, scratch=self.scratch,
+        )  # fmt: skip
+
+    def _prompt_logprobs(self, launched: _Launched, pending: "Pending") -> None:
+        """For rows that want them: how likely each prompt token was, given those before it."""
+        plan, batch = launched.plan, self.batch
+        query_start = 0
+        for idx, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.num_tokens)):
+            wanted, delivered = batch.prompt_logprobs.get(row, (None, 0))
+            first, last = prompt_span(start, count, delivered, batch.prompt_lens[row])
+            if wanted is not None and first <= last:
+                offset = query_start - start
+                hidden_TD = launched.hidden_TD[offset + first - 1 : offset + last]
+                targets_T = batch.tokens[row, first : last + 1].long()
+                for at in range(0, len(targets_T), LOGPROBS_AT_ONCE):
+                    span = slice(at, at + LOGPROBS_AT_ONCE)
+                    columns = token_logprobs(self.model.logits(hidden_TD[span]).float(), targets_T[span], wanted)
+                    pending.add_prompt_logprobs(idx, wanted, targets_T[span], columns)
+            query_start += count
+
+
+class Pending:
+    """A step's results, on their way from the device."""
+
+    token_ids: ToHost
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self.logprobs: tuple[list[int], list[int], ToHost] | None = None
+        self.prompt_logprobs: list[tuple[int, int, ToHost]] = []
+
+    def add_logprobs(self, places: list[int], num_top: list[int], columns: TokenLogprobs) -> None:
+        """`places`: among the rows that chose a token."""
+        self.logprobs = places, num_top, ToHost(*columns)
+
+    def add_prompt_logprobs(self, idx: int, num_top: int, targets_T: Tensor, columns: TokenLogprobs) -> None:
+        """`idx`: in the plan's rows; the parts of a row come in order."""
+        self.prompt_logprobs.append((idx, num_top, ToHost(targets_T, *columns)))
+
+    def result(self) -> StepResult:
+        token_ids = self.token_ids.wait()[0].tolist()
+        which = [idx for idx, samples in enumerate(self.plan.samples) if samples]
+        result = StepResult(self.plan.step_id, [[] for _ in self.plan.rows])
+        for idx, token_id in zip(which, token_ids, strict=True):
+            result.token_ids[idx] = [token_id]
+        if self.logprobs is not None:
+            places, num_top, columns = self.logprobs
+            found = entries([token_ids[i] for i in places], TokenLogprobs(*columns.wait()), num_top)
+            result.logprobs = {which[i]: [entry] for i, entry in zip(places, found)}
+        for idx, num_top, columns in self.prompt_logprobs:
+            targets, *rest = columns.wait()
+            found = entries(targets.tolist(), TokenLogprobs(*rest), [num_top] * len(targets))
+            result.prompt_logprobs.setdefault(idx, []).extend(found)
+        return result

@@ -1,0 +1,263 @@
+"""Paged attention in Triton against its torch twin, on scrambled block tables; what nobody may read or write is NaN.
+
+Without a GPU the kernels run in Triton's interpreter, which knows float32 and float16 only.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.layers.attention import triton as backend
+from quire.ops import attention as ops
+from quire.ops.attention import AttentionWork, Tile
+from quire.ops.ref import attention as twin
+from quire.ops.ref.attention import AttentionTables
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+SMALL = Tile(16, 32, 4, 2, 4)
+TALL = Tile(64, 32, 4, 2, 2)
+LONG = Tile(16, 64, 4, 2, 4)
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: tuple[tuple[int, int], ...]  # (queries of this step, tokens already cached before it)
+    num_kv_heads: int = 1
+    group: int = 3
+    head_size: int = 64
+    block_size: int = 16
+    window: int = 0
+    num_sink_tokens: int = 0
+    learned_sinks: bool = False
+    softcap: float = 0.0
+    dtype: torch.dtype = torch.float32
+    tile: Tile = SMALL
+    num_programs: int = 1  # more than there are tiles: long rows are split
+
+
+class World:
+    """A cache in head-major blocks, its copy in the twin's order, and a step's queries as part of fused rows."""
+
+    def __init__(self, case: Case, seed: int = 0) -> None:
+        self.case = case
+        random = torch.Generator().manual_seed(seed)
+        K, D, size = case.num_kv_heads, case.head_size, case.block_size
+        H = K * case.group
+        lens = [n + before for n, before in case.rows]
+        num_blocks = [-(-n // size) for n in lens]
+        pool = torch.randperm(sum(num_blocks) + 3, generator=random).int()
+        plain = torch.full((len(pool), 2, size, K, D), math.nan, dtype=case.dtype)
+        # The r-th row of the step reads row 2r+1 of a table that is wider than anyone needs.
+        table = torch.full((2 * len(lens) + 1, max(num_blocks) + 5), -1, dtype=torch.int32)
+        taken = 0
+        for r, (n, (_, before)) in enumerate(zip(lens, case.rows, strict=True)):
+            first = max(0, before - case.window + 1) if case.window else 0
+            for block in range(num_blocks[r]):
+                kept = range(block * size, min(n, (block + 1) * size))
+                kept = [p for p in kept if p >= first or p < case.num_sink_tokens]
+                if kept:  # else nobody sees it any more, and its entry is stale
+                    table[2 * r + 1, block] = pool[taken]
+                    plain[pool[taken], :, [p % size for p in kept]] = torch.randn(
+                        (2, len(kept), K, D), generator=random
+                    ).to(case.dtype)
+                    taken += 1
+        # Blocks are padded, as where groups of unequal layers share a pool.
+        padded = torch.full((len(pool), 2 * size * K * D + 32), math.nan, dtype=case.dtype, device=DEVICE)
+        self.cache = padded[:, : 2 * size * K * D].view(len(pool), 2, size, K, D)
+        ops.cache_view(self.cache).copy_(plain.transpose(2, 3))
+        self.plain = plain.float().to(DEVICE)
+        starts = [0, *np.cumsum([n for n, _ in case.rows])]
+        self.num_tokens = starts[-1] + 2  # two of padding
+        fused = torch.randn((self.num_tokens, H + 2 * K, D), generator=random).mul(2).to(case.dtype).to(DEVICE)
+        self.q_THD = fused[:, :H]
+        self.sinks_H = torch.randn(H, generator=random).to(DEVICE) if case.learned_sinks else None
+        self.tables = AttentionTables(
+            self.ints(starts), self.ints(lens), table.to(DEVICE), size, max(n for n, _ in case.rows), max(lens),
+            rows=self.ints([2 * r + 1 for r in range(len(lens))]),
+        )  # fmt: skip
+
+    @staticmethod
+    def ints(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    def work(self, num_surplus: int = 0) -> AttentionWork:
+        case, tables = self.case, self.tables
+        card = dict(num_kv_heads=case.num_kv_heads, num_programs=case.num_programs)
+        starts, context_lens, rows = (t.cpu().numpy() for t in (tables.query_starts, tables.context_lens, tables.rows))
+        units = ops.plan_units(
+            starts[:-1], np.diff(starts), context_lens, rows,
+            tile_m=case.tile.tile_m, group_size=case.group, window=case.window, **card,
+        )  # fmt: skip
+        num_split_units = ops.max_split_units(len(units), **card)
+        units = np.concatenate((units, np.zeros((num_surplus, 8), np.int32)))
+        work = AttentionWork.of(
+            torch.from_numpy(units).to(DEVICE), case.tile, num_split_units, case.num_kv_heads, case.head_size
+        )
+        work.partials.fill_(math.nan)
+        work.stats.fill_(math.nan)
+        return work
+
+    def options(self) -> dict:
+        case = self.case
+        return dict(
+            scale=case.head_size**-0.5,
+            window=case.window,
+            num_sink_tokens=case.num_sink_tokens,
+            softcap=case.softcap,
+            sinks_H=self.sinks_H,
+        )
+
+    def run(self, work: AttentionWork | None) -> Tensor:
+        out = torch.full(self.q_THD.shape, math.nan, dtype=self.case.dtype, device=DEVICE)
+        ops.paged_attention(self.q_THD, self.cache, replace(self.tables, work=(work,) if work else ()), **self.options(), out=out)
+        assert out[-2:].isnan().all()  # padding tokens
+        return out[:-2]
+
+    def expected(self) -> Tensor:
+        return twin.paged_attention(self.q_THD.float(), self.plain, self.tables, **self.options())[:-2]
+
+    def check(self, work: AttentionWork | None = None) -> None:
+        actual, expected = self.run(work).float(), self.expected()
+        torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[self.case.dtype])
+
+
+MIXED = ((1, 70), (8, 45), (1, 0), (2, 30))
+CASES = {
+    "mixed rows": Case(MIXED, num_kv_heads=2),
+    "mixed rows in tall tiles": Case(MIXED, tile=TALL),
+    "one query head per key head": Case(((1, 70), (70, 5)), group=1, tile=TALL),
+    "seven query heads per key head": Case(((1, 70), (3, 9)), group=7),
+    "more query heads than the lowest tile": Case(((1, 40), (2, 9)), group=20, tile=Tile(32, 32, 4, 2, 4)),
+    "heads of 80": Case(MIXED, head_size=80),
+    "heads of 96": Case(((1, 50), (9, 3)), head_size=96),
+    "heads of 256": Case(((1, 50), (9, 3)), head_size=256),
+    "blocks of 32": Case(MIXED, block_size=32),
+    "blocks of 128": Case(((1, 300), (9, 3)), block_size=128, tile=TALL),
+    "soft cap": Case(MIXED, softcap=3.0),
+    "learned sinks": Case(MIXED, num_kv_heads=2, learned_sinks=True, tile=TALL),
+    "window": Case(MIXED, window=40),
+    "window of one": Case(MIXED, window=1),
+    "window in tall tiles": Case(((30, 100), (1, 90)), window=40, tile=TALL),
+    "sink tokens": Case(MIXED, window=20, num_sink_tokens=4),
+    "sink tokens in tall tiles": Case(((60, 20), (25, 100), (1, 90)), window=25, num_sink_tokens=20, tile=TALL),
+    "everything": Case(MIXED, window=33, num_sink_tokens=3, learned_sinks=True, softcap=20.0),
+    "float16": Case(MIXED, dtype=torch.float16),
+    "float16 in tall tiles": Case(MIXED, dtype=torch.float16, tile=TALL),
+}
+SPLIT = ((1, 300), (2, 260), (1, 40))
+SPLIT_CASES = {
+    "decode": Case(((1, 399),), num_kv_heads=2, num_programs=16, tile=LONG),
+    "ragged rows": Case(SPLIT, num_programs=8),
+    "ragged rows in tall tiles": Case(SPLIT, num_programs=8, tile=TALL),
+    "heads of 80": Case(((1, 290),), head_size=80, num_programs=8, tile=LONG),
+    "float16": Case(SPLIT, dtype=torch.float16, num_programs=8, tile=LONG),
+    "learned sinks": Case(SPLIT, learned_sinks=True, num_programs=8, tile=LONG),
+    "window and sink tokens": Case(SPLIT, window=300, num_sink_tokens=5, num_programs=8, tile=LONG),
+    "everything": Case(SPLIT, window=300, num_sink_tokens=5, learned_sinks=True, softcap=20.0, num_programs=8),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_any_mix_of_rows_equals_the_twin(case: Case) -> None:
+    world = World(case)
+    work = world.work(num_surplus=3)
+    assert (work.units[:, 6] <= 1).all()
+    world.check(work)
+
+
+@pytest.mark.parametrize("case", SPLIT_CASES.values(), ids=SPLIT_CASES)
+def test_long_rows_are_split_and_merged_by_the_last_to_arrive(case: Case) -> None:
+    world = World(case)
+    work = world.work(num_surplus=2)
+    assert (work.units[:, 6] > 1).sum() >= 3
+    world.check(work)
+    assert not work.counters.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [((1, 40), (1, 130)), ((35, 0), (1, 60))], ids=["decode", "prefill"])
+def test_without_a_work_list_it_is_planned_on_the_spot_with_the_shipped_tiles(rows: tuple, dtype: torch.dtype) -> None:
+    World(Case(rows, head_size=128, dtype=dtype)).check()
+
+
+@pytest.mark.parametrize("case", [Case(((1, 30),) * 3), Case(((1, 500),), num_programs=16)], ids=["whole", "split"])
+def test_the_same_step_gives_the_same_bits(case: Case) -> None:
+    world = World(case)
+    work = world.work()
+    assert torch.equal(world.run(work), world.run(work))  # the second in the room that the first has used
+
+
+def test_a_row_among_others_gets_the_bits_it_gets_alone_when_not_split() -> None:
+    together = World(Case(MIXED))
+    out, start = together.run(together.work()), 9
+    alone = World(Case(MIXED[2:3]))
+    alone.cache, alone.q_THD = together.cache, together.q_THD[start : start + 3]
+    alone.tables = replace(alone.tables, block_table=together.tables.block_table, rows=together.tables.rows[2:3])
+    assert torch.equal(alone.run(alone.work())[0], out[start])
+
+
+def test_the_backend_takes_what_the_kernels_take() -> None:
+    assert backend.paged_attention is ops.paged_attention
+    assert backend.supports(torch.bfloat16, 128, 16) and backend.supports(torch.float32, 80, 64)
+    assert not backend.supports(torch.float64, 128, 16) and not backend.supports(torch.bfloat16, 100, 16)
+
+
+# ---- the plan -------------------------------------------------------------------------------------------------------
+
+
+def plan(num_queries: list[int], context_lens: list[int], **options: int) -> np.ndarray:
+    starts = np.concatenate(([0], np.cumsum(num_queries))).astype(np.int32)
+    options = dict(tile_m=16, group_size=4, num_kv_heads=8, window=0, num_programs=528) | options
+    return ops.plan_units(starts[:-1], np.diff(starts), np.array(context_lens, np.int32), None, **options)
+
+
+def test_a_full_batch_is_not_split_and_one_long_row_is_spread_over_the_card() -> None:
+    assert (plan([1] * 256, [1000] * 256)[:, 6] == 1).all()
+    one = plan([1], [8192])
+    assert len(one) == 64 and (one[:, 5] - one[:, 4] == 128).all()
+
+
+def test_the_longest_tiles_come_first() -> None:
+    units = plan([1] * 100, [*range(1, 101)])
+    assert (np.diff(units[:, 5]) < 0).all()
+
+
+def test_a_window_bounds_the_keys() -> None:
+    units = plan([1, 8], [1000, 30], window=128)
+    assert units[0, 4:6].tolist() == [872, 1000] and units[1, 4:6].tolist() == [0, 30]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_plan_covers_every_query_and_key_once_and_is_no_longer_than_promised(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    R, G, K = int(random.integers(1, 40)), int(random.choice([1, 3, 4, 8])), int(random.choice([1, 2, 8, 600]))
+    num_queries = random.choice([0, 1, 1, 1, 5, 200], R)
+    context_lens = num_queries + random.choice([0, 10, 300, 9000], R)
+    window, tile_m = int(random.choice([0, 100, 2000])), int(random.choice([16, 64, 128]))
+    sizes = dict(tile_m=tile_m, group_size=G, num_kv_heads=K, num_programs=528)
+    units = plan(num_queries.tolist(), context_lens.tolist(), window=window, **sizes)
+    num_tokens = int(num_queries.sum())
+    assert len(units) <= ops.max_units(num_tokens, R, **sizes)
+    is_split = units[:, 6] > 1
+    room = ops.max_split_units(len(units), num_kv_heads=K, num_programs=528)
+    assert is_split.sum() <= room and not is_split[room:].any() and not is_split[is_split.sum() :].any()
+
+    starts = np.cumsum(num_queries) - num_queries
+    seen = np.zeros(num_tokens, int)
+    for first_unit in np.unique(units[:, 7]):
+        tile = units[units[:, 7] == first_unit]
+        row, first, count, pos = tile[0, :4]
+        assert (tile[:, :4] == tile[0, :4]).all() and (tile[:, 6] == len(tile)).all()
+        assert len(tile) <= ops.max_splits(tile_m) and 0 < count <= tile_m // G
+        assert units[first_unit : first_unit + len(tile)].tolist() == tile.tolist()
+        assert tile[0, 4] == (max(0, pos - window + 1) if window else 0) and tile[-1, 5] == pos + count
+        assert (tile[1:, 4] == tile[:-1, 5]).all() and (tile[:, 5] > tile[:, 4]).all()
+        assert pos - (first - starts[row]) == context_lens[row] - num_queries[row]
+        seen[first : first + count] += 1
+    assert (seen == 1).all()

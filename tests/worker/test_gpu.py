@@ -1,0 +1,104 @@
+"""The runner and kernels of GPUs give the tokens that the CPU's give: here in Triton's interpreter, on a card where there is one."""
+
+import json
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.models.qwen3 import TINY
+from quire.worker.gpu.graphs import fit, ladder
+
+ON_A_CARD = torch.cuda.is_available()
+DEVICE = {"device": "cuda"} if ON_A_CARD else {"device": "cpu", "attention_backend": "triton"}
+OPTIONS = dict(
+    load_format="auto", dtype="float32", max_model_len=96, max_num_seqs=4, max_num_batched_tokens=32, skip_tokenizer_init=True,
+    num_gpu_blocks_override=32,
+)  # fmt: skip
+PROMPTS = [[5, 6, 7, 8, 9], list(range(20, 60)), [3], list(range(20, 60))]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Random weights at a tiny shape."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    config = {**TINY, "num_hidden_layers": 2}
+    net = Qwen3ForCausalLM(Qwen3Config(**{k: v for k, v in config.items() if k not in ("architectures", "model_type")})).float()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    net.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def answers(model, params, prompts=PROMPTS, **options):
+    with LLM(str(model), **{**OPTIONS, **options}) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        preemptions = llm.client.engine.stats().num_preemptions
+    return [o.outputs[0] for o in outputs], preemptions, outputs
+
+
+def ids(found):
+    return [o.token_ids for o in found]
+
+
+MIXED = [SamplingParams(temperature=t, seed=i, max_tokens=5 + i, ignore_eos=True) for i, t in enumerate((0, 0.8, 0, 0.5))]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_tokens_equal_the_cpus_with_chunked_prompts_and_prefix_hits(model, depth):
+    expected, _, _ = answers(model, MIXED, device="cpu")
+    found, _, _ = answers(model, MIXED, **DEVICE, pipeline_depth=depth)
+    assert ids(found) == ids(expected)
+
+
+def test_tokens_equal_the_cpus_when_requests_are_preempted(model):
+    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=20, ignore_eos=True) for i in range(4)]
+    expected, _, _ = answers(model, params, device="cpu")
+    found, preemptions, _ = answers(model, params, **DEVICE, num_gpu_blocks_override=8, enable_prefix_caching=False)
+    assert ids(found) == ids(expected)
+    assert preemptions
+
+
+SPECIAL = [
+    dict(temperature=0, logprobs=3, prompt_logprobs=2),
+    dict(temperature=1.0, top_k=5, logit_bias={7: 3.0}),
+    dict(temperature=0, repetition_penalty=1.4, presence_penalty=0.5, min_tokens=3, stop_token_ids=[9]),
+    dict(temperature=0.7, top_p=0.8, min_p=0.02, allowed_token_ids=list(range(30, 90))),
+]
+
+
+def test_everything_a_request_can_ask_of_sampling_is_as_on_the_cpu(model):
+    params = [SamplingParams(**kind, seed=i, max_tokens=5, ignore_eos=True) for i, kind in enumerate(SPECIAL)]
+    expected, _, expected_outputs = answers(model, params, device="cpu")
+    found, _, found_outputs = answers(model, params, **DEVICE)
+    assert ids(found) == ids(expected)
+    for mine, theirs in ((found[0].logprobs, expected[0].logprobs), (found_outputs[0].prompt_logprobs, expected_outputs[0].prompt_logprobs)):
+        assert len(mine) == len(theirs)
+        for a, b in zip(mine, theirs):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert list(a) == list(b)
+                assert [x.logprob for x in a.values()] == pytest.approx([x.logprob for x in b.values()], abs=1e-3)
+
+
+def test_a_ladder_ends_at_the_largest_and_pads_little():
+    sizes = ladder(256)
+    assert sizes[0] == 1 and sizes[-1] == 256
+    assert all(fit(sizes, n) - n <= max(3, n // 4) for n in range(1, 257))
+    assert fit(sizes, 257) is None
+
+
+def test_a_triton_backend_without_a_card_is_refused(model):
+    import subprocess
+    import sys
+
+    if ON_A_CARD:
+        return
+    program = f"from quire import LLM; LLM({str(model)!r}, device='cpu', attention_backend='triton', skip_tokenizer_init=True)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={"TRITON_INTERPRET": "0", "PATH": "/usr/bin:/bin"})
+    assert done.returncode and "needs an NVIDIA GPU" in done.stderr
