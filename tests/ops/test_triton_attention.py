@@ -115,7 +115,7 @@ class World:
 
     def run(self, work: AttentionWork | None) -> Tensor:
         out = torch.full(self.q_THD.shape, math.nan, dtype=self.case.dtype, device=DEVICE)
-        ops.paged_attention(self.q_THD, self.cache, replace(self.tables, work=(work,) if work else ()), **self.options(), out=out)
+        ops.paged_attention(self.q_THD, self.cache, replace(self.tables, work=(work,) if work else None), **self.options(), out=out)
         assert out[-2:].isnan().all()  # padding tokens
         return out[:-2]
 

@@ -25,7 +25,7 @@ from quire.ops.ref.attention import AttentionTables
 
 # Split boundaries are multiples of this many keys; below MIN_CHUNK keys a split costs more than it saves.
 CHUNK_STEP = 64
-MIN_CHUNK = 128
+MIN_CHUNK = 256
 # A merge loads this many partial rows at a time, sixteen times at most: bounds the splits of a tile.
 MERGE_ROWS = 64
 MERGE_TURNS = 16
@@ -54,8 +54,8 @@ def config(dtype: torch.dtype, head_size: int, group_size: int, *, decode: bool)
     if dtype == torch.float32:  # exactness checks: no tensor cores, speed does not matter
         return Tile(lowest, 32, 4, 2, 4)
     if decode:
-        return Tile(lowest, 64, 2, 4, 4) if lowest == 16 and head_size <= 128 else Tile(lowest, 32, 4, 4, 4)
-    return Tile(max(128, lowest), 128 if 64 < head_size <= 128 else 64, 8, 2, 2)
+        return Tile(lowest, 64, 4, 3, 4) if lowest == 16 and head_size <= 128 else Tile(lowest, 32, 4, 4, 4)
+    return Tile(max(128, lowest), 64, 8, 3 if head_size <= 128 else 2, 2)
 
 
 def supports(dtype: torch.dtype, head_size: int, block_size: int) -> bool:
@@ -221,7 +221,8 @@ def paged_attention(
     _, H, D = q_THD.shape
     _, _, block_size, K, _ = cache.shape
     dependent = pdl(q_THD)
-    for work in tables.work or (plan(q_THD, tables, K, window),):
+    works = (plan(q_THD, tables, K, window),) if tables.work is None else tables.work
+    for work in works:
         _attention[K, work.units.shape[0]](
             q_THD, cache, tables.block_table, work.units, out, sinks_H, work.partials, work.stats, work.counters,
             scale * LOG2_E.value, q_THD.stride(0), q_THD.stride(1), out.stride(0), out.stride(1), cache.stride(0),

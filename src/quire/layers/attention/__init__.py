@@ -1,7 +1,7 @@
 """Attention over the paged cache: the layer, and one file per way to compute it (a backend).
 
 A backend is a module with `supports(dtype, head_size, block_size)`, `paged_attention` and `rope_and_write`, all as in `ops/ref`; the
-layout of a block is its own affair. Backends are tried in the order of PREFERRED for the device; `--attention-backend` names one.
+layout of a block is its own affair. One that is given `fresh` rows has `fresh_attention` as well. Backends are tried in the order of PREFERRED for the device; `--attention-backend` names one.
 """
 
 from quire.layers.attention import reference

@@ -62,7 +62,8 @@ class Attention(nn.Module):
         self.backend.rope_and_write(
             q_THD, k_TKD, v_TKD, self.rope.cos_sin, positions_T, self.cache, self.context.slots_T[self.group_idx], **norms
         )
-        out = self.backend.paged_attention(
-            q_THD, self.cache, self.context.tables[self.group_idx], scale=self.scale, window=self.window
-        )
+        tables = self.context.tables[self.group_idx]
+        out = self.backend.paged_attention(q_THD, self.cache, tables, scale=self.scale, window=self.window)
+        if tables.fresh:
+            self.backend.fresh_attention(q_THD, k_TKD, v_TKD, tables.fresh, out, scale=self.scale)
         return out.view(qkv_TX.shape[0], self.num_heads * self.head_size)

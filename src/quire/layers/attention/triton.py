@@ -2,5 +2,6 @@
 
 from quire.ops.attention import paged_attention, supports
 from quire.ops.elementwise import rope_and_write
+from quire.ops.fresh import fresh_attention
 
-__all__ = ["paged_attention", "rope_and_write", "supports"]
+__all__ = ["fresh_attention", "paged_attention", "rope_and_write", "supports"]

@@ -31,7 +31,8 @@ class AttentionTables:
     max_query_len: int  # over rows
     max_context_len: int  # over rows
     rows: Tensor | None = None  # int32 [R]: which row of `block_table` the r-th reads; None: the r-th
-    work: tuple = ()  # work lists on the device, for kernels that want them
+    work: tuple | None = None  # work lists on the device, for kernels that want them
+    fresh: tuple = ()  # (first token, number of tokens) of rows that `work` leaves out: all their context is in this step
 
 
 class _Tile(NamedTuple):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from quire.kv.specs import Group
 from quire.layers.attention import Attention
+from quire.ops import fresh
 from quire.ops.attention import AttentionWork, config, max_split_units, max_units, plan_units
 from quire.ops.launch import num_multiprocessors
 from quire.step import StepPlan
@@ -31,12 +32,13 @@ class Shape:
     num_tokens: int
     num_samples: int
     num_decodes: int  # rows with one token, at most
-    num_prefills: int  # rows with several, at most
+    num_prefills: int  # rows with several, at most, but those of `fresh`
+    fresh: tuple[tuple[int, int], ...] = ()  # (first token, tokens) of long prompts that begin in this step
 
     @property
     def decode(self) -> bool:
         """Every row has one token."""
-        return self.num_prefills == 0
+        return self.num_prefills == 0 and not self.fresh
 
 
 class GroupWork:
@@ -79,6 +81,8 @@ class StepInputs:
             (GroupWork(layer, like, num_rows, num_rows, decode=True), GroupWork(layer, like, max_tokens, num_rows, decode=False))
             for layer in layers
         ]
+        can_be_fresh = all(fresh.supports(like, layer.head_size, layer.window) for layer in layers)
+        self.fresh_from = fresh.MIN_TOKENS if can_be_fresh else max_tokens + 1
         sizes = {
             "rows": num_rows + 1,  # one more than requests: the padding's tokens are a row of their own
             "starts": num_rows + 1,
@@ -100,6 +104,16 @@ class StepInputs:
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.slots = [torch.full((max_tokens,), -1, dtype=torch.int64, device=device) for _ in groups]
 
+    def exact_shape(self, plan: StepPlan) -> Shape:
+        """The step's own, without padding."""
+        spans, first = [], 0
+        for start, count in zip(plan.starts, plan.num_tokens):
+            if start == 0 and count >= self.fresh_from:
+                spans.append((first, count))
+            first += count
+        num_rows, num_decodes = len(plan.rows), plan.num_tokens.count(1)
+        return Shape(num_rows, first, sum(plan.samples), num_decodes, num_rows - num_decodes - len(spans), tuple(spans))
+
     def fill(self, plan: StepPlan, shape: Shape) -> None:
         """The plan, padded to `shape`, on its way to the device."""
         host = self.host
@@ -117,8 +131,9 @@ class StepInputs:
         _pad(host["sample_at"], ends[which] - 1, None, 0)
         _pad(host["sample_rows"], rows[which], None, NO_ROW)
         _pad(host["sample_positions"], (starts + counts)[which], None, 0)
-        decodes = counts == 1
-        parts = tuple(np.stack((ends - counts, counts, starts + counts, rows))[:, which] for which in (decodes, ~decodes))
+        columns = np.stack((ends - counts, counts, starts + counts, rows))
+        prefills = (counts > 1) & ((starts > 0) | (counts < self.fresh_from)) if shape.fresh else counts > 1
+        parts = columns[:, counts == 1], columns[:, prefills]
         for idx, work in enumerate(chain(*self.works)):
             part, host_units = parts[idx % 2], self.host_units[idx]
             units = work.plan(*part) if part.shape[1] else host_units[:0]
@@ -137,7 +152,7 @@ class StepInputs:
     def _num_units(work: GroupWork, decode: bool, shape: Shape) -> int:
         if decode:
             return work.num_units(shape.num_decodes, shape.num_decodes) if shape.num_decodes else 0
-        return 0 if shape.decode else work.num_units(shape.num_tokens, shape.num_prefills)
+        return work.num_units(shape.num_tokens, shape.num_prefills) if shape.num_prefills else 0
 
 
 def decode_shape(num_rows: int) -> Shape:
@@ -147,11 +162,6 @@ def decode_shape(num_rows: int) -> Shape:
 def mixed_shape(num_rows: int, num_tokens: int) -> Shape:
     """Any step of up to that many requests and tokens."""
     return Shape(num_rows + 1, num_tokens, num_rows, num_decodes=num_rows, num_prefills=num_rows)
-
-
-def exact_shape(plan: StepPlan) -> Shape:
-    num_rows, num_decodes = len(plan.rows), plan.num_tokens.count(1)
-    return Shape(num_rows, plan.total_tokens, sum(plan.samples), num_decodes, num_rows - num_decodes)
 
 
 def _pad(to: np.ndarray, values: np.ndarray, size: int | None, padding: int) -> None:

@@ -20,7 +20,7 @@ from quire.sampling.sampler import edit_sparsely
 from quire.step import StepPlan, StepResult
 from quire.worker.gpu.batch import Batch
 from quire.worker.gpu.graphs import Graphs, fit, ladder
-from quire.worker.gpu.inputs import Shape, StepInputs, decode_shape, exact_shape, mixed_shape
+from quire.worker.gpu.inputs import Shape, StepInputs, decode_shape, mixed_shape
 from quire.worker.gpu.transfer import ToHost
 from quire.worker.logprobs import LOGPROBS_AT_ONCE, entries, prompt_span
 
@@ -100,7 +100,7 @@ class Runner:
 
     def _shape(self, plan: StepPlan) -> tuple[Shape, bool]:
         """The shape of a recorded graph that fits, else the step's own."""
-        exact = exact_shape(plan)
+        exact = self.inputs.exact_shape(plan)
         if exact.decode and exact.num_samples == exact.num_rows:
             size = fit(self.row_sizes, exact.num_rows)
             padded = decode_shape(size) if size else exact
@@ -123,7 +123,7 @@ class Runner:
         context.tables[:] = [
             AttentionTables(
                 query_starts=step[2], context_lens=step[1], block_table=table, block_size=group.block_size, max_query_len=longest,
-                max_context_len=0, rows=step[0], work=inputs.work(group_idx, shape),
+                max_context_len=0, rows=step[0], work=inputs.work(group_idx, shape), fresh=shape.fresh,
             )
             for group_idx, (group, table) in enumerate(zip(inputs.groups, batch.tables))
         ]  # fmt: skip

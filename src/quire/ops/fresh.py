@@ -1,0 +1,33 @@
+"""Attention of long prompts that begin in this step: over the step's own keys and values, with cuDNN through torch.
+
+Called by `layers/attention` for rows that are left out of the paged kernel's work: nothing of them is in the cache yet, and at
+thousands of tokens cuDNN's kernel is half as fast again as the paged one. Knows tensors only.
+
+Shape letters: T tokens of the step, H query heads, K key/value heads, D head size.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+MIN_TOKENS = 2048
+STEP = 512  # cuDNN prepares itself for every length it has not seen: few lengths
+
+
+def supports(like: Tensor, head_size: int, window: int) -> bool:
+    fits = like.dtype in (torch.bfloat16, torch.float16) and head_size <= 128 and head_size % 8 == 0
+    return like.is_cuda and fits and not window and torch.backends.cudnn.is_available()
+
+
+def fresh_attention(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, spans: tuple[tuple[int, int], ...], out_THD: Tensor, *, scale: float
+) -> None:
+    """Causal attention within each of `spans` (first token, number of tokens), into `out_THD`."""
+    for first, count in spans:
+        # Tokens behind the row's last are seen by none of its queries, so there may as well be some.
+        end = min(first + -(-count // STEP) * STEP, len(q_THD))
+        q, k, v = (x[first:end].transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        out_THD[first : first + count] = out[0].transpose(0, 1)[:count]
