@@ -18,6 +18,13 @@ from quire.ops.ref import attention as twin
 from quire.ops.ref.attention import AttentionTables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def splits_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that contexts that the interpreter can do are split."""
+    monkeypatch.setattr(ops, "MIN_CHUNK", 128)
+
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SMALL = Tile(16, 32, 4, 2, 4)

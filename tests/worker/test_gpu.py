@@ -87,10 +87,10 @@ def test_everything_a_request_can_ask_of_sampling_is_as_on_the_cpu(model):
 
 
 def test_a_ladder_ends_at_the_largest_and_pads_little():
-    sizes = ladder(256)
+    sizes = ladder(256, smallest=1, step=4, largest_step=16)
     assert sizes[0] == 1 and sizes[-1] == 256
     assert all(fit(sizes, n) - n <= max(3, n // 4) for n in range(1, 257))
-    assert fit(sizes, 257) is None
+    assert ladder(100, smallest=64, step=64, largest_step=512) == [64, 100]
 
 
 def test_a_triton_backend_without_a_card_is_refused(model):

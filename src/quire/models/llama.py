@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quire.layers.attention import Attention
+from quire.layers.attention import Attention, StepContext
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear, LMHead
 from quire.layers.mlp import GatedMLP
@@ -70,14 +70,21 @@ class LlamaLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
-    def forward(self, x_TD: Tensor, residual_TD: Tensor | None, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x_TD: Tensor, residual_TD: Tensor | None, positions_T: Tensor, context: StepContext | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The last layer is given the step's `context`: behind its attention only the tokens that are wanted go on."""
         x_TD, residual_TD = self.input_layernorm(x_TD, residual_TD)
         x_TD = self.self_attn(x_TD, positions_T)
+        if context is not None:
+            x_TD, residual_TD = context.only_wanted(x_TD), context.only_wanted(residual_TD)
         x_TD, residual_TD = self.post_attention_layernorm(x_TD, residual_TD)
         return self.mlp(x_TD), residual_TD
 
 
 class LlamaModel(nn.Module):
+    context = StepContext()  # attached by worker/build.py
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
@@ -88,8 +95,10 @@ class LlamaModel(nn.Module):
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         x_TD, residual_TD = self.embed_tokens(token_ids_T), None
-        for layer in self.layers:
+        *layers, last = self.layers
+        for layer in layers:
             x_TD, residual_TD = layer(x_TD, residual_TD, positions_T)
+        x_TD, residual_TD = last(x_TD, residual_TD, positions_T, self.context)
         return self.norm(x_TD, residual_TD)[0]
 
 
@@ -101,7 +110,7 @@ class LlamaForCausalLM(nn.Module):
         self.tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Final hidden states; the runner asks `logits` for the rows it needs."""
+        """Final hidden states of the tokens the step's context wants; the runner asks `logits` for the rows it needs."""
         return self.model(token_ids_T, positions_T)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:

@@ -63,12 +63,13 @@ def attach(model: nn.Module, config: EngineConfig) -> None:
     for module in model.modules():
         if hasattr(module, "kernels"):
             module.kernels = kernels
+        if hasattr(module, "context"):
+            module.context = context
         if isinstance(module, Linear):
             if isinstance(module, LMHead):
                 module.logits_dtype = kernels.logits_dtype
             module.method = method(module.in_features, module.shard_sizes, dtype, device, config.model.quantization != "none")
         elif isinstance(module, Attention):
-            module.context = context
             module.backend = _backend(config, dtype, module.head_size)
         elif isinstance(module, Rope):
             module.materialize(config.model.max_model_len, device)

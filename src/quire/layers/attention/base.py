@@ -22,12 +22,17 @@ class StepContext:
 
     tables: list[AttentionTables] = field(default_factory=list)
     slots_T: list[Tensor] = field(default_factory=list)
+    # The tokens whose final hidden states are wanted: behind the last layer's attention only these go on. None: all.
+    wanted: Tensor | None = None
+
+    def only_wanted(self, x_TD: Tensor) -> Tensor:
+        return x_TD if self.wanted is None else x_TD.index_select(0, self.wanted)
 
 
 class Attention(nn.Module):
     # Attached by the worker: how to compute, where the cache is, which group's tables to read.
     backend: ModuleType
-    context: StepContext
+    context = StepContext()
     group_idx: int
     cache: Tensor
 

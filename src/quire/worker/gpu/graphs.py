@@ -15,21 +15,20 @@ import torch
 log = logging.getLogger(__name__)
 
 
-def ladder(largest: int) -> list[int]:
-    """1, 2, 4, 8, then steps of about an eighth: no shape is padded by much more."""
-    sizes, step = [1, 2, 4], 4
+def ladder(largest: int, *, smallest: int, step: int, largest_step: int) -> list[int]:
+    """Sizes to `largest`: doubling to `step`, then in steps of about an eighth, so that no shape is padded by much more."""
+    sizes = [smallest]
     while sizes[-1] < largest:
-        size = sizes[-1] + step
+        size = sizes[-1] * 2 if sizes[-1] < step else sizes[-1] + step
         sizes.append(size)
-        if size >= 8 * step and step < 64:
+        if size >= 8 * step and step < largest_step:
             step *= 2
     return sorted({min(size, largest) for size in sizes})
 
 
-def fit(sizes: list[int], wanted: int) -> int | None:
+def fit(sizes: list[int], wanted: int) -> int:
     """The smallest of `sizes` that holds `wanted`."""
-    at = bisect.bisect_left(sizes, wanted)
-    return sizes[at] if at < len(sizes) else None
+    return sizes[bisect.bisect_left(sizes, wanted)]
 
 
 class Graphs:

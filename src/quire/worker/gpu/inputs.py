@@ -34,6 +34,7 @@ class Shape:
     num_decodes: int  # rows with one token, at most
     num_prefills: int  # rows with several, at most, but those of `fresh`
     fresh: tuple[tuple[int, int], ...] = ()  # (first token, tokens) of long prompts that begin in this step
+    wants_all: bool = False  # hidden states of all tokens, not only of those that choose a next one
 
     @property
     def decode(self) -> bool:
@@ -104,7 +105,7 @@ class StepInputs:
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.slots = [torch.full((max_tokens,), -1, dtype=torch.int64, device=device) for _ in groups]
 
-    def exact_shape(self, plan: StepPlan) -> Shape:
+    def exact_shape(self, plan: StepPlan, wants_all: bool) -> Shape:
         """The step's own, without padding."""
         spans, first = [], 0
         for start, count in zip(plan.starts, plan.num_tokens):
@@ -112,7 +113,8 @@ class StepInputs:
                 spans.append((first, count))
             first += count
         num_rows, num_decodes = len(plan.rows), plan.num_tokens.count(1)
-        return Shape(num_rows, first, sum(plan.samples), num_decodes, num_rows - num_decodes - len(spans), tuple(spans))
+        num_prefills = num_rows - num_decodes - len(spans)
+        return Shape(num_rows, first, sum(plan.samples), num_decodes, num_prefills, tuple(spans), wants_all)
 
     def fill(self, plan: StepPlan, shape: Shape) -> None:
         """The plan, padded to `shape`, on its way to the device."""

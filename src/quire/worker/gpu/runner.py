@@ -24,7 +24,6 @@ from quire.worker.gpu.inputs import Shape, StepInputs, decode_shape, mixed_shape
 from quire.worker.gpu.transfer import ToHost
 from quire.worker.logprobs import LOGPROBS_AT_ONCE, entries, prompt_span
 
-MAX_GRAPH_TOKENS = 2048  # of a step with prompts: beyond, launching is faster than the device anyway
 FIRST_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # recorded before the first request is served
 
 
@@ -57,8 +56,8 @@ class Runner:
         self.scratch = Scratch(num_rows, vocab_size, self.device)
         self.forwards = Graphs(self._forward, self.device)
         self.samplings = Graphs(self._sample, self.device)
-        self.row_sizes = ladder(num_rows)
-        self.token_sizes = [size for size in (128, 256, 512, 1024, 1536, 2048) if size <= min(MAX_GRAPH_TOKENS, max_tokens)]
+        self.row_sizes = ladder(num_rows, smallest=1, step=4, largest_step=16)
+        self.token_sizes = ladder(max_tokens, smallest=64, step=64, largest_step=512)
         self.launched: _Launched | None = None
 
     # -- getting ready ---------------------------------------------------------------------------------------------------
@@ -100,13 +99,13 @@ class Runner:
 
     def _shape(self, plan: StepPlan) -> tuple[Shape, bool]:
         """The shape of a recorded graph that fits, else the step's own."""
-        exact = self.inputs.exact_shape(plan)
+        exact = self.inputs.exact_shape(plan, wants_all=bool(self.batch.prompt_logprobs))
+        if exact.fresh or exact.wants_all:
+            return exact, False
         if exact.decode and exact.num_samples == exact.num_rows:
-            size = fit(self.row_sizes, exact.num_rows)
-            padded = decode_shape(size) if size else exact
+            padded = decode_shape(fit(self.row_sizes, exact.num_rows))
         else:
-            size = fit(self.token_sizes, exact.num_tokens)
-            padded = mixed_shape(self.num_rows, size) if size else exact
+            padded = mixed_shape(self.num_rows, fit(self.token_sizes, exact.num_tokens))
         return (padded, True) if padded in self.forwards else (exact, False)
 
     def _forward(self, shape: Shape) -> Tensor:
@@ -127,9 +126,14 @@ class Runner:
             )
             for group_idx, (group, table) in enumerate(zip(inputs.groups, batch.tables))
         ]  # fmt: skip
-        hidden_TD = self.model(token_ids, positions)
-        gather_rows(hidden_TD, inputs.sample_at[: shape.num_samples], out=self.last_hidden[: shape.num_samples])
-        return hidden_TD
+        sample_at = inputs.sample_at[: shape.num_samples]
+        context.wanted = None if shape.decode or shape.wants_all else sample_at
+        hidden = self.model(token_ids, positions)
+        if context.wanted is None:
+            gather_rows(hidden, sample_at, out=self.last_hidden[: shape.num_samples])
+        else:
+            self.last_hidden[: shape.num_samples] = hidden
+        return hidden
 
     # -- sample ----------------------------------------------------------------------------------------------------------
 
