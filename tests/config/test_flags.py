@@ -147,8 +147,16 @@ def test_a_gpu_is_used_unless_told_otherwise():
 
 
 @pytest.mark.parametrize(
-    ("machine", "word"), [(CPU, "NVIDIA"), (Machine(2, 0, "the installed torch is a CPU build: install one for CUDA"), "CPU build")]
+    ("machine", "word"),
+    [(CPU, "no NVIDIA GPU"), (Machine(2, 0, "the installed torch is a CPU build"), "CPU build"), (Machine(2, 0, "error 999", True), "error 999")],
 )
 def test_a_gpu_that_cannot_be_used_is_refused_with_the_reason(machine, word):
     with pytest.raises(ConfigError, match=word):
         resolve(EngineConfig.from_kwargs(device="cuda"), "/m", "hf", HF, machine)
+
+
+def test_a_card_that_stopped_answering_is_not_passed_over():
+    broken = Machine(2, 0, "the NVIDIA driver answers with error 999: see nvidia-smi", gpu_is_broken=True)
+    with pytest.raises(ConfigError, match="error 999.*--device cpu"):
+        resolve(EngineConfig(), "/m", "hf", HF, broken)
+    assert resolve(EngineConfig.from_kwargs(device="cpu"), "/m", "hf", HF, broken).device.device == "cpu"

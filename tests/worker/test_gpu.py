@@ -1,12 +1,15 @@
 """The runner and kernels of GPUs give the tokens that the CPU's give: here in Triton's interpreter, on a card where there is one."""
 
+import contextlib
 import json
 
 import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.layers.attention import triton
 from quire.models.qwen3 import TINY
+from quire.ops import fresh
 from quire.worker.gpu.graphs import fit, ladder
 
 ON_A_CARD = torch.cuda.is_available()
@@ -56,10 +59,22 @@ def test_tokens_equal_the_cpus_with_chunked_prompts_and_prefix_hits(model, depth
     assert ids(found) == ids(expected)
 
 
+def test_prompts_that_skip_the_cache_give_the_same_tokens(model, monkeypatch):
+    monkeypatch.setattr(fresh, "MIN_TOKENS", 16)
+    monkeypatch.setattr(fresh, "supports", lambda like, head_size, window: True)
+    called = []
+    monkeypatch.setattr(triton, "fresh_attention", lambda *args, **options: called.append(args[3]) or fresh.fresh_attention(*args, **options))
+    monkeypatch.setattr(fresh, "sdpa_kernel", lambda backend: contextlib.nullcontext())  # cuDNN itself takes no float32
+    expected, _, _ = answers(model, MIXED, device="cpu")
+    found, _, _ = answers(model, MIXED, **DEVICE, enable_prefix_caching=False)
+    assert ids(found) == ids(expected)
+    assert called
+
+
 def test_tokens_equal_the_cpus_when_requests_are_preempted(model):
-    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=20, ignore_eos=True) for i in range(4)]
+    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=14, ignore_eos=True) for i in range(4)]
     expected, _, _ = answers(model, params, device="cpu")
-    found, preemptions, _ = answers(model, params, **DEVICE, num_gpu_blocks_override=8, enable_prefix_caching=False)
+    found, preemptions, _ = answers(model, params, **DEVICE, num_gpu_blocks_override=7, enable_prefix_caching=False)
     assert ids(found) == ids(expected)
     assert preemptions
 

@@ -20,8 +20,9 @@ class Machine:
     """What a config is resolved for."""
 
     num_cores: int
-    num_gpus: int = 0  # that both driver and torch can use
-    unused_gpus: str = ""  # why GPUs that are there cannot be used, if so
+    num_gpus: int = 0  # that can be used
+    gpu_problem: str = ""  # why those that are there cannot be used, if so
+    gpu_is_broken: bool = False  # the problem is the card's or its driver's: not to be passed over
 
 
 def resolve(
@@ -55,7 +56,9 @@ def resolve(
 
 def choose_device(asked: str, machine: Machine) -> str:
     if asked == "cuda" and not machine.num_gpus:
-        raise ConfigError(f"--device cuda: {machine.unused_gpus or 'no NVIDIA GPU is there, or its driver does not answer'}")
+        raise ConfigError(f"--device cuda: {machine.gpu_problem or 'there is no NVIDIA GPU, or no driver for it'}")
+    if asked == "auto" and machine.gpu_is_broken:
+        raise ConfigError(f"the GPU cannot be used: {machine.gpu_problem}, or add --device cpu")
     return ("cuda" if machine.num_gpus else "cpu") if asked == "auto" else asked
 
 

@@ -3,6 +3,7 @@
 Opened once by each way in, before an engine is started; no torch, no weights.
 """
 
+import logging
 import os
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,9 @@ from quire.errors import ConfigError, RequestError
 from quire.frontend.chat import ChatTemplate
 from quire.frontend.tokenizer import Tokenizer
 from quire.params import SamplingParams
-from quire.utils.devices import num_gpus, torch_has_cuda
+from quire.utils.devices import gpus
+
+log = logging.getLogger(__name__)
 
 # generation_config.json's names that mean the same here
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -36,7 +39,10 @@ class Model:
         options = config.model
         files = find(options.model, revision=options.revision, download_dir=options.download_dir)
         hf_config = read_config(files)
-        resolved = resolve(config, str(files.path), files.kind, hf_config, machine(), serving)
+        here = machine()
+        resolved = resolve(config, str(files.path), files.kind, hf_config, here, serving)
+        if here.gpu_problem and config.device.device == "auto":
+            log.warning("computing on the CPU: %s", here.gpu_problem)
         tokenizer = template = None
         if not options.skip_tokenizer_init:
             tokenizer = Tokenizer.from_path(options.tokenizer) if options.tokenizer else Tokenizer.from_files(files)
@@ -77,9 +83,7 @@ class Model:
 
 def machine() -> Machine:
     """The one this process runs on."""
-    gpus, usable = num_gpus(), torch_has_cuda()
-    unused = "the installed torch is a CPU build: install one for CUDA" if gpus and not usable else ""
-    return Machine(len(os.sched_getaffinity(0)), gpus if usable else 0, unused)
+    return Machine(len(os.sched_getaffinity(0)), *gpus())
 
 
 def _template_source(option: str | None) -> str | None:

@@ -28,6 +28,6 @@ def fresh_attention(
         # Tokens behind the row's last are seen by none of its queries, so there may as well be some.
         end = min(first + -(-count // STEP) * STEP, len(q_THD))
         q, k, v = (x[first:end].transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if q.is_cuda else SDPBackend.MATH):
             out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         out_THD[first : first + count] = out[0].transpose(0, 1)[:count]

@@ -5,23 +5,37 @@ import functools
 import importlib.util
 import re
 from pathlib import Path
+from typing import NamedTuple
+
+_NO_DEVICE, _STUB_LIBRARY = 100, 34  # the driver's own words for: there is none
+
+
+class Gpus(NamedTuple):
+    """NVIDIA GPUs that can be used, and why those that are there cannot, if so: half a sentence for people."""
+
+    count: int
+    problem: str = ""
+    is_broken: bool = False  # the problem is the card's or its driver's, not a matter of installing
 
 
 @functools.cache
-def num_gpus() -> int:
-    """NVIDIA GPUs that the driver shows this process; 0 where there is none or it does not answer."""
+def gpus() -> Gpus:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return 0
+        return Gpus(0)
     count = ctypes.c_int(0)
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-        return 0
-    return count.value
+    error = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if error and error not in (_NO_DEVICE, _STUB_LIBRARY):
+        return Gpus(0, f"the NVIDIA driver answers with error {error}: see nvidia-smi", is_broken=True)
+    if error or not count.value:
+        return Gpus(0)
+    if not _torch_has_cuda():
+        return Gpus(0, "the installed torch is a CPU build: install one for CUDA to use the GPU")
+    return Gpus(count.value)
 
 
-@functools.cache
-def torch_has_cuda() -> bool:
+def _torch_has_cuda() -> bool:
     """Whether the installed torch was built for NVIDIA GPUs: its version file says so."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:

@@ -6,6 +6,8 @@ Called by `quire info`, by dotted path. Plain numbers out.
 import math
 from typing import Any
 
+import torch
+
 from quire.checkpoint.find import ModelFiles, find
 from quire.checkpoint.hf_config import gguf_name_to_hf, read_config
 from quire.checkpoint.safetensors import SafetensorsFolder
@@ -28,6 +30,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
     specs = kv_specs(model, dtype)
     layout = form_layout(specs, config.cache.block_size, 0)
     shapes = {name: math.prod(shape) for name, shape in wanted_shapes(model).items() if name not in model.tied}
+    weight_bytes = _weight_bytes(files, config, model, shapes, dtype.itemsize)
     attention = next(m for m in model.modules() if isinstance(m, Attention))
     return {
         "architecture": hf_config["architectures"][0],
@@ -36,14 +39,22 @@ def describe(config: EngineConfig) -> dict[str, Any]:
         "dtype": config.model.dtype,
         "quantization": config.model.quantization,
         "weight_types": {} if config.model.load_format == "dummy" else _weight_types(files),
-        "weight_bytes": _weight_bytes(files, config, model, shapes, dtype.itemsize),
+        "weight_bytes": weight_bytes,
         "kv_bytes_per_token": sum(spec.bytes_per_token for spec in specs.values()),
         "kv_groups": [f"{len(g.layers)} layers, {type(g.spec).__name__.lower()}" for g in layout.groups],
-        "kv_memory_bytes": config.cache.kv_cache_memory_bytes or kv_memory_bytes(config),
+        "kv_memory_bytes": config.cache.kv_cache_memory_bytes or _kv_memory_bytes(config, weight_bytes),
         "max_model_len": config.model.max_model_len,
         "attention": attention.backend.__name__.rsplit(".", 1)[1],
         "linear": type(next(m for m in model.modules() if isinstance(m, Linear)).method).__name__.lower(),
     }
+
+
+def _kv_memory_bytes(config: EngineConfig, weight_bytes: int) -> int:
+    """On a GPU about what will be left: how much a step takes beside is known when one has run."""
+    if config.device.device == "cpu":
+        return kv_memory_bytes(config)
+    free, total = torch.cuda.mem_get_info()
+    return max(0, int(total * config.cache.gpu_memory_utilization) - (total - free) - weight_bytes)
 
 
 def _weight_types(files: ModelFiles) -> dict[str, int]:
