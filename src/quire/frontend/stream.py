@@ -1,6 +1,7 @@
 """A live request as its reader sees it: filled by the supervisor, read by one task."""
 
 import asyncio
+import copy
 from collections.abc import Callable
 
 from quire.frontend.requests import ChoiceUpdate, RequestState
@@ -30,7 +31,7 @@ class Stream:
     async def __anext__(self) -> list[ChoiceUpdate]:
         while True:
             if self.error is not None:
-                raise self.error
+                raise copy.copy(self.error)  # a traceback leads back here: ours stays without, else the request would be in a cycle
             if self._changed:
                 self._changed = False
                 if updates := self.request.updates():

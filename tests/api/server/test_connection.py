@@ -1,7 +1,9 @@
 """Heads of requests that never end, on a real socket."""
 
 import asyncio
+import gc
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ import uvicorn
 from quire.api.server import connection
 from quire.api.server.connection import MAX_HEAD_BYTES, Connection
 from quire.api.server.run import Http
+from tests.serving import until
 
 HEAD = b"GET / HTTP/1.1\r\nhost: x\r\n"
 
@@ -108,3 +111,11 @@ def test_requests_in_one_piece_are_answered_one_after_the_other(address):
     with socket.create_connection(address) as sock:
         sock.sendall((HEAD + b"\r\n") * 3)
         answers(sock, 3)
+
+
+def test_a_connection_the_client_reset_is_forgotten_at_once(address):
+    with socket.create_connection(address) as sock:
+        sock.sendall(HEAD + b"\r\n")
+        answers(sock, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing sends a reset
+    until(lambda: gc.collect() >= 0 and not any(type(thing) is Connection for thing in gc.get_objects()), 2, "no connection in memory")

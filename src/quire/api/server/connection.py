@@ -45,6 +45,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_is_over()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # uvicorn leaves the timer, and us with it, when the client reset the connection
 
     def _expect_head(self) -> None:
         self.head_bytes = 0
