@@ -5,10 +5,10 @@ Without a GPU the kernels run in Triton's interpreter, which needs some 50 ms fo
 
 import pytest
 import torch
-from scipy.stats import chisquare
 from torch import Tensor
 
 from quire.ops import sampling
+from quire.ops.penalties import penalize
 from quire.ops.ref import gumbel
 from quire.ops.ref import sampling as twin
 from quire.params import SamplingParams
@@ -23,6 +23,13 @@ MAX_LEN = 60
 DEFAULTS = {"temperature": 0.8, "top_p": 1.0, "repetition_penalty": 1.0, "prompt_len": 7}
 
 
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: one to three programs share a row, and loop over up to three tiles."""
+    if not ON_GPU:
+        monkeypatch.setattr(sampling, "NUM_PROGRAMS", 12)
+
+
 class Step:
     """A step whose sampling row i asks for `asked[i]`; its row in the persistent batch is another one, and some rows are free."""
 
@@ -31,12 +38,12 @@ class Step:
         num_rows = len(asked) + 3
         self.logits = logits_SV.to(DEVICE)
         rows = torch.randperm(num_rows, generator=random)[: len(asked)]
+        seeds = torch.randint(2**40, (len(asked),), generator=random).tolist()
+        drawn = [{"seed": seed, "choice_idx": row} for seed, row in zip(seeds, rows.tolist(), strict=True)]
+        full = [DEFAULTS | own | params for own, params in zip(drawn, asked, strict=True)]
         floats, ints = torch.zeros(num_rows, len(FLOATS)), torch.zeros(num_rows, len(INTS), dtype=torch.int64)
-        for row, params in zip(rows.tolist(), asked, strict=True):
-            drawn = {name: int(torch.randint(2**40, (), generator=random)) for name in ("seed", "choice_idx")}
-            params = DEFAULTS | drawn | {"choice_idx": row} | params
-            floats[row] = torch.tensor([params.get(name, 0.0) for name in FLOATS])
-            ints[row] = torch.tensor([params.get(name, 0) for name in INTS])
+        floats[rows] = torch.tensor([[params.get(name, 0.0) for name in FLOATS] for params in full])
+        ints[rows] = torch.tensor([[params.get(name, 0) for name in INTS] for params in full])
         table = dict(zip((*FLOATS, *INTS), (*floats.to(DEVICE).unbind(1), *ints.to(DEVICE).unbind(1)), strict=True))
         self.columns = twin.SamplerColumns(**{name: table[name] for name in twin.SamplerColumns._fields})
         self.rows = rows.int().to(DEVICE)
@@ -87,6 +94,13 @@ class Step:
 def logits_of(num_rows: int, seed: int = 0, vocab_size: int = VOCAB, scale: float = 3.0) -> Tensor:
     padded = scale * torch.randn(num_rows, vocab_size + 16, generator=torch.Generator().manual_seed(seed))
     return padded[:, :vocab_size]  # strided
+
+
+def fit(ids: Tensor, probabilities: Tensor) -> float:
+    """The p-value of the chi-square test: how likely such draws are, or worse ones, if these are their probabilities."""
+    expected = probabilities.double() * len(ids)
+    chi_square = ((torch.bincount(ids.cpu(), minlength=len(expected)) - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2).double(), chi_square / 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
@@ -162,8 +176,21 @@ def test_restricted_draws_among_equals_and_broken_logits() -> None:
     assert ids[3] in (2, 1700) and ids[4] == 0 and ids[5] < 3
 
 
+def test_the_last_token_that_is_kept_can_win_and_the_next_cannot() -> None:
+    logits, same = logits_of(1, seed=9).repeat(4, 1), {"temperature": 20.0, "seed": 1, "choice_idx": 1}
+    free = Step(logits, [same] * 4)
+    free.positions.fill_(20)
+    winner = int(free.run(twin, random=True)[0][0])
+    likelier = logits[0] > logits[0, winner]
+    rank, mass = int(likelier.sum()), float((logits[0] / 20.0).double().softmax(0)[likelier].sum())
+    limits = {"top_k": rank + 1}, {"top_k": rank}, {"top_p": mass * 1.0001}, {"top_p": mass * 0.9999}
+    step = Step(logits, [same | limit for limit in limits])
+    step.positions.fill_(20)
+    assert (step.check(random=True, restricted=True) == winner).tolist() == [True, False, True, False]
+
+
 def test_of_equal_tokens_top_p_keeps_the_lower_ids() -> None:
-    num_rows, vocab_size = (2000 if ON_GPU else 8), 640
+    num_rows, vocab_size = (2000 if ON_GPU else 5), 640
     ids = Step(torch.zeros(num_rows, vocab_size), [{"top_p": 0.1}] * num_rows).check(random=True, restricted=True)
     assert ids.max() < 64 and len(ids.unique()) > 2
 
@@ -181,6 +208,16 @@ def test_penalties_count_the_history_on_the_device() -> None:
     step.tokens[:, 0], step.tokens[:, 3] = -1, VOCAB  # no tokens of this vocabulary: passed over
     bare, _ = step.run(twin, random=True, restricted=True)
     assert not torch.equal(step.check(random=True, restricted=True, penalized=True), bare)
+
+
+def test_penalized_logits_are_the_twins_to_the_last_bit() -> None:
+    names = "repetition_penalty", "presence_penalty", "frequency_penalty"
+    step = Step(logits_of(3, seed=5), [dict(zip(names, x, strict=True)) for x in ((1.7, 0, 0), (1, 0.7, -0.3), (0.3, -2, 1.1))])
+    edited_SV = torch.full((3, VOCAB), torch.nan, device=DEVICE)
+    penalize(step.logits, step.rows, step.positions, step.columns, step.tokens, edited_SV)
+    rows = step.rows.long()
+    columns = twin.SamplerColumns(*(column[rows] for column in step.columns))
+    assert torch.equal(edited_SV, twin.penalties(step.logits, step.tokens[rows], step.positions, columns))
 
 
 def test_a_row_in_which_everything_is_forbidden_takes_its_raw_argmax() -> None:
@@ -226,17 +263,17 @@ def test_a_launch_can_be_repeated_and_on_a_gpu_captured() -> None:
 
 
 def test_draws_follow_the_softmax() -> None:
-    num_draws, probabilities = (20_000 if ON_GPU else 60), torch.tensor([0.5, 0.3, 0.2])
+    num_draws, probabilities = (20_000 if ON_GPU else 20), torch.tensor([0.5, 0.3, 0.2])
     step = Step(probabilities.log().expand(num_draws, 3).contiguous(), [{"temperature": 1.0}] * num_draws)
     ids, _ = step.run(random=True)
-    assert chisquare(torch.bincount(ids.cpu(), minlength=3), probabilities.double() * num_draws).pvalue > 1e-3
+    assert fit(ids, probabilities) > 1e-3
 
 
 def test_the_twin_follows_the_softmax_in_20_000_draws() -> None:
     probabilities = torch.softmax(torch.randn(30, generator=torch.Generator().manual_seed(0)), 0)
     step = Step(probabilities.log().expand(20_000, 30), [{"temperature": 1.0}] * 20_000)
     ids, _ = step.run(twin, random=True)
-    assert chisquare(torch.bincount(ids.cpu(), minlength=30), probabilities.double() * 20_000).pvalue > 1e-3
+    assert fit(ids, probabilities) > 1e-3
 
 
 def test_the_twin_chooses_what_the_sampler_chooses() -> None:

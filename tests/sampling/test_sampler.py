@@ -355,3 +355,12 @@ def test_prompt_logprobs_are_the_same_in_chunks():
     torch.testing.assert_close(ours.logprobs, expected[torch.arange(500), targets])
     torch.testing.assert_close(ours.top_logprobs, expected.topk(5).values)
     assert torch.equal(ours.ranks[:3], token_logprobs(logits[:3], targets[:3], 0).ranks)
+
+
+def test_a_top_p_too_small_for_float32_keeps_the_most_likely_token():
+    logits = random_logits(3, VOCAB)
+    batch = SamplingRows(3, VOCAB)
+    for row, top_p in enumerate((1e-50, 1e-300, 1e-9)):
+        batch.set(row, SamplingParams(top_p=top_p), seed=row, prompt_len=1)
+    tokens, lengths = torch.zeros(3, 8, dtype=torch.int32), torch.ones(3, dtype=torch.int64)
+    assert torch.equal(sample(logits.clone(), [0, 1, 2], batch, tokens, lengths, lengths).token_ids, logits.argmax(-1))

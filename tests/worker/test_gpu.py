@@ -84,13 +84,15 @@ SPECIAL = [
     dict(temperature=1.0, top_k=5, logit_bias={7: 3.0}),
     dict(temperature=0, repetition_penalty=1.4, presence_penalty=0.5, min_tokens=3, stop_token_ids=[9]),
     dict(temperature=0.7, top_p=0.8, min_p=0.02, allowed_token_ids=list(range(30, 90))),
+    dict(temperature=1.0, top_p=1e-50),  # 0 in float32
 ]
 
 
 def test_everything_a_request_can_ask_of_sampling_is_as_on_the_cpu(model):
     params = [SamplingParams(**kind, seed=i, max_tokens=5, ignore_eos=True) for i, kind in enumerate(SPECIAL)]
-    expected, _, expected_outputs = answers(model, params, device="cpu")
-    found, _, found_outputs = answers(model, params, **DEVICE)
+    prompts = [*PROMPTS, [8, 9]]
+    expected, _, expected_outputs = answers(model, params, prompts, device="cpu")
+    found, _, found_outputs = answers(model, params, prompts, **DEVICE)
     assert ids(found) == ids(expected)
     for mine, theirs in ((found[0].logprobs, expected[0].logprobs), (found_outputs[0].prompt_logprobs, expected_outputs[0].prompt_logprobs)):
         assert len(mine) == len(theirs)

@@ -8,6 +8,7 @@ import functools
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -35,3 +36,11 @@ def _capability(device_idx: int) -> tuple[int, int]:
 @functools.cache
 def _num_multiprocessors(device_idx: int) -> int:
     return torch.cuda.get_device_properties(device_idx).multi_processor_count
+
+
+@triton.jit
+def wait_turn(PDL: tl.constexpr):
+    """Lets the next kernel start and waits for the one before: how a kernel begins that has no weights to load meanwhile."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()

@@ -24,8 +24,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
-from quire.ops.launch import INTERPRETED, options, pdl
-from quire.ops.ref import sampling as twin
+from quire.ops.launch import INTERPRETED, options, pdl, wait_turn
+from quire.ops.penalties import is_penalized, penalize, repaired
 from quire.ops.ref.gumbel import V_SCALE
 from quire.ops.ref.sampling import SamplerColumns
 from quire.params import MIN_TEMPERATURE
@@ -36,12 +36,9 @@ SLOT = 64  # tokens: of bfloat16, a cache line
 CHUNK_SLOTS = 64  # slots surveyed by one program
 NUM_PROGRAMS = 1024  # that share the rows of a step in `_choose_kernel`
 MAX_SPLITS = 256  # programs that share a row
-PENALTY_BLOCK = 2048
-HISTORY_BLOCK = 1024
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
-_VERY_LARGE = tl.constexpr(twin.VERY_LARGE)
 _V_SCALE = tl.constexpr(V_SCALE)
 _SLOT = tl.constexpr(SLOT)
 _NO_ID = tl.constexpr(2**31 - 1)
@@ -127,7 +124,9 @@ def sample(
         return
     restricted = restricted and random
     dependent = pdl(logits_SV)
-    edited = _penalize(logits_SV, rows_S, positions_S, columns, tokens, scratch) if penalized else logits_SV
+    edited = scratch.edited if penalized else logits_SV
+    if penalized:
+        penalize(logits_SV, rows_S, positions_S, columns, tokens, edited)
     ends = out_S, tokens, tokens.stride(0), tokens.shape[1]
     source = logits_SV, edited, logits_SV.stride(0), vocab_size
     strides = columns.temperature.stride(0), columns.seed.stride(0)
@@ -154,43 +153,7 @@ def sample(
     )  # fmt: skip
 
 
-def _penalize(
-    logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, columns: SamplerColumns, tokens: Tensor, scratch: Scratch
-) -> Tensor:
-    """The penalized rows' logits, float32 [S, V]; what it holds for other rows is no matter."""
-    num_rows, vocab_size = logits_SV.shape
-    edited, dependent = scratch.edited, pdl(logits_SV)
-    counts = edited.view(torch.int32)
-    given = rows_S, columns, columns.temperature.stride(0), columns.seed.stride(0), vocab_size
-    flags = {"num_warps": 4, "PDL": dependent, **options(dependent)}
-    grid = num_rows, triton.cdiv(vocab_size, PENALTY_BLOCK)
-    _forget_kernel[grid](counts, *given, BLOCK=PENALTY_BLOCK, **flags)
-    history_grid = num_rows, triton.cdiv(tokens.shape[1], HISTORY_BLOCK)
-    _count_kernel[history_grid](
-        counts, positions_S, tokens, tokens.stride(0), *given, BLOCK=HISTORY_BLOCK, **flags
-    )  # fmt: skip
-    # Products and sums rounded one by one, as the twin does.
-    _penalize_kernel[grid](
-        edited, counts, logits_SV, logits_SV.stride(0), *given, BLOCK=PENALTY_BLOCK, enable_fp_fusion=False, **flags
-    )  # fmt: skip
-    return edited
-
-
 # ---- rows and numbers ----
-
-
-@triton.jit
-def _begin(PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def _is_penalized(columns, float_at):
-    presence = tl.load(columns.presence_penalty + float_at)
-    frequency = tl.load(columns.frequency_penalty + float_at)
-    return (presence != 0.0) | (frequency != 0.0) | (tl.load(columns.repetition_penalty + float_at) != 1.0)
 
 
 @triton.jit
@@ -211,12 +174,6 @@ def _load(logits, edited, use_edited, at, mask, PENALIZED: tl.constexpr):
     else:
         x = tl.load(logits + at, mask=mask, other=float("-inf")).to(tl.float32)
     return x
-
-
-@triton.jit
-def _repaired(x):
-    x = tl.where(x == x, x, float("-inf"))
-    return tl.where(x == float("inf"), _VERY_LARGE, x)
 
 
 @triton.jit
@@ -252,7 +209,7 @@ def _argmax(logits, edited, use_edited, begin, end, BLOCK: tl.constexpr, PENALIZ
     best_id = begin + at
     for start in range(begin, end, BLOCK):
         ids = start + at
-        x = _repaired(_load(logits, edited, use_edited, ids, ids < end, PENALIZED))
+        x = repaired(_load(logits, edited, use_edited, ids, ids < end, PENALIZED))
         better = x > best
         best = tl.where(better, x, best)
         best_id = tl.where(better, ids, best_id)
@@ -322,7 +279,7 @@ def _choose_kernel(
 ):  # fmt: skip
     """`length` tokens of a row; the last of the row's programs to arrive compares what all of them found."""
     s, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    _begin(PDL)
+    wait_turn(PDL)
     row = tl.load(rows + s)
     if row < 0:
         if split == 0:
@@ -334,7 +291,7 @@ def _choose_kernel(
             return
     logits += s.to(tl.int64) * logits_stride
     edited += s.to(tl.int64) * vocab_size
-    use_edited = _is_penalized(columns, float_at) if PENALIZED else False
+    use_edited = is_penalized(columns, float_at) if PENALIZED else False
     position = tl.load(positions + s)
     begin = split * length
     end = tl.minimum(begin + length, vocab_size)
@@ -377,7 +334,7 @@ def _draw(
         next_x = _load(logits, edited, use_edited, ids + BLOCK, ids + BLOCK < end, PENALIZED)
         u = _uniform(ids, low, high)
         if _largest_bound(x, 1.0 / temperature, u) >= best:
-            score = tl.div_rn(_repaired(x), temperature) + _noise(u)
+            score = tl.div_rn(repaired(x), temperature) + _noise(u)
             top = tl.max(score)
             if top > best:
                 best, best_id = top, tl.min(tl.where(score == top, ids, _NO_ID))
@@ -394,21 +351,21 @@ def _survey_kernel(
 ):  # fmt: skip
     """Maximum and mass, relative to it, of the scaled logits in each slot."""
     s = tl.program_id(0)
-    _begin(PDL)
+    wait_turn(PDL)
     row = tl.load(rows + s)
     if row < 0:
         return
     float_at, int_at = row.to(tl.int64) * float_stride, row.to(tl.int64) * int_stride
     if not _is_restricted(columns, float_at, int_at, vocab_size):
         return
-    use_edited = _is_penalized(columns, float_at) if PENALIZED else False
+    use_edited = is_penalized(columns, float_at) if PENALIZED else False
     temperature = tl.load(columns.temperature + float_at)
     logits += s.to(tl.int64) * logits_stride
     edited += s.to(tl.int64) * vocab_size
     slots = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     ids = slots[:, None] * _SLOT + tl.arange(0, _SLOT)[None, :]
     x = _load(logits, edited, use_edited, ids, ids < vocab_size, PENALIZED)
-    y = tl.div_rn(_repaired(x), temperature)
+    y = tl.div_rn(repaired(x), temperature)
     top = tl.max(y, axis=1)
     mass = tl.sum(tl.exp(y - tl.maximum(top, _LOWEST)[:, None]), axis=1)
     at = s.to(tl.int64) * num_slots + slots
@@ -423,14 +380,14 @@ def _choose_restricted_kernel(
     PENALIZED: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     s = tl.program_id(0)
-    _begin(PDL)
+    wait_turn(PDL)
     row = tl.load(rows + s)
     if row < 0:
         return
     float_at, int_at = row.to(tl.int64) * float_stride, row.to(tl.int64) * int_stride
     if not _is_restricted(columns, float_at, int_at, vocab_size):
         return
-    use_edited = _is_penalized(columns, float_at) if PENALIZED else False
+    use_edited = is_penalized(columns, float_at) if PENALIZED else False
     temperature, position = tl.load(columns.temperature + float_at), tl.load(positions + s)
     top_p, min_p = tl.load(columns.top_p + float_at), tl.load(columns.min_p + float_at)
     top_k = tl.load(columns.top_k + int_at)
@@ -471,8 +428,8 @@ def _choose_restricted_kernel(
     low, high = _row_key(columns, int_at, position)
     given = logits, edited, use_edited, temperature, low, high, opened, num_open, vocab_size
     mass, token_id, token_y = _draw_before(_NO_ID, float("-inf"), floor, largest, *given, TILE, PENALIZED)
-    # Without top_p, what is drawn first is kept. (Variables of a `while` must not begin with one and the same value: Triton 3.6 takes
-    # them for one variable.)
+    # Without top_p, what is drawn first is kept. (Only these three are carried through the loop: with the next token carried as well,
+    # Triton 3.6 gave back the wrong one of the two.)
     limit = top_p * tl.where(only_top_p, whole, mass)
     is_outside = top_p < 1.0
     while is_outside:
@@ -524,7 +481,7 @@ def _load_open(
     slots = tl.load(opened + places, mask=places < num_open, other=0)
     ids = slots[:, None] * _SLOT + tl.arange(0, _SLOT)[None, :]
     mask = (places < num_open)[:, None] & (ids < vocab_size)
-    return ids, tl.div_rn(_repaired(_load(logits, edited, use_edited, ids, mask, PENALIZED)), temperature)
+    return ids, tl.div_rn(repaired(_load(logits, edited, use_edited, ids, mask, PENALIZED)), temperature)
 
 
 @triton.jit
@@ -579,73 +536,3 @@ def _draw_before(
                 best, best_id = top, tl.min(tl.where(score == top, ids, _NO_ID))
                 best_y = tl.max(tl.where(ids == best_id, y, float("-inf")))
     return tl.sum(mass), best_id, best_y
-
-
-# ---- penalties ----
-
-
-@triton.jit
-def _forget_kernel(
-    counts, rows, columns, float_stride, int_stride, vocab_size, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    s = tl.program_id(0)
-    _begin(PDL)
-    row = tl.load(rows + s)
-    if row < 0:
-        return
-    if not _is_penalized(columns, row.to(tl.int64) * float_stride):
-        return
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(counts + s.to(tl.int64) * vocab_size + ids, tl.zeros([BLOCK], tl.int32), mask=ids < vocab_size)
-
-
-@triton.jit
-def _count_kernel(
-    counts, positions, tokens, tokens_stride, rows, columns, float_stride, int_stride, vocab_size,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """For each token of the vocabulary: 2 * how often the output has it + whether the prompt has it."""
-    s = tl.program_id(0)
-    _begin(PDL)
-    row = tl.load(rows + s)
-    if row < 0:
-        return
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    in_history = at < tl.load(positions + s)
-    if tl.program_id(1) * BLOCK >= tl.load(positions + s):
-        return
-    if not _is_penalized(columns, row.to(tl.int64) * float_stride):
-        return
-    ids = tl.load(tokens + row.to(tl.int64) * tokens_stride + at, mask=in_history, other=-1)
-    valid = (ids >= 0) & (ids < vocab_size)
-    in_output = at >= tl.load(columns.prompt_len + row.to(tl.int64) * int_stride)
-    counts += s.to(tl.int64) * vocab_size
-    tl.atomic_add(counts + ids, 2, mask=valid & in_output, sem="relaxed")
-    tl.atomic_or(counts + ids, 1, mask=valid & ~in_output, sem="relaxed")
-
-
-@triton.jit
-def _penalize_kernel(
-    edited, counts, logits, logits_stride, rows, columns, float_stride, int_stride, vocab_size,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Puts the row's logits where its counts were."""
-    s = tl.program_id(0)
-    _begin(PDL)
-    row = tl.load(rows + s)
-    if row < 0:
-        return
-    float_at = row.to(tl.int64) * float_stride
-    if not _is_penalized(columns, float_at):
-        return
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = s.to(tl.int64) * vocab_size + ids
-    word = tl.load(counts + at, mask=ids < vocab_size, other=0)
-    x = tl.load(logits + s.to(tl.int64) * logits_stride + ids, mask=ids < vocab_size, other=0.0).to(tl.float32)
-    x = _repaired(x)
-    repetition = tl.load(columns.repetition_penalty + float_at)
-    repeated = tl.where(x > 0.0, tl.div_rn(x, repetition), x * repetition)
-    count = (word >> 1).to(tl.float32)
-    presence = tl.where(count > 0.0, tl.load(columns.presence_penalty + float_at), 0.0)
-    x = tl.where(word != 0, repeated, x) - (count * tl.load(columns.frequency_penalty + float_at) + presence)
-    tl.store(edited + at, x, mask=ids < vocab_size)

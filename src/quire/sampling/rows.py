@@ -16,6 +16,7 @@ from quire.params import SamplingParams
 
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 INTS = ("seed", "choice_idx", "top_k", "min_tokens", "prompt_len")
+MIN_TOP_P = 1e-30  # in float32 a smaller one could be 0, which no set of tokens satisfies; this one keeps the most likely token
 
 
 class Table(NamedTuple):
@@ -83,7 +84,9 @@ class SamplingRows:
         """`seed` is drawn by the frontend where the user gave none; `stop_ids` are all that end the request (also EOS)."""
         self._forget(row)
         ints = [seed, choice_idx, params.top_k, params.min_tokens, prompt_len]
-        self.table.write(row, [getattr(params, name) for name in FLOATS], ints)
+        floats = {name: getattr(params, name) for name in FLOATS}
+        floats["top_p"] = max(params.top_p, MIN_TOP_P)
+        self.table.write(row, list(floats.values()), ints)
         if not params.greedy:
             self.random.add(row)
             if params.temperature != 1.0:
