@@ -92,4 +92,5 @@ class Engine:
             num_blocks = num_blocks_for(layout, cache.kv_cache_memory_bytes or self.executor.kv_memory_bytes())
         layout = msgspec.structs.replace(layout, num_blocks=num_blocks)
         check_capacity(layout, self.config.model.max_model_len, scheduler.max_num_batched_tokens)
+        log.info("KV cache: %d blocks, %.2f GiB", num_blocks, num_blocks * layout.block_bytes / 2**30)
         return layout

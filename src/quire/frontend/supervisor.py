@@ -56,6 +56,7 @@ class Supervisor:
         self.silent_s = 0.0  # since the core's last message
         self.longest_step_s = 0.0  # decays
         self._checks: list[asyncio.Future[str]] = []
+        self.num_kv_tokens = 0  # that fit into the KV cache; the core says so when it is ready
         self._first_core = asyncio.Event()
         self._folder = _private_folder()
         self._task: asyncio.Task | None = None
@@ -155,6 +156,7 @@ class Supervisor:
             case StepOutputs():
                 self._take_outputs(message)
             case Ready():
+                self.num_kv_tokens = message.num_tokens
                 self.core.ready = True
                 self._first_core.set()
                 self._submit_all()

@@ -40,10 +40,13 @@ def serve(engine: EngineConfig, serving: ServingConfig, server: ServerConfig) ->
     names = server.served_model_name or [engine.model.model]
     with listen(server.host, server.port) as sock:  # first of all, so that a port in use is told at once
 
-        def announce() -> None:
+        def announce(num_kv_tokens: int) -> None:
             scheme, (host, port) = "https" if server.ssl_certfile else "http", sock.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
-            logs.announce(f"Quire is serving {', '.join(names)} on {scheme}://{shown}:{port} ({time.monotonic() - started:.1f} s)")
+            logs.announce(
+                f"Quire is serving {', '.join(names)} on {scheme}://{shown}:{port} ({time.monotonic() - started:.1f} s), "
+                f"with room for {num_kv_tokens:,} tokens"
+            )
 
         async def main() -> int:
             llm = await AsyncLLM.open(engine, serving)
@@ -54,7 +57,7 @@ def serve(engine: EngineConfig, serving: ServingConfig, server: ServerConfig) ->
             return runner.run(main())
 
 
-async def live(llm: AsyncLLM, http: "Http", sock: socket.socket, announce: Callable[[], None]) -> int:
+async def live(llm: AsyncLLM, http: "Http", sock: socket.socket, announce: Callable[[int], None]) -> int:
     """Answers from the start (`/live` while the model loads), until a signal or the end of the engine."""
     stop = StopSignals(http)
     web = asyncio.create_task(http.serve(sockets=[sock]))
@@ -63,7 +66,7 @@ async def live(llm: AsyncLLM, http: "Http", sock: socket.socket, announce: Calla
         if await unless(stop.asked, llm.start()):
             gc.freeze()
             gc.set_threshold(GC_THRESHOLD)
-            announce()
+            announce(llm.supervisor.num_kv_tokens)
             await unless(stop.asked, watch(llm))
             logs.log.info("stopping: running requests get %g s to finish, a second signal ends them", llm.serving.shutdown_timeout)
             await unless(stop.asked_again, llm.drain(llm.serving.shutdown_timeout))
