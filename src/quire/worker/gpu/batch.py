@@ -47,6 +47,11 @@ class Batch:
                     lens[row] += len(blocks)
         self._send()
 
+    def owes_prompt_logprobs(self, plan: StepPlan) -> bool:
+        """Whether the step computes prompt tokens of rows that want their logprobs."""
+        asking = self.prompt_logprobs
+        return any(row in asking and start < self.prompt_lens[row] - 1 for row, start in zip(plan.rows, plan.starts)) if asking else False
+
     def _start(self, start: RowStart) -> None:
         row = start.row
         self._put(2, row, 0, np.array(start.token_ids, np.int32))

@@ -93,6 +93,7 @@ class StepInputs:
             "sample_positions": num_rows,
             **{f"units {idx}": UNIT_WORDS * work.max_units for idx, work in enumerate(chain(*self.works))},
         }
+        sizes = {name: -(-size // 4) * 4 for name, size in sizes.items()}  # 16 bytes: kernels are compiled for aligned parts
         ends = np.cumsum(list(sizes.values()))
         self.host_words = np.zeros(ends[-1], np.int32)
         self.words = torch.zeros(int(ends[-1]), dtype=torch.int32, device=device)

@@ -99,7 +99,7 @@ class Runner:
 
     def _shape(self, plan: StepPlan) -> tuple[Shape, bool]:
         """The shape of a recorded graph that fits, else the step's own."""
-        exact = self.inputs.exact_shape(plan, wants_all=bool(self.batch.prompt_logprobs))
+        exact = self.inputs.exact_shape(plan, wants_all=self.batch.owes_prompt_logprobs(plan))
         if exact.fresh or exact.wants_all:
             return exact, False
         if exact.decode and exact.num_samples == exact.num_rows:
@@ -143,7 +143,7 @@ class Runner:
         launched, self.launched = self.launched, None
         plan, sampling = launched.plan, self.batch.sampling
         pending = Pending(plan)
-        if self.batch.prompt_logprobs:
+        if self.batch.owes_prompt_logprobs(plan):
             self._prompt_logprobs(launched, pending)
         if launched.num_samples:
             rows = [row for row, samples in zip(plan.rows, plan.samples) if samples]
