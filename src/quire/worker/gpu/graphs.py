@@ -51,10 +51,12 @@ class Graphs:
         graph.replay()
         return result
 
-    def want(self, keys: list[Hashable]) -> None:
-        """To be recorded sooner or later, the first of them first."""
+    def want(self, keys: list[Hashable], now: int) -> None:
+        """The first `now` of them are recorded at once, the others later, in order."""
         if self.enabled:
-            self.wanted = [key for key in reversed(keys) if key not in self.graphs]
+            self.wanted = keys[::-1]
+            for _ in range(now):
+                self.record_next()
 
     def record_next(self) -> None:
         """Records one that is wanted: some 20 ms of the host's time, none of the device's."""
@@ -62,8 +64,6 @@ class Graphs:
             self.capture(self.wanted.pop())
 
     def capture(self, key: Hashable) -> None:
-        if not self.enabled or key in self.graphs:
-            return
         started = time.perf_counter()
         graph = torch.cuda.CUDAGraph()
         # Not `torch.cuda.graph`, which waits for the device and collects garbage first.

@@ -115,7 +115,8 @@ class StepInputs:
             first += count
         num_rows, num_decodes = len(plan.rows), plan.num_tokens.count(1)
         num_prefills = num_rows - num_decodes - len(spans)
-        return Shape(num_rows, first, sum(plan.samples), num_decodes, num_prefills, tuple(spans), wants_all)
+        num_samples = max(1, sum(plan.samples))  # kernels want something to do; nobody's row does no harm
+        return Shape(num_rows, first, num_samples, num_decodes, num_prefills, tuple(spans), wants_all)
 
     def fill(self, plan: StepPlan, shape: Shape) -> None:
         """The plan, padded to `shape`, on its way to the device."""

@@ -79,10 +79,8 @@ class Runner:
         decodes = [decode_shape(size) for size in sorted(self.row_sizes, key=lambda s: (s not in first, -s))]
         mixed = [mixed_shape(self.num_rows, size) for size in reversed(self.token_sizes)]
         samplings = [SampleShape(shape.num_samples, random) for shape in decodes for random in (True, False)]
-        for graphs, keys, now in ((self.forwards, mixed[:1] + decodes + mixed[1:], 1 + len(first)), (self.samplings, samplings, 2 * len(first))):
-            graphs.want(keys)
-            for _ in range(now):
-                graphs.record_next()
+        self.forwards.want(mixed[:1] + decodes + mixed[1:], now=1 + len(first))
+        self.samplings.want(samplings, now=2 * len(first))
 
     # -- forward ---------------------------------------------------------------------------------------------------------
 
