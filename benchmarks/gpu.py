@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                                     # everything, some minutes on an H200
     python benchmarks/gpu.py --models qwen3-0.6b --workloads stream-128,mixed256 --skip-checks --json out.json
+    python benchmarks/gpu.py --models qwen3-0.6b --workloads soak --skip-checks    # five minutes of mixed256: does memory grow?
 
 Models are random bf16 weights at the shapes in `shapes/`. Peers' figures and floors are those of `benchmarks/README.md`, for an H200.
 Exit status 1 when a check fails or a bar is missed.
@@ -21,14 +22,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 MODELS = ("qwen3-0.6b", "qwen3-8b")
+SOAK_S = 300
 WORKLOADS = ("startup", "stream-128", "stream-1024", "stream-8192", "mixed256", "p1024d128")
 CHECKS = ("tests/ops/test_triton_attention.py", "tests/ops/test_triton_elementwise.py", "tests/ops/test_triton_linear.py",
           "tests/ops/test_triton_sampling.py", "tests/ops/test_triton_step.py", "tests/worker/test_gpu.py")  # fmt: skip
 UNITS = {
     "startup_s": "s", "first_token_s": "s", "first_start_s": "s", "import_s": "s", "ttft_ms": "ms", "tpot_ms": "ms",
-    "out_tok_s": "tok/s", "req_s": "req/s", "copy_share": "of copy bandwidth",
+    "out_tok_s": "tok/s", "req_s": "req/s", "growth_mib": "MiB", "copy_share": "of copy bandwidth",
 }  # fmt: skip
-LOWER_IS_BETTER = {"startup_s", "first_token_s", "first_start_s", "import_s", "ttft_ms", "tpot_ms"}
+LOWER_IS_BETTER = {"growth_mib", "startup_s", "first_token_s", "first_start_s", "import_s", "ttft_ms", "tpot_ms"}
 
 # (model, workload, metric) -> (vLLM 0.25.0, physical floor, our bar); None where there is none.
 FIGURES = {
@@ -53,6 +55,7 @@ FIGURES = {
     ("qwen3-8b", "mixed256", "out_tok_s"): (9_210, 10_800, 9_700),
     ("qwen3-8b", "p1024d128", "req_s"): (28.6, 31, 29),
     ("decode attention", "256 x 1000", "copy_share"): (None, 1.0, 0.95),
+    ("qwen3-0.6b", "soak", "growth_mib"): (None, None, 8),
 }  # fmt: skip
 
 
@@ -165,8 +168,8 @@ def time_model(model: str, names: list[str]) -> list[tuple[str, str, float]]:
     from quire.api.commands.bench import generator
 
     rows = [("startup", "import_s", time.perf_counter() - started)]
-    work = [workloads.build(name, "cuda") for name in names if name != "startup"]
-    longest = max([w.max_model_len for w in work], default=1024)
+    work = [workloads.build(name, "cuda") for name in names if name not in ("startup", "soak")]
+    longest = max([w.max_model_len for w in work], default=2048)
     started = time.perf_counter()
     with LLM(
         str(ROOT / "benchmarks" / "shapes" / model), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False,
@@ -180,7 +183,25 @@ def time_model(model: str, names: list[str]) -> list[tuple[str, str, float]]:
             keys = ("ttft_ms", "tpot_ms") if workload.is_latency else ("out_tok_s",) if workload.name == "mixed256" else ("req_s",)
             rows += [(workload.name, key, found[key]) for key in keys]
             print(f"  {workload.name}: " + ", ".join(f"{key} {found[key]:.2f}" for key in keys), file=sys.stderr, flush=True)
+        if "soak" in names:
+            rows.append(("soak", "growth_mib", memory_growth_mib(generator(llm, 0.6, show=False))))
     return rows
+
+
+def memory_growth_mib(generate) -> float:
+    """How much more of the card is taken after SOAK_S seconds of mixed256 than after its first run."""
+    import torch
+
+    from quire.api import workloads
+
+    tasks, used, started = workloads.build("mixed256", "cuda").tasks, [], time.perf_counter()
+    while time.perf_counter() - started < SOAK_S:
+        generate(tasks)
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        used.append((total - free) / 2**20)
+    print(f"  soak: {len(used)} runs, {used[0]:.0f} MiB after the first, {used[-1]:.0f} after the last", file=sys.stderr, flush=True)
+    return used[-1] - used[0]
 
 
 # -- the table ----------------------------------------------------------------------------------------------------------------------
