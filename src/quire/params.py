@@ -21,6 +21,7 @@ MAX_LOGIT_BIAS = 1024
 MIN_TEMPERATURE = 1e-5  # anything below samples greedily: dividing by it would overflow
 MAX_TEMPERATURE = 100.0
 SEED_LIMIT = 2**63
+LARGEST_INT = 2**63 - 1  # what messages and tensors hold
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=False):
@@ -68,10 +69,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=Fals
         """Raises RequestError for the first value out of range."""
         self._floats()
         _whole("n", self.n, 1, MAX_N)
-        _whole("top_k", self.top_k, 0, None)
-        _whole("min_tokens", self.min_tokens, 0, None)
+        _whole("top_k", self.top_k, 0, LARGEST_INT)
+        _whole("min_tokens", self.min_tokens, 0, LARGEST_INT)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, None)
+            _whole("max_tokens", self.max_tokens, 1, LARGEST_INT)
             if self.min_tokens > self.max_tokens:
                 raise RequestError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
         for name in ("logprobs", "prompt_logprobs"):
@@ -106,20 +107,20 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=Fals
         if len(self.stop_token_ids) > MAX_STOP_TOKENS:
             raise RequestError(f"stop_token_ids has {len(self.stop_token_ids)} entries, the limit is {MAX_STOP_TOKENS}")
         for token_id in self.stop_token_ids:
-            _whole("stop_token_ids", token_id, 0, None)
+            _whole("stop_token_ids", token_id, 0, LARGEST_INT)
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True; use stop_token_ids instead")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(f"logit_bias has {len(self.logit_bias)} entries, the limit is {MAX_LOGIT_BIAS}")
         for token_id, bias in self.logit_bias.items():
-            _whole("logit_bias token id", token_id, 0, None)
+            _whole("logit_bias token id", token_id, 0, LARGEST_INT)
             if not _is_finite(bias) or not -100.0 <= bias <= 100.0:
                 raise RequestError(f"logit_bias values must be between -100 and 100, not {_shown(bias)}")
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise RequestError("allowed_token_ids must not be empty; leave it out to allow every token")
             for token_id in self.allowed_token_ids:
-                _whole("allowed_token_ids", token_id, 0, None)
+                _whole("allowed_token_ids", token_id, 0, LARGEST_INT)
 
 
 def _is_finite(value: object) -> bool:
@@ -131,7 +132,7 @@ def _is_finite(value: object) -> bool:
         return False
 
 
-def _whole(name: str, value: object, low: int, high: int | None) -> None:
+def _whole(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise RequestError(f"{name} must be a whole number, not {_shown(value)}")
     if value < low or (high is not None and value > high):

@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.config import EngineConfig
+from quire.errors import ConfigError
 from quire.layers.attention import triton
 from quire.models.qwen3 import TINY
 from quire.ops import fresh
-from quire.worker.gpu.graphs import fit, ladder
+from quire.worker.build import _backend
+from quire.worker.gpu.graphs import Graphs, fit, ladder
 
 ON_A_CARD = torch.cuda.is_available()
 DEVICE = {"device": "cuda"} if ON_A_CARD else {"device": "cpu", "attention_backend": "triton"}
@@ -61,6 +64,7 @@ def test_tokens_equal_the_cpus_with_chunked_prompts_and_prefix_hits(model, depth
 
 def test_prompts_that_skip_the_cache_give_the_same_tokens(model, monkeypatch):
     monkeypatch.setattr(fresh, "MIN_TOKENS", 16)
+    monkeypatch.setattr(fresh, "STEP", 8)
     monkeypatch.setattr(fresh, "supports", lambda like, head_size, window: True)
     called = []
     monkeypatch.setattr(triton, "fresh_attention", lambda *args, **options: called.append(args[3]) or fresh.fresh_attention(*args, **options))
@@ -119,3 +123,18 @@ def test_a_triton_backend_without_a_card_is_refused(model):
     program = f"from quire import LLM; LLM({str(model)!r}, device='cpu', attention_backend='triton', skip_tokenizer_init=True)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={"TRITON_INTERPRET": "0", "PATH": "/usr/bin:/bin"})
     assert done.returncode and "needs an NVIDIA GPU" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["native", "reference"])
+def test_a_cpus_attention_backend_is_refused_on_a_gpu(name):
+    config = EngineConfig.from_kwargs(device="cuda", attention_backend=name)
+    with pytest.raises(ConfigError, match=f"{name} is for the CPU"):
+        _backend(config, torch.bfloat16, 128)
+
+
+def test_a_graph_that_cannot_be_recorded_between_steps_is_done_without(caplog):
+    graphs = Graphs(lambda key: None, torch.device("cpu"))
+    graphs.wanted = ["large", "small"]
+    graphs.capture = lambda key: (_ for _ in ()).throw(RuntimeError("CUDA out of memory\nand much more"))
+    graphs.record_next()
+    assert graphs.wanted == [] and "slower: CUDA out of memory" in caplog.text and "much more" not in caplog.text

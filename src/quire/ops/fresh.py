@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 MIN_TOKENS = 2048
-STEP = 512  # cuDNN prepares itself for every length it has not seen: few lengths
+STEP = 512  # cuDNN prepares itself for every length it has not seen: only multiples of this
 
 
 def supports(like: Tensor, head_size: int, window: int) -> bool:
@@ -25,9 +25,7 @@ def fresh_attention(
 ) -> None:
     """Causal attention within each of `spans` (first token, number of tokens), into `out_THD`."""
     for first, count in spans:
-        # Tokens behind the row's last are seen by none of its queries, so there may as well be some.
-        end = min(first + -(-count // STEP) * STEP, len(q_THD))
-        q, k, v = (x[first:end].transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
+        q, k, v = (x[first : first + count].transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if q.is_cuda else SDPBackend.MATH):
             out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-        out_THD[first : first + count] = out[0].transpose(0, 1)[:count]
+        out_THD[first : first + count] = out[0].transpose(0, 1)

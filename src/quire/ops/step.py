@@ -43,7 +43,7 @@ def place_tokens(
 
     A negative row is padding: id and position 0. `longest`: no row has more tokens than that.
     """
-    block = min(BLOCK, triton.next_power_of_2(longest))
+    block = BLOCK if longest > 1 else 1
     _place_tokens[rows_R.shape[0], triton.cdiv(longest, block)](
         rows_R, starts_R, query_starts, tokens, tokens.stride(0), token_ids_T, positions_T, BLOCK=block, num_warps=1
     )  # fmt: skip
@@ -66,7 +66,7 @@ def place_slots(
     rows_R: Tensor, starts_R: Tensor, query_starts: Tensor, block_table: Tensor, block_size: int, slots_T: Tensor, longest: int
 ) -> None:
     """The slot of each of the step's tokens; -1 for padding."""
-    block = min(BLOCK, triton.next_power_of_2(longest))
+    block = BLOCK if longest > 1 else 1
     _place_slots[rows_R.shape[0], triton.cdiv(longest, block)](
         rows_R, starts_R, query_starts, block_table, block_table.stride(0), slots_T, BLOCK_SIZE=block_size, BLOCK=block, num_warps=1
     )  # fmt: skip

@@ -14,6 +14,7 @@ from quire.ops.cpu.sampling import row_argmax, row_topk
 from quire.ops.ref.vocab import row_count_above, row_sum_exp
 
 CHUNK_ENTRIES = 1 << 20  # logits worked on at a time: 4 MiB per temporary
+GPU_CHUNK_ENTRIES = 1 << 24  # launches cost more than memory there
 
 
 class TokenLogprobs(NamedTuple):
@@ -25,7 +26,7 @@ class TokenLogprobs(NamedTuple):
 
 def token_logprobs(logits_TV: Tensor, target_ids_T: Tensor, k: int) -> TokenLogprobs:
     """log_softmax in float32 at the targets and at the k most likely tokens; memory is bounded whatever T is."""
-    num_tokens = max(1, CHUNK_ENTRIES // logits_TV.shape[1])
+    num_tokens = max(1, (GPU_CHUNK_ENTRIES if logits_TV.is_cuda else CHUNK_ENTRIES) // logits_TV.shape[1])
     chunks = zip(logits_TV.split(num_tokens), target_ids_T.long().split(num_tokens), strict=True)
     parts = [_token_logprobs(logits.float(), targets, k) for logits, targets in chunks]
     return TokenLogprobs(*map(torch.cat, zip(*parts, strict=True)))

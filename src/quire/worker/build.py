@@ -83,7 +83,10 @@ def runs_on_triton(config: EngineConfig) -> bool:
 
 def _backend(config: EngineConfig, dtype: torch.dtype, head_size: int) -> ModuleType:
     name, block_size = config.device.attention_backend, config.cache.block_size
-    names = PREFERRED[config.device.device] if name == "auto" else (name,)
+    preferred = PREFERRED[config.device.device]
+    if config.device.device == "cuda" and name not in ("auto", *preferred):
+        raise ConfigError(f"--attention-backend {name} is for the CPU: leave it out, or add --device cpu")
+    names = preferred if name == "auto" else (name,)
     for candidate in names:
         backend = registry.load("quire.layers.attention", candidate)
         if backend.supports(dtype, head_size, block_size):

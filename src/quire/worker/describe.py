@@ -18,11 +18,13 @@ from quire.layers.linear import Linear
 from quire.worker.build import DTYPES, build
 from quire.worker.kv_cache import kv_specs
 from quire.worker.load import wanted_shapes
-from quire.worker.worker import kv_memory_bytes
+from quire.worker.worker import device_module, kv_memory_bytes
 
 
 def describe(config: EngineConfig) -> dict[str, Any]:
     """`config` is resolved."""
+    if config.device.device == "cuda":
+        device_module().open(torch.device("cuda"))
     files = find(config.model.model)
     hf_config = read_config(files)
     model = build(config, hf_config)

@@ -4,15 +4,17 @@ Started by `executor/` by dotted path. Must not know requests, text or clients.
 """
 
 import contextlib
-import gc
+import importlib
 import logging
 import time
+from types import ModuleType
 
 import torch
 
 from quire.checkpoint.find import find
 from quire.checkpoint.hf_config import read_config
 from quire.config import EngineConfig
+from quire.errors import ConfigError
 from quire.kv.groups import form_layout
 from quire.kv.specs import KVLayout, KVSpec
 from quire.layers.linear import Linear
@@ -33,6 +35,14 @@ def kv_memory_bytes(config: EngineConfig) -> int:
     return min(MAX_CPU_KV_BYTES, int(available_bytes() * config.cache.gpu_memory_utilization))
 
 
+def device_module() -> ModuleType:
+    """`worker/gpu/device.py`, which needs Triton: it comes with torch's builds for GPUs."""
+    try:
+        return importlib.import_module("quire.worker.gpu.device")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"GPU kernels need {error.name}, which is not installed: pip install {error.name}, or add --device cpu") from None
+
+
 class Worker:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -40,9 +50,7 @@ class Worker:
         torch.set_num_threads(config.device.num_threads)
         self.on_triton = runs_on_triton(config)
         if self.on_triton:
-            from quire.worker.gpu import device
-
-            device.open(self.device)
+            device_module().open(self.device)
         started = time.monotonic()
         files = find(config.model.model)
         hf_config = read_config(files)
@@ -67,11 +75,9 @@ class Worker:
     def kv_memory_bytes(self) -> int:
         if self.device.type == "cpu":
             return kv_memory_bytes(self.config)
-        from quire.worker.gpu import device
-
         layout = form_layout(self.kv_specs(), self.config.cache.block_size, num_blocks=2)
         with self._capacity("running the largest step"):
-            return device.kv_memory_bytes(self.config, lambda: self._runner(layout).rehearse())
+            return device_module().kv_memory_bytes(self.config, lambda: self._runner(layout))
 
     def allocate(self, layout: KVLayout) -> None:
         started = time.monotonic()
@@ -98,16 +104,13 @@ class Worker:
     def _capacity(self, what: str) -> contextlib.AbstractContextManager:
         if self.device.type == "cpu":
             return contextlib.nullcontext()
-        from quire.worker.gpu import device
-
-        return device.capacity(what)
+        return device_module().capacity(what)
 
     def close(self) -> None:
         """Gives the device's memory back."""
         self.model = self.runner = None
         if self.device.type == "cuda":
-            gc.collect()  # layers, caches and recorded graphs refer to each other
-            torch.cuda.empty_cache()
+            device_module().release()
 
     def forward(self, plan: StepPlan) -> None:
         self.runner.forward(plan)

@@ -385,6 +385,8 @@ WRONG = [
     {"max_tokens": 0},
     {"max_tokens": 1.5},
     {"min_tokens": 20, "max_tokens": 10},
+    {"top_k": 2**63},  # more than a message or a tensor holds
+    {"max_tokens": 2**64},
     {"top_logprobs": 2},
     {"logprobs": True, "top_logprobs": 1000},
     {"logit_bias": {"x": 1}},

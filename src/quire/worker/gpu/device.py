@@ -4,6 +4,7 @@ Called by the worker. Errors here are told to people: one sentence, and what to 
 """
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 
 import torch
@@ -11,8 +12,10 @@ import torch
 from quire.config import EngineConfig
 from quire.errors import CapacityError, ConfigError, EngineError
 from quire.ops.launch import INTERPRETED
+from quire.worker.gpu.runner import Runner
 
 GIB = 2**30
+OLDEST = (8, 0)  # compute capability: bfloat16 products
 RESERVE_BYTES = 256 << 20  # for what others on the card, the driver and fragmentation take
 
 
@@ -27,6 +30,8 @@ def open(device: torch.device) -> None:
         torch.cuda.mem_get_info()
     except (RuntimeError, AssertionError) as error:
         raise EngineError(f"the GPU cannot be used ({_first_line(error)}): see nvidia-smi, or add --device cpu") from None
+    if torch.cuda.get_device_capability() < OLDEST:
+        raise ConfigError(f"the {torch.cuda.get_device_name()} is older than what the kernels are made for (Ampere): add --device cpu")
     torch.backends.cuda.matmul.allow_tf32 = False  # float32 means float32
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
@@ -40,29 +45,40 @@ def capacity(what: str) -> Iterator[None]:
         free, total = torch.cuda.mem_get_info()
         raise CapacityError(
             f"the GPU's memory ended while {what}: {free / GIB:.1f} of {total / GIB:.1f} GiB are free. Use a smaller model or dtype, "
-            "lower --gpu-memory-utilization or --max-num-batched-tokens, or stop what else runs there (nvidia-smi shows it)"
+            "lower --gpu-memory-utilization, --max-num-batched-tokens, --max-num-seqs or --max-model-len, or stop what else runs there "
+            "(nvidia-smi shows it)"
         ) from None
 
 
-def kv_memory_bytes(config: EngineConfig, rehearse: Callable[[], None]) -> int:
-    """The share of the card that is the engine's, less what is taken and what a step takes at most (`rehearse` runs the largest)."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+def kv_memory_bytes(config: EngineConfig, make_runner: Callable[[], Runner]) -> int:
+    """The share of the card that is the engine's, less what is taken, what a runner keeps, and what a step takes at most."""
     before = torch.cuda.memory_allocated()
-    rehearse()
+    runner = make_runner()
+    kept = torch.cuda.memory_allocated() - before
+    torch.cuda.reset_peak_memory_stats()
+    runner.rehearse()
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    torch.cuda.empty_cache()
+    peak = torch.cuda.max_memory_allocated() - before - kept
+    runner.close()
+    del runner
+    release()
     free, total = torch.cuda.mem_get_info()
     # A step takes its peak once in torch's own cache and once more, at most, in the graphs' memory.
-    room = int(total * config.cache.gpu_memory_utilization) - (total - free) - 2 * peak - RESERVE_BYTES
+    room = int(total * config.cache.gpu_memory_utilization) - (total - free) - kept - 2 * peak - RESERVE_BYTES
     if room <= 0:
         raise CapacityError(
-            f"no memory is left for KV blocks: of {total / GIB:.1f} GiB, {(total - free) / GIB:.1f} are taken and a step needs "
-            f"{2 * peak / GIB:.1f}: raise --gpu-memory-utilization ({config.cache.gpu_memory_utilization}), "
-            "lower --max-num-batched-tokens, or use a smaller model"
+            f"no memory is left for KV blocks: of {total / GIB:.1f} GiB, {(total - free) / GIB:.1f} are taken and steps need "
+            f"{(kept + 2 * peak) / GIB:.1f}: raise --gpu-memory-utilization ({config.cache.gpu_memory_utilization}), "
+            "lower --max-num-batched-tokens or --max-num-seqs, or use a smaller model"
         )
     return room
+
+
+def release() -> None:
+    """Gives unused memory back to the card."""
+    gc.collect()  # layers, caches and recorded graphs refer to each other
+    torch._C._cuda_clearCublasWorkspaces()  # kept per stream, in the memory of graphs that may be gone
+    torch.cuda.empty_cache()
 
 
 def _first_line(error: BaseException) -> str:

@@ -5,6 +5,7 @@ the engine starts; the rest one at a time between steps. Knows nothing of what i
 """
 
 import bisect
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Hashable
@@ -32,12 +33,13 @@ def fit(sizes: list[int], wanted: int) -> int:
 
 
 class Graphs:
-    """Graphs by key. `record(key)` runs what is to be recorded and returns its result, which every replay fills again."""
+    """Graphs by key. `record(key)` runs what is to be recorded; its results are what it leaves in buffers that stay."""
 
     def __init__(self, record: Callable[[Any], Any], device: torch.device) -> None:
         self.record = record
         self.enabled = device.type == "cuda"
-        self.graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self.failed: list[torch.cuda.CUDAGraph] = []  # kept: its memory is shared with the others
         self.wanted: list[Hashable] = []  # to be recorded, most urgent last
         if self.enabled:
             self.pool = torch.cuda.graph_pool_handle()
@@ -46,22 +48,25 @@ class Graphs:
     def __contains__(self, key: Hashable) -> bool:
         return key in self.graphs
 
-    def replay(self, key: Hashable) -> Any:
-        graph, result = self.graphs[key]
-        graph.replay()
-        return result
+    def replay(self, key: Hashable) -> None:
+        self.graphs[key].replay()
 
     def want(self, keys: list[Hashable], now: int) -> None:
         """The first `now` of them are recorded at once, the others later, in order."""
         if self.enabled:
             self.wanted = keys[::-1]
             for _ in range(now):
-                self.record_next()
+                self.capture(self.wanted.pop())
 
     def record_next(self) -> None:
-        """Records one that is wanted: some 20 ms of the host's time, none of the device's."""
-        if self.wanted:
+        """Records one that is wanted: some 20 ms of the host's time, none of the device's. Where it cannot be, steps go on without."""
+        if not self.wanted:
+            return
+        try:
             self.capture(self.wanted.pop())
+        except RuntimeError as error:
+            log.warning("no more graphs are recorded, steps of other sizes will be slower: %s", str(error).split("\n")[0][:200])
+            self.wanted = []
 
     def capture(self, key: Hashable) -> None:
         started = time.perf_counter()
@@ -70,8 +75,12 @@ class Graphs:
         with torch.cuda.stream(self.stream):
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
-                result = self.record(key)
-            finally:
-                graph.capture_end()
-        self.graphs[key] = graph, result
+                self.record(key)
+            except BaseException:
+                self.failed.append(graph)
+                with contextlib.suppress(RuntimeError):  # it would hide the reason
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        self.graphs[key] = graph
         log.debug("recorded %s in %.0f ms", key, 1e3 * (time.perf_counter() - started))

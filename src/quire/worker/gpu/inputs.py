@@ -110,7 +110,7 @@ class StepInputs:
         """The step's own, without padding."""
         spans, first = [], 0
         for start, count in zip(plan.starts, plan.num_tokens):
-            if start == 0 and count >= self.fresh_from:
+            if start == 0 and count >= self.fresh_from and count % fresh.STEP == 0:
                 spans.append((first, count))
             first += count
         num_rows, num_decodes = len(plan.rows), plan.num_tokens.count(1)
@@ -136,7 +136,9 @@ class StepInputs:
         _pad(host["sample_rows"], rows[which], None, NO_ROW)
         _pad(host["sample_positions"], (starts + counts)[which], None, 0)
         columns = np.stack((ends - counts, counts, starts + counts, rows))
-        prefills = (counts > 1) & ((starts > 0) | (counts < self.fresh_from)) if shape.fresh else counts > 1
+        prefills = counts > 1
+        if shape.fresh:
+            prefills &= ~np.isin(ends - counts, [first for first, _ in shape.fresh])
         parts = columns[:, counts == 1], columns[:, prefills]
         for idx, work in enumerate(chain(*self.works)):
             part, host_units = parts[idx % 2], self.host_units[idx]

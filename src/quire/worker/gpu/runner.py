@@ -38,7 +38,7 @@ class _Launched:
     """What `sample` needs of a forward pass."""
 
     plan: StepPlan
-    hidden_TD: Tensor
+    hidden_TD: Tensor  # of all tokens, where prompt logprobs are owed; else nobody asks
     num_samples: int
 
 
@@ -64,23 +64,37 @@ class Runner:
 
     @torch.inference_mode()
     def rehearse(self) -> None:
-        """Runs the largest step, and one as it is decoded, on nobody's rows: kernels are compiled and loaded, memory is taken as
-        it will be."""
+        """Runs the largest step, and one as it is decoded, on nobody's rows: kernels are compiled and loaded, libraries set up (which
+        must not happen while a graph is recorded), memory is taken as it will be."""
         for shape in (mixed_shape(self.num_rows, self.max_tokens), decode_shape(self.num_rows), decode_shape(1)):
             self.inputs.fill(StepPlan(-1, [], [], [], [], [], []), shape)
             self._forward(shape)
         for random in (True, False):
             self._sample(SampleShape(self.num_rows, random))
+        logits_SV = self.model.logits(self.last_hidden)
+        self._choose(logits_SV, random=True, restricted=True, penalized=True)
+        copies = [logits_SV.float() for _ in range(3)]  # what editing and logprobs hold at once
+        del copies
 
     @torch.inference_mode()
     def get_ready(self) -> None:
         """The commonest shapes are recorded now, the largest of them first so that the others fit into its memory; the rest later."""
+        if not self.forwards.enabled:
+            return
+        self.rehearse()
         first = [size for size in self.row_sizes if size in FIRST_ROWS or size == self.num_rows]
         decodes = [decode_shape(size) for size in sorted(self.row_sizes, key=lambda s: (s not in first, -s))]
         mixed = [mixed_shape(self.num_rows, size) for size in reversed(self.token_sizes)]
         samplings = [SampleShape(shape.num_samples, random) for shape in decodes for random in (True, False)]
         self.forwards.want(mixed[:1] + decodes + mixed[1:], now=1 + len(first))
         self.samplings.want(samplings, now=2 * len(first))
+
+    def close(self) -> None:
+        """Lets go of what the model still names, and of what refers back here."""
+        context = self.model.context
+        context.tables.clear()
+        context.slots_T.clear()
+        context.wanted = self.forwards = self.samplings = self.model = None
 
     # -- forward ---------------------------------------------------------------------------------------------------------
 
@@ -90,9 +104,9 @@ class Runner:
         shape, recorded = self._shape(plan)
         if plan.rows:  # empty steps are legal
             self.inputs.fill(plan, shape)
-            hidden_TD = self.forwards.replay(shape) if recorded else self._forward(shape)
-        else:
-            hidden_TD = self.last_hidden[:0]
+        if recorded:
+            self.forwards.replay(shape)
+        hidden_TD = self.last_hidden[:0] if recorded or not plan.rows else self._forward(shape)
         self.launched = _Launched(plan, hidden_TD, sum(plan.samples))
 
     def _shape(self, plan: StepPlan) -> tuple[Shape, bool]:
