@@ -64,7 +64,7 @@ def test_tokens_equal_the_cpus_with_chunked_prompts_and_prefix_hits(model, depth
 
 def test_prompts_that_skip_the_cache_give_the_same_tokens(model, monkeypatch):
     monkeypatch.setattr(fresh, "MIN_TOKENS", 16)
-    monkeypatch.setattr(fresh, "STEP", 8)
+    monkeypatch.setattr(fresh, "STEP", 1)
     monkeypatch.setattr(fresh, "supports", lambda like, head_size, window: True)
     called = []
     monkeypatch.setattr(triton, "fresh_attention", lambda *args, **options: called.append(args[3]) or fresh.fresh_attention(*args, **options))
