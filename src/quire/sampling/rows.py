@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.params import SamplingParams
+from quire.step import RowStart
 
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 INTS = ("seed", "choice_idx", "top_k", "min_tokens", "prompt_len")
@@ -98,6 +99,18 @@ class SamplingRows:
         if params.logprobs is not None:
             self.num_logprobs[row] = min(params.logprobs, self.vocab_size)
         self._set_sparse(row, params, bad_word_ids, stop_ids)
+
+    def start(self, start: RowStart) -> None:
+        """`set`, with what a plan says of a row that begins."""
+        self.set(
+            start.row,
+            start.params,
+            seed=start.seed,
+            choice_idx=start.choice_idx,
+            prompt_len=start.num_prompt_tokens,
+            bad_word_ids=start.bad_words,
+            stop_ids=start.stop_ids,
+        )
 
     def _set_sparse(
         self, row: int, params: SamplingParams, bad_word_ids: Sequence[Sequence[int]], stop_ids: Iterable[int]

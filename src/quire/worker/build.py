@@ -78,7 +78,7 @@ def attach(model: nn.Module, config: EngineConfig) -> None:
 
 def runs_on_triton(config: EngineConfig) -> bool:
     """A GPU does; a CPU only if told to, in Triton's interpreter: that is how tests run what GPUs run."""
-    return config.device.device == "cuda" or config.device.attention_backend == "triton"
+    return config.device.device == "cuda" or config.device.attention_backend in PREFERRED["cuda"]
 
 
 def _backend(config: EngineConfig, dtype: torch.dtype, head_size: int) -> ModuleType:

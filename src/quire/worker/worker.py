@@ -49,6 +49,7 @@ class Worker:
         self.dtype, self.device = DTYPES[config.model.dtype], torch.device(config.device.device)
         torch.set_num_threads(config.device.num_threads)
         self.on_triton = runs_on_triton(config)
+        self.is_rehearsed = False  # a GPU has run the largest step once
         if self.on_triton:
             device_module().open(self.device)
         started = time.monotonic()
@@ -75,6 +76,7 @@ class Worker:
     def kv_memory_bytes(self) -> int:
         if self.device.type == "cpu":
             return kv_memory_bytes(self.config)
+        self.is_rehearsed = True
         layout = form_layout(self.kv_specs(), self.config.cache.block_size, num_blocks=2)
         with self._capacity("running the largest step"):
             return device_module().kv_memory_bytes(self.config, lambda: self._runner(layout))
@@ -83,6 +85,8 @@ class Worker:
         started = time.monotonic()
         with self._capacity("making the KV cache"):
             self.runner = self._runner(layout)
+            if self.device.type == "cuda" and not self.is_rehearsed:  # the number of blocks was given: nothing has run yet
+                self.runner.rehearse()
             self.runner.get_ready()
         log.info("runner ready in %.2f s", time.monotonic() - started)
 

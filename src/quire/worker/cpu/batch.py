@@ -46,15 +46,7 @@ class Batch:
         self.prompt_lens[row] = start.num_prompt_tokens
         for lens in self.table_lens:
             lens[row] = 0
-        self.sampling.set(
-            row,
-            start.params,
-            seed=start.seed,
-            choice_idx=start.choice_idx,
-            prompt_len=start.num_prompt_tokens,
-            bad_word_ids=start.bad_words,
-            stop_ids=start.stop_ids,
-        )
+        self.sampling.start(start)
         self.prompt_logprobs.pop(row, None)
         if start.params.prompt_logprobs is not None:
             self.prompt_logprobs[row] = (start.params.prompt_logprobs, start.num_prompt_logprobs)

@@ -81,7 +81,6 @@ class Runner:
         """The commonest shapes are recorded now, the largest of them first so that the others fit into its memory; the rest later."""
         if not self.forwards.enabled:
             return
-        self.rehearse()
         first = [size for size in self.row_sizes if size in FIRST_ROWS or size == self.num_rows]
         decodes = [decode_shape(size) for size in sorted(self.row_sizes, key=lambda s: (s not in first, -s))]
         mixed = [mixed_shape(self.num_rows, size) for size in reversed(self.token_sizes)]
@@ -133,6 +132,7 @@ class Runner:
         context.slots_T[:] = [slots[:count] for slots in inputs.slots]
         context.tables[:] = [
             AttentionTables(
+                # Kernels read the work list; lengths are for backends that have none, which no runner of GPUs uses.
                 query_starts=step[2], context_lens=step[1], block_table=table, block_size=group.block_size, max_query_len=longest,
                 max_context_len=0, rows=step[0], work=inputs.work(group_idx, shape), fresh=shape.fresh,
             )
