@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.ops.ref.gguf import dequantize
 
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class RawTensor:
         """The numbers, in memory of their own. What needs no decoding goes to the device as it is and is converted there."""
         if torch.device(device).type == "cpu":
             return dequantize(self.type_name, self.raw, self.shape, dtype)
-        if self.type_name not in _PLAIN:
+        if self.type_name not in PLAIN:
             return dequantize(self.type_name, self.raw, self.shape, dtype).to(device)
-        return self.raw.to(device).view(_PLAIN[self.type_name]).view(self.shape).to(dtype)
+        return self.raw.to(device).view(PLAIN[self.type_name]).view(self.shape).to(dtype)
 
 
 class LinearMethod(ABC):

@@ -30,10 +30,10 @@ def grammar_mask(logits_RV: Tensor, mask_RW: Tensor) -> None:
         logits.masked_fill_(forbidden[:, : logits.shape[1]], FORBIDDEN)
 
 
-def allowed_token_ids(logits_RV: Tensor, rows: list[int], row_N: Tensor, ids_N: Tensor) -> None:
-    """Forbids everything but the ids named for each of `rows`."""
+def allowed_token_ids(logits_RV: Tensor, row_M: Tensor, row_N: Tensor, ids_N: Tensor) -> None:
+    """Forbids everything but the ids named for each of the rows `row_M`."""
     kept_N = logits_RV[row_N, ids_N]
-    logits_RV[rows] = FORBIDDEN
+    logits_RV.index_fill_(0, row_M, FORBIDDEN)
     logits_RV[row_N, ids_N] = kept_N
 
 

@@ -8,10 +8,12 @@ say which rows use what: a stage that no row of a step needs is skipped.
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.transfer import on_device
 from quire.params import SamplingParams
 from quire.step import RowStart
 
@@ -120,7 +122,7 @@ class SamplingRows:
             self.allowed[row] = (self._tensor(sorted({i for i in params.allowed_token_ids if self._valid(i)})),)
         bias = {i: float(value) for i, value in params.logit_bias.items() if self._valid(i)}
         if bias:
-            self.bias[row] = self._tensor(list(bias)), torch.tensor(list(bias.values()), device=self.device)
+            self.bias[row] = self._tensor(list(bias)), on_device(list(bias.values()), self.device, np.float32)
         words = [word for word in bad_word_ids if word and self._valid(word[-1])]
         if words:
             width = max(map(len, words)) - 1
@@ -159,7 +161,7 @@ class SamplingRows:
         return 0 <= token_id < self.vocab_size
 
     def _tensor(self, values: list) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return on_device(values, self.device)
 
 
 def users(rows: Sequence[int], table: Collection[int]) -> list[int]:
@@ -173,9 +175,7 @@ def entries(rows: Sequence[int], table: Mapping[int, tuple[Tensor, ...]]) -> tup
     parts = [table[rows[i]] for i in places]
     lengths = [len(part[0]) for part in parts]
     device = parts[0][0].device
-    place_N = torch.tensor(places, device=device).repeat_interleave(
-        torch.tensor(lengths, device=device), output_size=sum(lengths)
-    )
+    place_N = on_device([place for place, length in zip(places, lengths) for _ in range(length)], device)
     return place_N, *map(_stack, zip(*parts, strict=True))
 
 

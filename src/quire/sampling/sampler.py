@@ -21,6 +21,7 @@ from torch import Tensor
 
 from quire.ops.cpu.sampling import gumbel_argmax, row_argmax
 from quire.ops.ref.gumbel import gumbel_argmax as gumbel_argmax_of_candidates
+from quire.ops.transfer import on_device
 from quire.sampling import processors
 from quire.sampling.logprobs import TokenLogprobs, token_logprobs
 from quire.sampling.rows import SamplingRows, entries, users
@@ -105,12 +106,12 @@ def edit_sparsely(
     logits_RV: Tensor, rows: Sequence[int], batch: SamplingRows, tokens: Tensor, lengths: Tensor, mask_RW: Tensor | None = None
 ) -> None:
     """All that names tokens, in place; penalties come after it."""
-    rows_R = torch.tensor(rows, device=logits_RV.device)
+    rows_R = on_device(list(rows), logits_RV.device)
     if mask_RW is not None:
         processors.grammar_mask(logits_RV, mask_RW)
     if places := users(rows, batch.allowed):
         row_N, ids_N = entries(rows, batch.allowed)
-        processors.allowed_token_ids(logits_RV, places, row_N, ids_N)
+        processors.allowed_token_ids(logits_RV, on_device(places, logits_RV.device), row_N, ids_N)
     if users(rows, batch.bias):
         row_N, ids_N, bias_N = entries(rows, batch.bias)
         processors.logit_bias(logits_RV, row_N, ids_N, bias_N)

@@ -16,7 +16,8 @@ from quire.checkpoint.hf_config import gguf_architecture, gguf_name_to_hf, unper
 from quire.checkpoint.safetensors import SafetensorsFolder
 from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.layers.linear import Linear
-from quire.quant.base import RawTensor
+from quire.ops.transfer import Upload
+from quire.quant.base import PLAIN, RawTensor
 
 Taker = tuple[tuple[int, ...], Callable[[RawTensor], None]]  # expected shape, what to do with the tensor
 
@@ -135,6 +136,13 @@ def _from_safetensors(files: ModelFiles) -> Iterator[tuple[str, RawTensor]]:
                 raise UnsupportedModelError(f"{tensor.name} has type {tensor.dtype}, which is not supported yet")
             yield tensor.name, RawTensor(tensor.dtype, _bytes(checkpoint.data(tensor)), tensor.shape)
             checkpoint.forget(tensor)
+
+
+def uploaded(tensors: Iterator[tuple[str, RawTensor]], device: torch.device) -> Iterator[tuple[str, RawTensor]]:
+    """The same, what needs no decoding lying on the GPU already."""
+    upload = Upload(device)
+    for name, tensor in tensors:
+        yield name, RawTensor(tensor.type_name, upload(tensor.raw), tensor.shape) if tensor.type_name in PLAIN else tensor
 
 
 def dummy_tensors(model: nn.Module, seed: int, device: torch.device) -> Iterator[tuple[str, RawTensor]]:

@@ -11,9 +11,9 @@ import torch
 
 from quire.kv.specs import Group
 from quire.ops.step import scatter_segments
+from quire.ops.transfer import to_device
 from quire.sampling.rows import FLOATS, INTS, SamplingRows, Table
 from quire.step import RowStart, StepPlan
-from quire.worker.gpu.transfer import to_device
 
 
 class Batch:

@@ -12,6 +12,7 @@ import torch
 from quire.config import EngineConfig
 from quire.errors import CapacityError, ConfigError, EngineError
 from quire.ops.launch import INTERPRETED
+from quire.worker.gpu.failure import first_line
 from quire.worker.gpu.runner import Runner
 
 GIB = 2**30
@@ -29,7 +30,7 @@ def open(device: torch.device) -> None:
         torch.cuda.set_device(0)
         torch.cuda.mem_get_info()
     except (RuntimeError, AssertionError) as error:
-        raise EngineError(f"the GPU cannot be used ({_first_line(error)}): see nvidia-smi, or add --device cpu") from None
+        raise EngineError(f"the GPU cannot be used ({first_line(error)}): see nvidia-smi, or add --device cpu") from None
     if torch.cuda.get_device_capability() < OLDEST:
         raise ConfigError(f"the {torch.cuda.get_device_name()} is older than what the kernels are made for (Ampere): add --device cpu")
     torch.backends.cuda.matmul.allow_tf32 = False  # float32 means float32
@@ -79,7 +80,3 @@ def release() -> None:
     gc.collect()  # layers, caches and recorded graphs refer to each other
     torch._C._cuda_clearCublasWorkspaces()  # kept per stream, in the memory of graphs that may be gone
     torch.cuda.empty_cache()
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:200]

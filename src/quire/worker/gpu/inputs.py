@@ -17,8 +17,8 @@ from quire.layers.attention import Attention
 from quire.ops import fresh
 from quire.ops.attention import AttentionWork, config, max_split_units, max_units, plan_units
 from quire.ops.launch import num_multiprocessors
+from quire.ops.transfer import to_device
 from quire.step import StepPlan
-from quire.worker.gpu.transfer import to_device
 
 NO_ROW = -1
 UNIT_WORDS = 8

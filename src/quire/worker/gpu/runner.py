@@ -14,14 +14,15 @@ from quire.ops.elementwise import gather_rows
 from quire.ops.ref.attention import AttentionTables
 from quire.ops.sampling import SamplerColumns, Scratch, sample
 from quire.ops.step import place_slots, place_tokens
+from quire.ops.transfer import ToHost, on_device
 from quire.sampling.logprobs import TokenLogprobs, token_logprobs
 from quire.sampling.rows import users
 from quire.sampling.sampler import edit_sparsely
 from quire.step import StepPlan, StepResult
 from quire.worker.gpu.batch import Batch
+from quire.worker.gpu.failure import told
 from quire.worker.gpu.graphs import Graphs, fit, ladder
 from quire.worker.gpu.inputs import Shape, StepInputs, decode_shape, mixed_shape
-from quire.worker.gpu.transfer import ToHost
 from quire.worker.logprobs import LOGPROBS_AT_ONCE, entries, prompt_span
 
 FIRST_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # recorded before the first request is served
@@ -97,6 +98,7 @@ class Runner:
 
     # -- forward ---------------------------------------------------------------------------------------------------------
 
+    @told
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> None:
         self.batch.update(plan)
@@ -149,6 +151,7 @@ class Runner:
 
     # -- sample ----------------------------------------------------------------------------------------------------------
 
+    @told
     @torch.inference_mode()
     def sample(self) -> "Pending":
         """Chooses tokens for the rows of the last forward that ask for one; they are appended on the device at once."""
@@ -179,7 +182,8 @@ class Runner:
         sampling, count = self.batch.sampling, len(rows)
         logits_SV = self.model.logits(self.last_hidden[:count])
         asked = users(rows, sampling.num_logprobs)
-        raw_LV = logits_SV[asked].float() if asked else None
+        asked_L = on_device(asked, self.device)
+        raw_LV = logits_SV[asked_L].float() if asked else None
         if sampling.edits_sparsely(rows):
             logits_SV = self._edited(logits_SV.float(), rows)
         self._choose(
@@ -190,7 +194,7 @@ class Runner:
         )
         if asked:
             num_top = [sampling.num_logprobs[rows[i]] for i in asked]
-            columns = token_logprobs(raw_LV, self.out_ids[asked].long(), max(num_top))
+            columns = token_logprobs(raw_LV, self.out_ids[asked_L].long(), max(num_top))
             pending.add_logprobs(asked, num_top, columns)
 
     def _edited(self, logits_SV: Tensor, rows: list[int]) -> Tensor:
@@ -244,6 +248,7 @@ class Pending:
         """`idx`: in the plan's rows; the parts of a row come in order."""
         self.prompt_logprobs.append((idx, num_top, ToHost(targets_T, *columns)))
 
+    @told
     def result(self) -> StepResult:
         token_ids = self.token_ids.wait()[0].tolist()
         which = [idx for idx, samples in enumerate(self.plan.samples) if samples]

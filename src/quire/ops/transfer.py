@@ -1,11 +1,14 @@
 """Copies between host and device that nobody waits for.
 
-Pinned memory comes from torch's own cache, which gives a buffer out again only when the copy that used it is done.
+Pinned memory comes from torch's own cache, which gives a buffer out again only when the copy that used it is done. `torch.tensor` on
+a GPU, or a list as an index, would wait for all that the device has to do.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
+
+UPLOAD_BYTES = 32 << 20
 
 
 def to_device(values: np.ndarray, device: torch.device, out: Tensor | None = None) -> Tensor:
@@ -16,6 +19,31 @@ def to_device(values: np.ndarray, device: torch.device, out: Tensor | None = Non
     pinned = torch.empty(values.shape, dtype=torch.from_numpy(values[:0]).dtype, pin_memory=True)
     pinned.numpy()[...] = values
     return pinned.to(device, non_blocking=True) if out is None else out.copy_(pinned, non_blocking=True)
+
+
+def on_device(values: list, device: torch.device, dtype: type = np.int64) -> Tensor:
+    """`torch.tensor(values)` for lists: ids and places (int64) unless told otherwise."""
+    return to_device(np.array(values, dtype), device)
+
+
+class Upload:
+    """Large arrays of bytes to a GPU: one of two pinned buffers is filled, by all threads, while the other is on its way."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.buffers = [torch.empty(UPLOAD_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self.sent = [torch.cuda.Event() for _ in self.buffers]
+        self.turn = 0
+
+    def __call__(self, raw: Tensor) -> Tensor:
+        out = torch.empty_like(raw, device=self.device)
+        for source, target in zip(raw.split(UPLOAD_BYTES), out.split(UPLOAD_BYTES)):
+            self.turn = 1 - self.turn
+            self.sent[self.turn].synchronize()
+            buffer = self.buffers[self.turn][: len(source)]
+            target.copy_(buffer.copy_(source), non_blocking=True)
+            self.sent[self.turn].record()
+        return out
 
 
 class ToHost:

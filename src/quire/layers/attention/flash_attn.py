@@ -1,0 +1,75 @@
+"""FlashAttention, where it is installed and `--attention-backend flash_attn` asks for it: 16-bit floats, head sizes to 256.
+
+Version 3 (`flash_attn_interface`, for Hopper) takes blocks of any size; where only version 2 (`flash_attn`) is installed, blocks are
+multiples of 256 tokens. Written for flash-attn 2.8.3 and the interface in its folder `hopper`. All that is read lies on the device,
+so steps can be recorded. There are no attention sinks.
+"""
+
+import functools
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from quire.errors import ConfigError
+from quire.ops.attention import cache_view
+from quire.ops.elementwise import rope_and_write
+from quire.ops.ref.attention import AttentionTables
+
+__all__ = ["READS_WORK", "paged_attention", "rope_and_write", "supports"]
+
+READS_WORK = False
+
+
+@functools.cache
+def _library() -> tuple[int, ModuleType]:
+    """(major version, module), the newest there is."""
+    for version, name in ((3, "flash_attn_interface"), (2, "flash_attn")):
+        try:
+            return version, importlib.import_module(name)
+        except ImportError:
+            continue
+    raise ConfigError("--attention-backend flash_attn needs FlashAttention: pip install flash-attn, or leave the flag out")
+
+
+def supports(dtype: torch.dtype, head_size: int, block_size: int) -> bool:
+    version, _ = _library()
+    fits = head_size % 8 == 0 and head_size <= 256 and (version == 3 or block_size % 256 == 0)
+    return dtype in (torch.float16, torch.bfloat16) and fits
+
+
+def paged_attention(
+    q_THD: Tensor,
+    cache: Tensor,
+    tables: AttentionTables,
+    *,
+    scale: float,
+    window: int = 0,
+    num_sink_tokens: int = 0,
+    sinks_H: Tensor | None = None,
+    softcap: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As the twin, but for sinks; the output of padding may be anything."""
+    if sinks_H is not None or num_sink_tokens:
+        raise ConfigError("FlashAttention has no attention sinks, which this model uses: leave out --attention-backend flash_attn")
+    version, library = _library()
+    keys, values = cache_view(cache).transpose(2, 3).unbind(1)  # [blocks, block_size, K, D]; the library takes any strides
+    rows, block_table = tables.rows, tables.block_table
+    block_table = block_table if rows is None else block_table.index_select(0, rows.clamp(min=0))  # padding sees no key in any row
+    window_size = (window - 1, 0) if window else (-1, -1)  # before and behind the query itself
+    options = dict(softmax_scale=scale, causal=True, window_size=window_size, softcap=softcap)
+    if version == 3:
+        found = library.flash_attn_with_kvcache(
+            q_THD, keys, values, cache_seqlens=tables.context_lens, page_table=block_table,
+            cu_seqlens_q=tables.query_starts, max_seqlen_q=tables.max_query_len, **options,
+        )  # fmt: skip
+    else:
+        ends = tables.context_lens.cumsum(0, dtype=torch.int32)  # their differences are the lengths; blocks are found by the table
+        most = block_table.shape[1] * tables.block_size
+        found = library.flash_attn_varlen_func(
+            q_THD, keys, values, tables.query_starts, torch.nn.functional.pad(ends, (1, 0)), tables.max_query_len, most,
+            block_table=block_table, **options,
+        )  # fmt: skip
+    return found if out is None else out.copy_(found)

@@ -1,0 +1,118 @@
+"""FlashInfer, where it is installed and `--attention-backend flashinfer` asks for it: 16-bit floats, head sizes 64, 128 and 256.
+
+Written for flashinfer-python 0.7.2. It plans each step on the host, so steps are not recorded, and planning waits for the step before.
+There are no attention sinks.
+
+Shape letters: T query tokens of the step, R rows, H query heads, K key/value heads, D head size, N blocks of all rows.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.errors import ConfigError
+from quire.ops.attention import cache_view
+from quire.ops.elementwise import rope_and_write
+from quire.ops.ref.attention import AttentionTables
+
+__all__ = ["READS_WORK", "RECORDABLE", "paged_attention", "rope_and_write", "supports"]
+
+READS_WORK = False
+RECORDABLE = False
+WORKSPACE_BYTES = 128 << 20  # as its makers advise; for partial results of one launch, so all layers share it
+IMPLEMENTATION = "auto"  # which of its kernels: it takes the best for the card
+
+
+class Kind(NamedTuple):
+    """What the layers of a plan have in common."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    scale: float
+    window: int
+    softcap: float
+
+
+class Planned:
+    """The library's plan of a step, made when the first layer of a kind comes by."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.wrapper = _library().BatchPrefillWithPagedKVCacheWrapper(_workspace(kind.device), "HND", backend=IMPLEMENTATION)
+        self.tables: AttentionTables | None = None
+        self.num_tokens = 0
+
+    def plan(self, tables: AttentionTables) -> None:
+        """The copies to the host wait for the device. That must be: the last plan may still be on its way out of the wrapper's memory."""
+        kind, size, table = self.kind, tables.block_table.shape[1], tables.block_table
+        query_starts, context_lens = tables.query_starts.cpu(), tables.context_lens.cpu()
+        rows_R = torch.arange(len(context_lens)) if tables.rows is None else tables.rows.cpu().clamp(min=0)
+        # A padding row has no context: it gets its own tokens' worth of whatever blocks, as the library wants one at least.
+        lens_R = torch.maximum(context_lens, query_starts.diff().clamp(min=1))
+        counts_R = (lens_R + kind.block_size - 1) // kind.block_size
+        ends_R = counts_R.cumsum(0, dtype=torch.int32)
+        column_N = torch.arange(int(ends_R[-1])) - (ends_R - counts_R).repeat_interleave(counts_R)
+        place_N = rows_R.repeat_interleave(counts_R) * table.stride(0) + column_N.clamp(max=size - 1)
+        block_N = table.as_strided((table.shape[0] * table.stride(0),), (1,))[place_N.to(table.device)]
+        self.wrapper.plan(
+            query_starts, torch.nn.functional.pad(ends_R, (1, 0)), block_N.clamp(min=0),  # stale entries are negative
+            lens_R - (counts_R - 1) * kind.block_size, kind.num_heads, kind.num_kv_heads, kind.head_size, kind.block_size,
+            causal=True, sm_scale=kind.scale, window_left=kind.window - 1, logits_soft_cap=kind.softcap,
+            q_data_type=kind.dtype, kv_data_type=kind.dtype,
+        )  # fmt: skip
+        self.tables, self.num_tokens = tables, int(query_starts[-1])
+
+
+def supports(dtype: torch.dtype, head_size: int, block_size: int) -> bool:
+    _library()
+    return dtype in (torch.float16, torch.bfloat16) and head_size in (64, 128, 256)
+
+
+def paged_attention(
+    q_THD: Tensor,
+    cache: Tensor,
+    tables: AttentionTables,
+    *,
+    scale: float,
+    window: int = 0,
+    num_sink_tokens: int = 0,
+    sinks_H: Tensor | None = None,
+    softcap: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As the twin, but for sinks; `out` is contiguous. `tables` that are the same object are planned once."""
+    if sinks_H is not None or num_sink_tokens:
+        raise ConfigError("this FlashInfer backend has no attention sinks, which the model uses: leave out --attention-backend flashinfer")
+    (_, H, D), (_, _, block_size, K, _) = q_THD.shape, cache.shape
+    planned = _planned(Kind(q_THD.device, q_THD.dtype, H, K, D, block_size, scale, window, softcap))
+    if planned.tables is not tables:
+        planned.plan(tables)
+    out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device) if out is None else out
+    count = planned.num_tokens
+    # Dependent launch is left out: our kernels count on everyone before them to have waited for those before.
+    planned.wrapper.run(q_THD[:count], cache_view(cache), out=out[:count], enable_pdl=False)
+    return out
+
+
+@functools.cache
+def _planned(kind: Kind) -> Planned:
+    return Planned(kind)
+
+
+@functools.cache
+def _workspace(device: torch.device) -> Tensor:
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+def _library() -> Any:
+    try:
+        import flashinfer
+    except ImportError:
+        raise ConfigError("--attention-backend flashinfer needs FlashInfer: pip install flashinfer-python, or leave the flag out") from None
+    return flashinfer
