@@ -15,8 +15,9 @@ FILES = sorted(SOURCE.rglob("*.py"))
 BASE = {"config", "params", "outputs", "messages", "step", "errors", "env", "utils", "registry", "kv.specs", "checkpoint", "metrics"}
 MAY_IMPORT = {
     "api": {"frontend", "api"},
-    "frontend": {"frontend"},
-    "core": {"core", "kv", "executor.base"},
+    "frontend": {"frontend", "structured.spec"},
+    "core": {"core", "kv", "executor.base", "structured"},
+    "structured": {"structured"},
     "kv": {"kv"},
     "executor": {"executor"},
     "worker": {"worker", "models", "layers", "quant", "sampling", "ops", "kv.groups"},
@@ -29,7 +30,7 @@ MAY_IMPORT = {
     "config": {"config", "errors"},
     "params": {"errors"},
     "outputs": set(),
-    "messages": {"config", "params", "step"},
+    "messages": {"config", "params", "step", "structured.spec"},
     "step": {"params"},
     "errors": set(),
     "env": set(),

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.frontend.async_llm import AsyncLLM
     from quire.outputs import CompletionOutput, RequestOutput
-    from quire.params import SamplingParams
+    from quire.params import SamplingParams, StructuredOutputs
 
 __version__ = "0.1.0"
 
@@ -18,12 +18,13 @@ _HOMES = {
     "AsyncLLM": "quire.frontend.async_llm",
     "LLM": "quire.api.llm",
     "SamplingParams": "quire.params",
+    "StructuredOutputs": "quire.params",
     "EngineConfig": "quire.config",
     "RequestOutput": "quire.outputs",
     "CompletionOutput": "quire.outputs",
 }
 
-__all__ = ["AsyncLLM", "CompletionOutput", "EngineConfig", "LLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["AsyncLLM", "CompletionOutput", "EngineConfig", "LLM", "RequestOutput", "SamplingParams", "StructuredOutputs", "__version__"]
 
 
 def __getattr__(name: str) -> object:

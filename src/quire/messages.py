@@ -9,6 +9,23 @@ import msgspec
 from quire.config import EngineConfig
 from quire.params import SamplingParams
 from quire.step import TokenLogprobs
+from quire.structured.spec import GrammarSpec
+
+
+class Thinking(msgspec.Struct, array_like=True):
+    """How a model's thinking is told from its answer, in tokens."""
+
+    is_open: bool  # the prompt ends in the middle of it
+    start_id: int | None  # opens it, where one token does
+    end_ids: list[int]  # close it
+    budget: int | None = None  # after so many tokens it is closed
+
+
+class Constraint(msgspec.Struct, array_like=True):
+    """What an answer must look like. A grammar begins to count after the thinking."""
+
+    grammar: GrammarSpec | None = None
+    thinking: Thinking | None = None
 
 
 class AddRequest(msgspec.Struct, array_like=True, tag="add"):
@@ -22,6 +39,16 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add"):
     bad_words: list[list[int]] = []
     priority: int = 0  # lower runs earlier
     cache_salt: str = ""
+    constraint: Constraint | None = None
+
+
+class Vocabulary(msgspec.Struct, array_like=True, tag="vocabulary"):
+    """What tokens spell, for grammars; a core is told before its first request with a constraint."""
+
+    tokens: list[bytes]  # by id
+    special_ids: list[int]  # never text
+    stop_ids: list[int]  # that end an answer
+    size: int  # of the model's logits: at least as many as there are tokens
 
 
 class Abort(msgspec.Struct, array_like=True, tag="abort"):
@@ -45,6 +72,7 @@ class ChoiceDelta(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs: list[TokenLogprobs] = []
     num_cached_tokens: int = 0  # with the first token
     queue_s: float = 0.0  # how long it waited for its first step; with the first token
+    error: str = ""  # with "error": what is wrong with the request, if that is the reason
 
 
 class EngineStats(msgspec.Struct, array_like=True, gc=False):
@@ -83,7 +111,7 @@ class Checked(msgspec.Struct, array_like=True, tag="checked"):
     problem: str = ""
 
 
-ToCore = AddRequest | Abort | Check
+ToCore = AddRequest | Vocabulary | Abort | Check
 FromCore = Ready | Failed | StepOutputs | Checked
 
 

@@ -5,6 +5,7 @@ Must not know anything about models: limits that depend on one (vocabulary, cont
 """
 
 import math
+from typing import Any
 
 import msgspec
 
@@ -22,6 +23,26 @@ MIN_TEMPERATURE = 1e-5  # anything below samples greedily: dividing by it would 
 MAX_TEMPERATURE = 100.0
 SEED_LIMIT = 2**63
 LARGEST_INT = 2**63 - 1  # what messages and tensors hold
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What an answer must look like: one of these."""
+
+    json: dict[str, Any] | bool | str | None = None  # a JSON schema, or its text
+    json_object: bool = False  # any JSON object
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # EBNF, GBNF or Lark
+    structural_tag: dict[str, Any] | str | None = None  # xgrammar's format: text with tagged parts
+
+    def kind(self) -> str:
+        """Which of them; RequestError unless it is exactly one."""
+        given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
+        if self.json is False:
+            given.append("json")
+        if len(given) != 1:
+            raise RequestError(f"structured_outputs must hold exactly one of {', '.join(self.__struct_fields__)}, not {len(given)}")
+        return given[0]
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=False):
@@ -50,6 +71,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=Fals
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: int | None = None  # tokens of thinking after which it is closed
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -78,6 +101,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=Fals
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.thinking_token_budget is not None:
+            _whole("thinking_token_budget", self.thinking_token_budget, 0, LARGEST_INT)
         if self.seed is not None:
             _whole("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
         self._lists()

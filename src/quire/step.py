@@ -25,6 +25,14 @@ class RowStart(msgspec.Struct, array_like=True):
     num_prompt_logprobs: int  # positions whose prompt logprobs were delivered before; 0 on a first start
 
 
+class Told(msgspec.Struct, array_like=True):
+    """Tokens of a row that no step chose, from `start` on: a grammar knew them before."""
+
+    row: int
+    start: int
+    token_ids: list[int]
+
+
 class StepPlan(msgspec.Struct, array_like=True, gc=False):
     """One step: `num_tokens[i]` tokens of row `rows[i]`, the first of them at position `starts[i]`."""
 
@@ -35,10 +43,18 @@ class StepPlan(msgspec.Struct, array_like=True, gc=False):
     num_tokens: list[int]
     samples: list[bool]  # does the last of these tokens choose a next one?
     new_blocks: list[list[list[int]]]  # per row and group: block ids appended to its table
+    told: list[Told] = []
 
     @property
     def total_tokens(self) -> int:
         return sum(self.num_tokens)
+
+
+class Masks(msgspec.Struct, array_like=True, gc=False):
+    """What grammars allow in a step; comes between its two launches, because a step's tokens decide it for the next."""
+
+    places: list[int]  # among the rows that choose a token
+    words: bytes | bytearray | memoryview  # int32 [places, words]: token i may be chosen if bit i % 32 of word i // 32 is set
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):

@@ -28,7 +28,7 @@ class Core:
         self.steps: list = []
 
     def add(self, name: str, prompt: list[int], n: int = 1, eos: tuple[int, ...] = (), **fields) -> None:
-        message_fields = {k: fields.pop(k) for k in ("priority", "cache_salt", "output_token_ids") if k in fields}
+        message_fields = {k: fields.pop(k) for k in ("priority", "cache_salt", "output_token_ids", "constraint") if k in fields}
         params = SamplingParams(n=n, **fields)
         for choice_idx in range(n):
             message = AddRequest(

@@ -112,7 +112,7 @@ def test_without_the_surplus_discard_the_oracle_notices(monkeypatch):
                 entry.request.num_computed += entry.num_tokens
                 self.kv.advance(entry.request.blocks, entry.request.num_computed, None)
             if entry.samples:
-                deltas.append(self._take(entry.request, result, idx))
+                deltas.append(self._take(entry.request, result, idx, True))
         self.kv.step_applied(step.plan.step_id)
         return deltas
 

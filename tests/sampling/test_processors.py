@@ -17,6 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from quire.ops.ref.mask import mask_logits
 from quire.params import SamplingParams
 from quire.sampling import processors
 from quire.sampling.rows import SamplingRows
@@ -216,7 +217,7 @@ def test_a_packed_mask_forbids_the_tokens_whose_bit_is_zero(vocab_size):
     for row, token_id in allowed.nonzero().tolist():
         packed[row, token_id // 32] |= 1 << (token_id % 32)
     expected = logits.masked_fill(~allowed, -torch.inf)
-    processors.grammar_mask(logits, packed.int())
+    mask_logits(logits, torch.arange(ROWS), packed.int())
     assert torch.equal(logits, expected)
 
 

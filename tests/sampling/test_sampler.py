@@ -14,7 +14,7 @@ from quire.ops.ref import gumbel, vocab
 from quire.params import SamplingParams
 from quire.sampling.logprobs import token_logprobs
 from quire.sampling.rows import SamplingRows
-from quire.sampling.sampler import SampleOutput, sample
+from quire.sampling.sampler import RowMasks, SampleOutput, sample
 
 NUM_DRAWS = 100_000
 DRAWS_PER_STEP = 5_000
@@ -275,7 +275,7 @@ def test_a_packed_mask_limits_greedy_and_random_rows():
     mask[:, 40] = -(2**31) | 5  # tokens 1280, 1282 and 1311
     params = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.9)]
     logits = random_logits(3, VOCAB)
-    drawn = run(logits, params, mask_RW=mask).token_ids.tolist()
+    drawn = run(logits, params, mask=RowMasks(torch.arange(len(mask)), mask)).token_ids.tolist()
     assert set(drawn) <= {1280, 1282, 1311}
     assert drawn[0] == max((1280, 1282, 1311), key=logits[0].__getitem__)
 
@@ -306,7 +306,7 @@ def test_where_everything_is_forbidden_the_argmax_of_the_raw_logits_is_taken():
     logits = random_logits(3, VOCAB, seed=8)
     params = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.5)]
     mask = torch.zeros(3, -(-VOCAB // 32), dtype=torch.int32)
-    assert torch.equal(run(logits, params, mask_RW=mask).token_ids, logits.argmax(-1))
+    assert torch.equal(run(logits, params, mask=RowMasks(torch.arange(len(mask)), mask)).token_ids, logits.argmax(-1))
 
 
 def test_greedy_rows_take_bfloat16_and_give_the_lowest_id_of_equals():

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -9,11 +11,12 @@ import torch
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.layers.attention import triton
+from quire.layers.attention import flash_attn, flashinfer, triton
 from quire.models.qwen3 import TINY
 from quire.ops import fresh
 from quire.worker.build import _backend
 from quire.worker.gpu.graphs import Graphs, fit, ladder
+from tests.layers import test_flash_attn, test_flashinfer
 
 ON_A_CARD = torch.cuda.is_available()
 DEVICE = {"device": "cuda"} if ON_A_CARD else {"device": "cpu", "attention_backend": "triton"}
@@ -123,6 +126,25 @@ def test_a_triton_backend_without_a_card_is_refused(model):
     program = f"from quire import LLM; LLM({str(model)!r}, device='cpu', attention_backend='triton', skip_tokenizer_init=True)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={"TRITON_INTERPRET": "0", "PATH": "/usr/bin:/bin"})
     assert done.returncode and "needs an NVIDIA GPU" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["flash_attn_interface", "flashinfer"])
+def test_tokens_equal_the_cpus_with_the_librarys_attention(model, name, monkeypatch):
+    """Of which the stand-ins of its backend's tests take the place, in float32 and without graphs."""
+    library = ModuleType(name)
+    library.flash_attn_with_kvcache = test_flash_attn.flash_attn_with_kvcache
+    library.BatchPrefillWithPagedKVCacheWrapper = test_flashinfer.BatchPrefillWithPagedKVCacheWrapper
+    monkeypatch.setitem(sys.modules, name, library)
+    backend = flashinfer if name == "flashinfer" else flash_attn
+    monkeypatch.setattr(backend, "supports", lambda dtype, head_size, block_size: True)
+    monkeypatch.setattr(backend, "RECORDABLE", False, raising=False)
+    for cached in (flash_attn._library, flashinfer._planned, flashinfer._workspace):
+        cached.cache_clear()
+    expected, _, _ = answers(model, MIXED, device="cpu")
+    found, _, _ = answers(model, MIXED, **DEVICE | {"attention_backend": backend.__name__.rsplit(".", 1)[1]}, pipeline_depth=2)
+    assert ids(found) == ids(expected)
+    for cached in (flash_attn._library, flashinfer._planned, flashinfer._workspace):
+        cached.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["native", "reference"])

@@ -89,6 +89,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """The token ids of a conversation, by the model's chat template; what a message spells is never a special token."""
         return encode_chat(
@@ -97,6 +98,7 @@ class LLM:
             messages,
             add_generation_prompt,
             continue_final_message,
+            tools=tools,
             template_kwargs=chat_template_kwargs,
         )
 
@@ -144,6 +146,8 @@ class LLM:
             with interrupts_deferred() as raise_if_interrupted:
                 for request in requests:
                     for message in request.messages:
+                        if message.constraint is not None and not self.client.knows_vocabulary:
+                            self.client.learn(self.model.vocabulary)
                         self.client.add(message)
                 while live:
                     outputs = self.client.step()
@@ -152,6 +156,8 @@ class LLM:
                         request = live.get(delta.request_id)
                         if request is None:
                             continue
+                        if delta.error:
+                            raise RequestError(delta.error)
                         abort = request.take(delta)
                         if abort is not None:
                             self.client.abort(abort)

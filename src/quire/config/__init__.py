@@ -4,8 +4,8 @@ Command-line flags, `LLM(**kwargs)` and `--help` are generated from these fields
 the only place where an "auto" becomes a value is `resolve.py`.
 """
 
-from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig, StructuredConfig
 from quire.config.fields import knob
 from quire.config.serving import ServingConfig
 
-__all__ = ["CacheConfig", "DeviceConfig", "EngineConfig", "ModelConfig", "SchedulerConfig", "ServingConfig", "knob"]
+__all__ = ["CacheConfig", "DeviceConfig", "EngineConfig", "ModelConfig", "SchedulerConfig", "ServingConfig", "StructuredConfig", "knob"]

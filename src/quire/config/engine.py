@@ -1,4 +1,4 @@
-"""The engine's options in four frozen groups, with vLLM's names where the meaning is the same.
+"""The engine's options in five frozen groups, with vLLM's names where the meaning is the same.
 
 Read by everybody; written by nobody after construction. `None` or "auto" stand for a choice that
 `resolve.py` makes once the model and the machine are known.
@@ -87,6 +87,23 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True)
+class StructuredConfig:
+    """Answers with a shape"""
+
+    structured_outputs_backend: Literal["auto", "xgrammar", "llguidance"] = knob(
+        "auto", "grammar engine; auto: xgrammar, and llguidance for what only that one can do"
+    )
+    grammar_timeout_s: float = knob(10.0, "longest time one grammar or schema may take to compile, in seconds", low=0.1, high=600.0)
+    tool_call_parser: str = knob("auto", "format of tool calls: a file of quire/frontend/tools; auto: by the chat template; none: text")
+    reasoning_parser: str = knob(
+        "auto", "how thinking is told from the answer: a file of quire/frontend/reasoning; auto: by the chat template; none: it is not"
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """All options of an engine; built flat with `EngineConfig.from_kwargs(model=…, max_num_seqs=…)`."""
 
@@ -94,6 +111,7 @@ class EngineConfig:
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     device: DeviceConfig = DeviceConfig()
+    structured: StructuredConfig = StructuredConfig()
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":

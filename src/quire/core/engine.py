@@ -4,8 +4,10 @@ Owned by whoever runs a core: `LLM` in its own process, `core/process.py` behind
 not text, tensors or clients.
 """
 
+import importlib
 import logging
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,10 +21,15 @@ from quire.executor.base import Executor
 from quire.kv.groups import check_capacity, form_layout, num_blocks_for
 from quire.kv.manager import KVManager
 from quire.kv.specs import KVLayout
-from quire.messages import Abort, AddRequest, EngineStats, StepOutputs
+from quire.messages import Abort, AddRequest, ChoiceDelta, EngineStats, StepOutputs, Vocabulary
 from quire.utils.flight import NoRecorder
 
+if TYPE_CHECKING:
+    from quire.core.guides import Guides
+
 log = logging.getLogger(__name__)
+
+GUIDES = "quire.core.guides"  # reached by dotted path: grammar engines are large, and many never need one
 
 
 def executor_module(name: str) -> ModuleType:
@@ -41,23 +48,46 @@ class Engine:
         self.pipeline = Pipeline(self.executor, config.scheduler.pipeline_depth, recorder)
         self.kv = KVManager(layout, config.cache.enable_prefix_caching)
         self.scheduler = Scheduler(config.scheduler, self.kv, self.pipeline)
+        self.guides: Guides | None = None  # made when the first request needs one
 
     def step(self) -> StepOutputs:
         """One turn: fill the pipeline, then take in the oldest step."""
+        refused = self._admit_guided() if self.guides is not None else []
         while self.pipeline.has_room and (step := self.scheduler.plan()) is not None:
             self.pipeline.submit(step)
         if not self.pipeline.steps:
             if self.scheduler.has_work:
                 raise EngineError("requests are waiting and none can run: this is a bug in the scheduler")
-            return StepOutputs([], self.stats())
+            if self.guides is not None and not refused:
+                self.guides.wait()
+            return StepOutputs(refused, self.stats())
         step, result = self.pipeline.wait()
-        deltas = self.scheduler.apply(step, result)
+        deltas = refused + self.scheduler.apply(step, result)
+        self.pipeline.sample()
         return StepOutputs(deltas, self.stats(step.plan.total_tokens))
 
     def add(self, message: AddRequest) -> None:
-        self.scheduler.add(Request(message, self.config.model.max_model_len))
+        request = Request(message, self.config.model.max_model_len)
+        if message.constraint is None:
+            self.scheduler.add(request)
+        elif self.guides is None:
+            raise EngineError("a request with a grammar came before the vocabulary: this is a bug in the frontend")
+        else:
+            self.guides.add(request, message.constraint)
+
+    def learn(self, vocabulary: Vocabulary) -> None:
+        self.guides = importlib.import_module(GUIDES).Guides.of(vocabulary, self.config.structured)
+
+    def _admit_guided(self) -> list[ChoiceDelta]:
+        """Those whose grammar is there join the line; what became of those whose grammar is no good."""
+        ready, refused = self.guides.take()
+        for request in ready:
+            self.scheduler.add(request)
+        return [ChoiceDelta(request.request_id, request.choice_idx, [], "error", error=error) for request, error in refused]
 
     def abort(self, message: Abort) -> None:
+        if self.guides is not None:
+            self.guides.abort(message.request_id, message.choice_idx)
         choices = [message.choice_idx] if message.choice_idx is not None else [
             choice_idx for request_id, choice_idx in list(self.scheduler.requests) if request_id == message.request_id
         ]  # fmt: skip
@@ -66,19 +96,21 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or (self.guides is not None and self.guides.has_work)
 
     def stats(self, step_tokens: int = 0) -> EngineStats:
         scheduler = self.scheduler
         return msgspec.structs.replace(
             scheduler.stats,
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + (len(self.guides.waiting) if self.guides is not None else 0),
             kv_usage=self.kv.usage,
             step_tokens=step_tokens,
         )
 
     def close(self) -> None:
+        if self.guides is not None:
+            self.guides.close()
         self.executor.close()
 
     def _layout(self) -> KVLayout:

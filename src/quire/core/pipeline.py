@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from quire.core.request import Request
 from quire.executor.base import Executor, PendingStep
-from quire.step import StepPlan, StepResult
+from quire.step import Masks, StepPlan, StepResult
 from quire.utils.flight import NoRecorder
 
 
@@ -19,6 +19,7 @@ class Entry(NamedTuple):
     request: Request
     num_tokens: int
     samples: bool
+    position: int  # of the token it chooses
     num_preemptions: int  # differs from the request's own if it was preempted since
 
 
@@ -38,7 +39,7 @@ class Pipeline:
 
     @property
     def has_room(self) -> bool:
-        return len(self.steps) < self.depth
+        return len(self.steps) < self.depth and (not self.steps or self.steps[-1].pending is not None)
 
     @property
     def newest_step(self) -> int | None:
@@ -46,11 +47,29 @@ class Pipeline:
         return self.steps[-1].plan.step_id if self.steps else None
 
     def submit(self, step: PlannedStep) -> None:
-        """Two launches, so that inputs that come late (grammar masks) can arrive between them."""
+        """Two launches: where a grammar must see the tokens of the step before, the second waits for them."""
         self._record(*self.steps, step)
         self.executor.forward(step.plan)
-        step.pending = self.executor.sample(step.plan)
         self.steps.append(step)
+        self.sample()
+
+    def sample(self) -> None:
+        """Launches the newest step's second half, if that has not been done and all that it needs is known."""
+        if not self.steps or (step := self.steps[-1]).pending is not None:
+            return
+        guided = [entry for entry in step.entries if entry.samples and entry.request.guide is not None]
+        if any(entry.position > len(entry.request.token_ids) for entry in guided if not entry.request.finished):
+            return
+        step.pending = self.executor.sample(step.plan, self._masks(step) if guided else None)
+
+    def _masks(self, step: PlannedStep) -> Masks | None:
+        """What grammars allow. A token that one of them knew before needs no mask: nobody reads what is chosen instead."""
+        choosing = (entry for entry in step.entries if entry.samples)
+        wanted = [
+            (place, entry.request.guide) for place, entry in enumerate(choosing)
+            if entry.request.guide is not None and not entry.request.finished and entry.position == len(entry.request.token_ids)
+        ]  # fmt: skip
+        return wanted[0][1].masks(wanted) if wanted else None
 
     def wait(self) -> tuple[PlannedStep, StepResult]:
         step = self.steps.popleft()

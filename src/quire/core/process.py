@@ -34,6 +34,7 @@ from quire.messages import (
     Ready,
     StepOutputs,
     ToCore,
+    Vocabulary,
 )
 from quire.utils.flight import FlightRecorder
 
@@ -97,6 +98,8 @@ class CoreProcess:
                     log.exception("a request cannot be taken in")
                     refused = ChoiceDelta(message.request_id, message.choice_idx, [], finish_reason="error")
                     self._send(StepOutputs([refused], self.engine.stats()))
+            case Vocabulary():
+                self.engine.learn(message)
             case Abort():
                 self.engine.abort(message)
             case Check():

@@ -5,9 +5,13 @@ Made by `core/engine.py` from an AddRequest, moved about by the scheduler. Must 
 
 import enum
 import time
+from typing import TYPE_CHECKING
 
 from quire.kv.manager import RequestBlocks
 from quire.messages import AddRequest
+
+if TYPE_CHECKING:  # it comes with grammar engines, which are large
+    from quire.structured.guide import Guide
 
 
 class Status(enum.Enum):
@@ -24,7 +28,7 @@ class Request:
         "request_id", "choice_idx", "params", "seed", "priority", "key", "stop_ids", "eos_ids", "bad_words", "cache_salt",
         "token_ids", "num_prompt_tokens", "max_total_tokens", "num_computed", "num_in_flight", "num_sampling",
         "status", "row", "blocks", "num_preemptions", "num_prompt_logprobs", "num_cached_tokens", "leader", "followers",
-        "arrival", "queue_s",
+        "arrival", "queue_s", "guide", "told_from",
     )  # fmt: skip
 
     def __init__(self, message: AddRequest, max_model_len: int) -> None:
@@ -34,7 +38,9 @@ class Request:
         self.seed = message.seed
         self.priority = message.priority
         self.key: tuple[int, int] = (0, 0)  # its place in line, smaller first; set by the policy
-        self.eos_ids = frozenset() if message.params.ignore_eos else frozenset(message.eos_ids)
+        # A grammar that is complete can only end.
+        ignores_eos = message.params.ignore_eos and message.constraint is None
+        self.eos_ids = frozenset() if ignores_eos else frozenset(message.eos_ids)
         self.stop_ids = frozenset(message.params.stop_token_ids)
         self.bad_words = message.bad_words
         self.cache_salt = message.cache_salt
@@ -45,6 +51,9 @@ class Request:
         self.max_total_tokens = min(limit, max_model_len)
 
         self.num_computed = 0  # tokens in the cache by steps that were applied
+        self.guide: Guide | None = None  # what its answer must look like
+        self.told_from: int | None = None  # where tokens begin that the worker has not been told
+
         self.num_in_flight = 0  # tokens given to steps not applied yet
         self.num_sampling = 0  # tokens those steps will choose
         self.status = Status.WAITING
@@ -75,8 +84,18 @@ class Request:
     def finished(self) -> bool:
         return self.status is Status.FINISHED
 
-    def finish_reason(self, token_id: int) -> tuple[str | None, int | None]:
-        """(finish_reason, stop_reason) now that `token_id` is the last token."""
+    def extend(self, token_ids: list[int]) -> tuple[str | None, int | None]:
+        """Takes tokens in until one ends it, dropping the rest; (finish_reason, stop_reason)."""
+        for idx, token_id in enumerate(token_ids):
+            self.token_ids.append(token_id)
+            finish_reason, stop_reason = self._finish_reason(token_id)
+            if finish_reason is not None:
+                del token_ids[idx + 1 :]
+                return finish_reason, stop_reason
+        return None, None
+
+    def _finish_reason(self, token_id: int) -> tuple[str | None, int | None]:
+        """Now that `token_id` is the last token."""
         if self.num_output_tokens >= self.params.min_tokens:
             if token_id in self.eos_ids:
                 return "stop", None

@@ -18,7 +18,9 @@ from quire.core.request import Request, Status
 from quire.core.waiting import POLICIES, WaitingQueue
 from quire.kv.manager import KVManager
 from quire.messages import ChoiceDelta, EngineStats
-from quire.step import RowStart, StepPlan, StepResult
+from quire.step import RowStart, StepPlan, StepResult, Told
+
+CONTRADICTION = "no token satisfies both the answer's grammar and logit_bias, bad_words or allowed_token_ids: drop one of them"
 
 
 class Scheduler:
@@ -133,6 +135,7 @@ class Scheduler:
     def _start_row(self, step: PlannedStep, request: Request, num_cached: int) -> None:
         request.row = self.free_rows.pop()
         request.num_computed = num_cached
+        request.told_from = None
         if request.num_preemptions == 0:
             request.num_cached_tokens = num_cached
             request.queue_s = time.monotonic() - request.arrival
@@ -160,7 +163,10 @@ class Scheduler:
         plan.num_tokens.append(num_tokens)
         plan.samples.append(samples)
         plan.new_blocks.append(new_blocks)
-        step.entries.append(Entry(request, num_tokens, samples, request.num_preemptions))
+        if request.told_from is not None:
+            plan.told.append(Told(request.row, request.told_from, request.token_ids[request.told_from :]))
+            request.told_from = None
+        step.entries.append(Entry(request, num_tokens, samples, start + num_tokens, request.num_preemptions))
         request.num_in_flight += num_tokens
         request.num_sampling += samples
 
@@ -180,8 +186,9 @@ class Scheduler:
         """Takes a step's results in, in the order steps were planned."""
         deltas = []
         newest_step = self.pipeline.newest_step
-        for idx, (request, num_tokens, samples, num_preemptions) in enumerate(step.entries):
+        for idx, (request, num_tokens, samples, position, num_preemptions) in enumerate(step.entries):
             request.num_in_flight -= num_tokens
+            samples = samples and position == len(request.token_ids)  # else its grammar knew the token before
             request.num_sampling -= samples
             if request.status is Status.FINISHED:
                 continue  # aborted, or stopped by the step before: this step's share of it is surplus
@@ -192,27 +199,41 @@ class Scheduler:
                     self._unpark(request)
             # A preempted request's tokens are as good as any: only its cache is gone.
             if samples or idx in result.prompt_logprobs:
-                deltas.append(self._take(request, result, idx))
+                deltas.append(self._take(request, result, idx, samples))
         self.kv.step_applied(step.plan.step_id)
         return deltas
 
-    def _take(self, request: Request, result: StepResult, idx: int) -> ChoiceDelta:
+    def _take(self, request: Request, result: StepResult, idx: int, samples: bool) -> ChoiceDelta:
         delta = ChoiceDelta(request.request_id, request.choice_idx, [])
         if request.num_output_tokens == 0:
             delta.num_cached_tokens, delta.queue_s = request.num_cached_tokens, request.queue_s
         if idx in result.prompt_logprobs:
             delta.prompt_logprobs = result.prompt_logprobs[idx]
             request.num_prompt_logprobs += len(delta.prompt_logprobs)
-        for token_id in result.token_ids[idx]:
-            request.token_ids.append(token_id)
-            delta.token_ids.append(token_id)
-            delta.finish_reason, delta.stop_reason = request.finish_reason(token_id)
-            if delta.finish_reason is not None:
-                self._finish(request)
-                break
+        delta.token_ids = result.token_ids[idx] if samples else []
+        delta.finish_reason, delta.stop_reason = request.extend(delta.token_ids)
         if idx in result.logprobs:
             delta.logprobs = result.logprobs[idx][: len(delta.token_ids)]
+        if request.guide is not None and delta.token_ids:
+            self._guide(request, delta)
+        if delta.finish_reason is not None:
+            self._finish(request)
         return delta
+
+    def _guide(self, request: Request, delta: ChoiceDelta) -> None:
+        """The grammar sees the new tokens; those that must follow are taken without asking the model."""
+        guide = request.guide
+        if not guide.advance(delta.token_ids):
+            delta.finish_reason, delta.error = "error", CONTRADICTION
+        if delta.finish_reason is not None or request.params.logprobs is not None:
+            return
+        forced = guide.forced()
+        if len(forced) <= request.num_sampling and not request.eos_ids.intersection(forced):
+            return  # the step in flight computes it anyway
+        request.told_from, request.num_sampling = len(request.token_ids), 0
+        delta.finish_reason, delta.stop_reason = request.extend(forced)
+        guide.advance(forced)
+        delta.token_ids = delta.token_ids + forced
 
     # -- leaving -------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from quire.config import EngineConfig
 from quire.kv.specs import KVLayout, KVSpec
-from quire.step import StepPlan, StepResult
+from quire.step import Masks, StepPlan, StepResult
 
 
 class PendingStep(Protocol):
@@ -41,8 +41,8 @@ class Executor(ABC):
         """Launches the forward pass of a step."""
 
     @abstractmethod
-    def sample(self, plan: StepPlan) -> PendingStep:
-        """Launches the choice of tokens for the step whose forward was launched last."""
+    def sample(self, plan: StepPlan, masks: Masks | None = None) -> PendingStep:
+        """Launches the choice of tokens for the step whose forward was launched last; `masks` limit it."""
 
     @abstractmethod
     def close(self) -> None:

@@ -9,7 +9,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.kv.specs import Full, KVLayout, KVSpec
-from quire.step import StepPlan, StepResult
+from quire.step import Masks, StepPlan, StepResult
 
 
 class EchoExecutor(Executor):
@@ -36,7 +36,7 @@ class EchoExecutor(Executor):
         for start in plan.new_rows:
             self.prompts[start.row] = start.token_ids, start.num_prompt_tokens
 
-    def sample(self, plan: StepPlan) -> "_Done":
+    def sample(self, plan: StepPlan, masks: Masks | None = None) -> "_Done":
         self.next_end = max(self.next_end + self.step_s, time.monotonic())
         tokens = []
         for row, start, count, samples in zip(plan.rows, plan.starts, plan.num_tokens, plan.samples):

@@ -12,16 +12,20 @@ from collections.abc import Sequence
 from quire.config import EngineConfig
 from quire.executor.base import Executor
 from quire.kv.specs import Full, KVLayout, KVSpec
-from quire.step import StepPlan, StepResult
+from quire.step import Masks, StepPlan, StepResult
 
 VOCAB_SIZE = 1000
 EMPTY = -1
 
 
-def next_token(history: Sequence[int], seed: int, choice_idx: int) -> int:
+def next_token(history: Sequence[int], seed: int, choice_idx: int, allowed: Sequence[int] = range(VOCAB_SIZE)) -> int:
     """What the fake model says after `history`."""
     digest = hashlib.sha256(repr((list(history), seed, choice_idx)).encode()).digest()
-    return int.from_bytes(digest[:4], "little") % VOCAB_SIZE
+    return allowed[int.from_bytes(digest[:4], "little") % len(allowed)]
+
+
+def allowed_tokens(words: bytes) -> list[int]:
+    return [token_id for token_id in range(VOCAB_SIZE) if words[token_id // 8] >> token_id % 8 & 1]
 
 
 class FakeExecutor(Executor):
@@ -43,7 +47,8 @@ class FakeExecutor(Executor):
     def forward(self, plan: StepPlan) -> None:
         self.queue.append(_FakeStep(self, plan))
 
-    def sample(self, plan: StepPlan) -> "_FakeStep":
+    def sample(self, plan: StepPlan, masks: Masks | None = None) -> "_FakeStep":
+        self.queue[-1].masks = masks
         return self.queue[-1]
 
     def close(self) -> None:
@@ -52,19 +57,26 @@ class FakeExecutor(Executor):
     def run_until(self, step: "_FakeStep") -> None:
         while step.done is None:
             oldest = self.queue.popleft()
-            oldest.done = self._run(oldest.plan)
+            oldest.done = self._run(oldest.plan, oldest.masks)
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, plan: StepPlan, masks: Masks | None) -> StepResult:
+        allowed = {}
+        if masks is not None:
+            words, width = bytes(masks.words), len(bytes(masks.words)) // len(masks.places)
+            allowed = {place: allowed_tokens(words[i * width : (i + 1) * width]) for i, place in enumerate(masks.places)}
         for start in plan.new_rows:
             self.rows[start.row] = _Row(start.token_ids, start.seed, start.choice_idx, len(self.groups))
-        tokens = []
+        for told in plan.told:
+            self.rows[told.row].token_ids[told.start :] = told.token_ids
+        tokens: list[list[int]] = []
         for row, first, count, samples, new in zip(plan.rows, plan.starts, plan.num_tokens, plan.samples, plan.new_blocks):
             state = self.rows[row]
             for table, blocks in zip(state.tables, new):
                 table.extend(blocks)
             for position in range(first, first + count):
                 self._write(state, position)
-            tokens.append([self._choose(state, first + count)] if samples else [])
+            place = sum(map(bool, tokens))
+            tokens.append([self._choose(state, first + count, allowed.get(place, range(VOCAB_SIZE)))] if samples else [])
         return StepResult(plan.step_id, tokens)
 
     def _write(self, state: "_Row", position: int) -> None:
@@ -75,13 +87,13 @@ class FakeExecutor(Executor):
                 other[block][position % group.block_size] = EMPTY
             self.cache[group_idx][block][position % group.block_size] = state.token_ids[position]
 
-    def _choose(self, state: "_Row", length: int) -> int:
+    def _choose(self, state: "_Row", length: int, allowed: Sequence[int]) -> int:
         history = state.token_ids[:length]
         for group_idx, group in enumerate(self.groups):
             first, table, cache = group.spec.first_needed(length - 1), state.tables[group_idx], self.cache[group_idx]
             for position in (p for p in range(length) if p < group.spec.num_sinks or p >= first):
                 history[position] = cache[table[position // group.block_size]][position % group.block_size]
-        token = next_token(history, state.seed, state.choice_idx)
+        token = next_token(history, state.seed, state.choice_idx, allowed)
         state.token_ids[length:] = [token]
         return token
 
@@ -98,6 +110,7 @@ class _FakeStep:
     def __init__(self, executor: FakeExecutor, plan: StepPlan) -> None:
         self.executor = executor
         self.plan = plan
+        self.masks: Masks | None = None
         self.done: StepResult | None = None
 
     def result(self) -> StepResult:

@@ -8,7 +8,7 @@ import importlib
 from quire.config import EngineConfig
 from quire.executor.base import Executor, PendingStep
 from quire.kv.specs import KVLayout, KVSpec
-from quire.step import StepPlan
+from quire.step import Masks, StepPlan
 
 WORKER = "quire.worker.worker"
 PRELOAD = (WORKER,)  # what a core process may import before it knows its model
@@ -30,8 +30,8 @@ class InprocExecutor(Executor):
     def forward(self, plan: StepPlan) -> None:
         self.worker.forward(plan)
 
-    def sample(self, plan: StepPlan) -> PendingStep:
-        return self.worker.sample(plan)
+    def sample(self, plan: StepPlan, masks: Masks | None = None) -> PendingStep:
+        return self.worker.sample(masks)
 
     def close(self) -> None:
         if self.worker is not None:

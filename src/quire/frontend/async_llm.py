@@ -71,7 +71,7 @@ class AsyncLLM:
 
     async def start(self) -> None:
         """Starts the core and returns when it answers; raises what kept it from starting (ConfigError, ModelError…)."""
-        self.supervisor = Supervisor(self.model.config, self.serving, self.metrics, self.process)
+        self.supervisor = Supervisor(self.model.config, self.serving, self.metrics, lambda: self.model.vocabulary, self.process)
         await self.supervisor.start()
 
     async def drain(self, timeout_s: float) -> None:
@@ -124,15 +124,15 @@ class AsyncLLM:
 
     async def submit(
         self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0,
-        cache_salt: str = "", timeout_s: float | None = None,
+        cache_salt: str = "", timeout_s: float | None = None, thinks: bool = False,
     ) -> Stream:  # fmt: skip
         """Starts a request. RequestError: it is wrong. OverloadedError: the queue is full. EngineError: giving up."""
         self._admit()
         request_id = request_id or uuid.uuid4().hex
         if request_id in self.supervisor.live:
             raise RequestError(f"there is a request {request_id!r:.100} already: choose another request_id")
-        make = functools.partial(self.inputs.request, request_id, prompt, params, priority, cache_salt)
-        request = await self._off_loop(make) if _long(prompt) else make()
+        make = functools.partial(self.inputs.request, request_id, prompt, params, priority, cache_salt, thinks)
+        request = await self._off_loop(make) if _long(prompt) or params.structured_outputs is not None else make()
         self._admit()  # others may have come meanwhile
         stream = Stream(request, self.supervisor.abort)
         self.supervisor.add(stream)
@@ -172,14 +172,14 @@ class AsyncLLM:
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None, tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:  # fmt: skip
         """The token ids of a conversation, by the model's chat template."""
         tokenizer, template = self.model.need_tokenizer("a chat"), self.model.template
         return await self._off_loop(
             functools.partial(
                 encode_chat, tokenizer, template, messages, add_generation_prompt, continue_final_message,
-                template_kwargs=chat_template_kwargs,
+                tools=tools, template_kwargs=chat_template_kwargs,
             )  # fmt: skip
         )
 

@@ -45,6 +45,7 @@ class ChatTemplate:
 
     def __init__(self, source: str | None, bos_token: str = "", eos_token: str = "", **special_tokens: str) -> None:
         self._special_tokens = {**special_tokens, "bos_token": bos_token, "eos_token": eos_token}
+        self.source = source
         self._template = None
         self._own_sentinels = set(_SENTINELS.findall(source or ""))
         if source is not None:

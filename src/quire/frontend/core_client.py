@@ -53,6 +53,7 @@ class CoreClient:
         self.socket.bind(self.address)
         self.process: Process | None = None
         self.ready = False
+        self.knows_vocabulary = False
         self.killed = False  # by us, maybe before there was a process
 
     @property

@@ -3,6 +3,7 @@
 Called by the ways in. After this a request can no longer be wrong, only slow.
 """
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +13,9 @@ import msgspec
 from quire.errors import RequestError, TooLongError
 from quire.frontend.model import Model
 from quire.frontend.requests import RequestState
-from quire.messages import AddRequest
-from quire.params import SamplingParams
+from quire.messages import AddRequest, Constraint
+from quire.params import SamplingParams, StructuredOutputs
+from quire.structured.spec import GrammarSpec, check
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, {"prompt": …} or {"prompt_token_ids": …}
 
@@ -27,15 +29,20 @@ class InputProcessor:
         self.model = model
         self.seeds = random.Random(model.config.model.seed)
 
-    def request(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str = "") -> RequestState:
-        """A checked request with the messages that start it; RequestError says what is wrong."""
+    def request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str = "", thinks: bool = False
+    ) -> RequestState:
+        """A checked request with the messages that start it; RequestError says what is wrong.
+
+        `thinks`: the answer may begin with thinking, which a grammar leaves alone."""
         params.verify()
         if isinstance(prompt, Mapping):
             cache_salt = prompt.get("cache_salt") or cache_salt
         text, token_ids = self.tokenize(prompt)
         self._check(token_ids, params, priority, cache_salt)
         room = self.model.max_model_len - len(token_ids)
-        complete = msgspec.structs.replace(params, max_tokens=min(params.max_tokens or room, room))
+        constraint = self._constraint(params, token_ids, thinks)
+        complete = msgspec.structs.replace(params, max_tokens=min(params.max_tokens or room, room), structured_outputs=None)
         if complete.min_tokens > complete.max_tokens:
             complete.min_tokens = complete.max_tokens
         seed = params.seed if params.seed is not None else self.seeds.getrandbits(63)
@@ -43,7 +50,7 @@ class InputProcessor:
         messages = [
             AddRequest(
                 request_id, choice_idx, token_ids, self._for_choice(complete, choice_idx), seed, self.model.eos_ids,
-                bad_words=bad_words, priority=priority, cache_salt=cache_salt,
+                bad_words=bad_words, priority=priority, cache_salt=cache_salt, constraint=constraint,
             )
             for choice_idx in range(params.n)
         ]  # fmt: skip
@@ -86,6 +93,22 @@ class InputProcessor:
         if not isinstance(cache_salt, str) or len(cache_salt) > MAX_CACHE_SALT_CHARS:
             raise RequestError(f"cache_salt must be text of at most {MAX_CACHE_SALT_CHARS} characters")
 
+    def _constraint(self, params: SamplingParams, token_ids: list[int], thinks: bool) -> Constraint | None:
+        budget, grammar = params.thinking_token_budget, None
+        if params.structured_outputs is not None:
+            grammar = grammar_spec(params.structured_outputs)
+            if params.min_tokens:
+                raise RequestError("min_tokens cannot be combined with structured output, whose grammar says when it ends: leave it out")
+            if not self.model.eos_ids:
+                raise RequestError("structured output needs a token that ends an answer, and this model names none")
+        thinking = self.model.thinking(token_ids, budget) if thinks or budget is not None else None
+        if budget is not None and thinking is None:
+            raise RequestError("thinking_token_budget is for models that think, which this one is not known to: see --reasoning-parser")
+        if grammar is None and budget is None:
+            return None
+        _ = self.model.vocabulary  # made here, where it may take its time
+        return Constraint(grammar, thinking)
+
     def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
         """Each word as it is spelled at the start of a text and after a space."""
         found: list[list[int]] = []
@@ -101,6 +124,21 @@ class InputProcessor:
     def _for_choice(params: SamplingParams, choice_idx: int) -> SamplingParams:
         """Prompt logprobs are the same for every choice: only the first computes them."""
         return params if choice_idx == 0 else msgspec.structs.replace(params, prompt_logprobs=None)
+
+
+def grammar_spec(asked: StructuredOutputs) -> GrammarSpec:
+    """Checked as far as that can be done without compiling it."""
+    kind = asked.kind()
+    value = {"type": "object"} if kind == "json_object" else getattr(asked, kind)
+    is_text = kind in ("regex", "grammar") or (kind != "choice" and isinstance(value, str))
+    try:
+        text = value if is_text else json.dumps(value, ensure_ascii=False)
+        text.encode()
+    except (ValueError, TypeError, RecursionError, AttributeError):  # ValueError: also lone surrogates
+        raise RequestError(f"the {kind} of structured_outputs is no valid text or JSON") from None
+    spec = GrammarSpec("json" if kind == "json_object" else kind, text)
+    check(spec)
+    return spec
 
 
 def _too_long(num_tokens: str, limit: int) -> str:

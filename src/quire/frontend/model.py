@@ -5,22 +5,30 @@ Opened once by each way in, before an engine is started; no torch, no weights.
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from quire import registry
 from quire.checkpoint.find import find
 from quire.checkpoint.hf_config import read_config, read_generation_config
 from quire.config import EngineConfig
 from quire.config.resolve import Machine, resolve
 from quire.errors import ConfigError, RequestError
+from quire.frontend import reasoning, tools
 from quire.frontend.chat import ChatTemplate
+from quire.frontend.stop import StopStrings
 from quire.frontend.tokenizer import Tokenizer
+from quire.messages import Thinking, Vocabulary
 from quire.params import SamplingParams
 from quire.utils.devices import gpus
 
 log = logging.getLogger(__name__)
+
+MARKER_TOKENS = 32  # more than open any thinking, with the white space after
 
 # generation_config.json's names that mean the same here
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -64,6 +72,52 @@ class Model:
             ids = source.get("eos_token_id")
             found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
         return sorted(i for i in found if isinstance(i, int) and 0 <= i < self.vocab_size)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """For grammars; takes a moment with a large one."""
+        tokenizer = self.need_tokenizer("a grammar")
+        tokens = [tokenizer.token_bytes(token_id) for token_id in range(min(tokenizer.vocab_size, self.vocab_size))]
+        return Vocabulary(tokens, sorted(tokenizer.special_ids), self.eos_ids, self.vocab_size)
+
+    @cached_property
+    def tool_format(self) -> ModuleType | None:
+        """How the model writes tool calls, a file of `tools/`; None: not at all."""
+        return self._format(tools, self.config.structured.tool_call_parser)
+
+    @cached_property
+    def reasoning_format(self) -> ModuleType | None:
+        """How the model's thinking is told from its answer, a file of `reasoning/`; None: it does not think."""
+        return self._format(reasoning, self.config.structured.reasoning_parser)
+
+    def _format(self, package: ModuleType, name: str) -> ModuleType | None:
+        if name == "auto":
+            source = self.template.source if self.template is not None else None
+            name = package.choose(source, str(self.hf_config.get("model_type", ""))) or "none"
+        return registry.load(package.__name__, name) if name != "none" else None
+
+    def thinking(self, token_ids: Sequence[int], budget: int | None = None) -> Thinking | None:
+        """Where thinking begins and ends after this prompt; None where the model does none."""
+        if self.reasoning_format is None or self.tokenizer is None or not self.reasoning_format.END:
+            return None
+        return Thinking(self.thinking_is_open(token_ids), *self._thinking_ids, budget)
+
+    def thinking_is_open(self, token_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends with the beginning of thinking."""
+        end = self.tokenizer.decode(token_ids[-MARKER_TOKENS:], skip_special_tokens=False)
+        return reasoning.is_open(self.reasoning_format, end)
+
+    @cached_property
+    def special_spellings(self) -> StopStrings:
+        return StopStrings(sorted(filter(None, map(self.tokenizer.backend.id_to_token, self.tokenizer.special_ids))))
+
+    @cached_property
+    def _thinking_ids(self) -> tuple[int | None, list[int]]:
+        start_ids, end_ids = (
+            self.tokenizer.encode(marker, add_special_tokens=False) if marker else []
+            for marker in (self.reasoning_format.START, self.reasoning_format.END)
+        )
+        return start_ids[0] if len(start_ids) == 1 else None, end_ids
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:

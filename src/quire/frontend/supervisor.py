@@ -12,18 +12,19 @@ import shutil
 import tempfile
 import time
 from asyncio.subprocess import Process
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from quire import errors
 from quire.config import EngineConfig, ServingConfig
-from quire.errors import DeadlineError, EngineError, PoisonError
+from quire.errors import DeadlineError, EngineError, PoisonError, RequestError
 from quire.frontend.blame import MAX_DEATHS, Blame, Cause
 from quire.frontend.core_client import CoreClient, start_process
 from quire.frontend.requests import RequestState
 from quire.frontend.stream import Stream
-from quire.messages import Abort, Check, Checked, EngineStats, Failed, FromCore, Ready, StepOutputs
+from quire.messages import Abort, Check, Checked, EngineStats, Failed, FromCore, Ready, StepOutputs, Vocabulary
 from quire.metrics.serving import ServingMetrics
 
 log = logging.getLogger(__name__)
@@ -39,11 +40,13 @@ MAX_SOCKET_PATH = 90  # bytes; the system's limit is 107
 
 class Supervisor:
     def __init__(
-        self, config: EngineConfig, serving: ServingConfig, metrics: ServingMetrics, process: Process | None = None
-    ) -> None:
+        self, config: EngineConfig, serving: ServingConfig, metrics: ServingMetrics, vocabulary: Callable[[], Vocabulary],
+        process: Process | None = None,
+    ) -> None:  # fmt: skip
         self.config = config
         self.serving = serving
         self.metrics = metrics
+        self._vocabulary = vocabulary  # asked for when the first request needs it
         self.live: dict[str, Stream] = {}
         self.blame = Blame()
         self.refused: dict[bytes, float] = {}  # fingerprint -> until when, by time.monotonic()
@@ -137,6 +140,9 @@ class Supervisor:
         if core is None or not core.ready or stream.epoch == self.epoch or not self.blame.may_run(stream.request.request_id):
             return
         for message in stream.request.restart() if stream.epoch >= 0 else stream.request.messages:
+            if message.constraint is not None and not core.knows_vocabulary:
+                core.send(self._vocabulary())
+                core.knows_vocabulary = True
             core.send(message)
         stream.epoch = self.epoch
 
@@ -177,7 +183,7 @@ class Supervisor:
             request = stream.request
             if delta.finish_reason == "error":
                 self._forget(delta.request_id, "error")
-                stream.fail(EngineError("the engine could not take this request in"))
+                stream.fail(RequestError(delta.error) if delta.error else EngineError("the engine could not take this request in"))
                 continue
             is_first = request.metrics.first_token_time is None
             abort = request.take(delta)

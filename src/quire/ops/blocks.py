@@ -3,7 +3,7 @@
 For whoever moves blocks (offload tiers, copy-on-write): one call per layer, the layers of a group share the list. Knows that a block
 is one piece of memory; not its layout or dtype, and not why it is copied. The list may be padded, so a graph can hold the launch.
 
-Shape letters: P pairs, W 16-byte words' quarters (int32) of a block.
+Shape letters: P pairs, W int32 words of a block, N of them at a time.
 """
 
 import torch

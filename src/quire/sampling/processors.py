@@ -21,15 +21,6 @@ WIDTHS = (64, 128, 512, 4096)
 TOP_P_WIDTH = 128  # where top_p begins if nothing else restricts it
 
 
-def grammar_mask(logits_RV: Tensor, mask_RW: Tensor) -> None:
-    """Forbids the tokens whose bit is 0; token i is bit i % 32 of int32 word i // 32."""
-    table = (torch.arange(256)[:, None] >> torch.arange(8)) & 1  # the 8 bits of each byte, as 8 booleans
-    table = (table == 0).view(torch.int64)[:, 0].to(logits_RV.device)
-    for logits, mask in zip(logits_RV.split(16), mask_RW.split(16), strict=True):
-        forbidden = table[mask.contiguous().view(torch.uint8).long()].view(torch.bool)
-        logits.masked_fill_(forbidden[:, : logits.shape[1]], FORBIDDEN)
-
-
 def allowed_token_ids(logits_RV: Tensor, row_M: Tensor, row_N: Tensor, ids_N: Tensor) -> None:
     """Forbids everything but the ids named for each of the rows `row_M`."""
     kept_N = logits_RV[row_N, ids_N]

@@ -10,23 +10,32 @@ or in other company. Must not know requests, schedules or models, and does nothi
 Broken logits harm only their own row: NaN counts as -inf, +inf as a very large number, and a row in which everything is
 forbidden takes the argmax of its raw logits.
 
-Letters: R rows of the step, V vocabulary, W words of a packed mask.
+Letters: R rows of the step, V vocabulary, M masked rows, W words of a packed mask.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.ops.cpu.sampling import gumbel_argmax, row_argmax
 from quire.ops.ref.gumbel import gumbel_argmax as gumbel_argmax_of_candidates
+from quire.ops.ref.mask import mask_logits
 from quire.ops.transfer import on_device
 from quire.sampling import processors
 from quire.sampling.logprobs import TokenLogprobs, token_logprobs
 from quire.sampling.rows import SamplingRows, entries, users
 
 VERY_LARGE = 1e30  # for +inf; stays finite when divided by the smallest temperature
+
+
+class RowMasks(NamedTuple):
+    """Grammars' masks of some rows of the step."""
+
+    places_M: Tensor  # which rows, int64
+    words_MW: Tensor  # int32, a bit per token: may it be chosen?
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +60,15 @@ def sample(
     tokens: Tensor,
     lengths: Tensor,
     positions_R: Tensor,
-    mask_RW: Tensor | None = None,
+    mask: RowMasks | None = None,
 ) -> SampleOutput:
     """Chooses a token for each of `rows` (rows of the persistent batch, on the host).
 
     `tokens` [num_rows, max_len] and `lengths` [num_rows] are the batch's token histories, prompt included; `positions_R`
-    (int64) are the places the new tokens will have. `mask_RW` (int32) has a bit per allowed token. Logits are float32, or
-    any float type if all rows are greedy; they are scratch afterwards.
+    (int64) are the places the new tokens will have. Logits are float32, or any float type if
+    all rows are greedy; they are scratch afterwards.
     """
-    edited = mask_RW is not None or batch.edits(rows)
+    edited = mask is not None or batch.edits(rows)
     random = users(rows, batch.random)
     asked = users(rows, batch.num_logprobs)
     if edited or random:
@@ -73,7 +82,7 @@ def sample(
     if raw_LV is logits_RV and (edited or random):
         raw_LV = raw_LV.clone()
     if edited:
-        edit(logits_RV, rows, batch, tokens, lengths, mask_RW)
+        edit(logits_RV, rows, batch, tokens, lengths, mask)
         top_R, ids_R = row_argmax(logits_RV)
     if random:
         drawn_N = _draw(_take(logits_RV, random), [rows[i] for i in random], batch, _take(positions_R, random))
@@ -94,21 +103,21 @@ def _repaired_argmax(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def edit(
-    logits_RV: Tensor, rows: Sequence[int], batch: SamplingRows, tokens: Tensor, lengths: Tensor, mask_RW: Tensor | None = None
+    logits_RV: Tensor, rows: Sequence[int], batch: SamplingRows, tokens: Tensor, lengths: Tensor, mask: RowMasks | None = None
 ) -> None:
     """All that comes before the argmax, in place."""
-    edit_sparsely(logits_RV, rows, batch, tokens, lengths, mask_RW)
+    edit_sparsely(logits_RV, rows, batch, tokens, lengths, mask)
     if places := users(rows, batch.penalized):
         _penalize(logits_RV, places, rows, batch, tokens, lengths)
 
 
 def edit_sparsely(
-    logits_RV: Tensor, rows: Sequence[int], batch: SamplingRows, tokens: Tensor, lengths: Tensor, mask_RW: Tensor | None = None
+    logits_RV: Tensor, rows: Sequence[int], batch: SamplingRows, tokens: Tensor, lengths: Tensor, mask: RowMasks | None = None
 ) -> None:
     """All that names tokens, in place; penalties come after it."""
     rows_R = on_device(list(rows), logits_RV.device)
-    if mask_RW is not None:
-        processors.grammar_mask(logits_RV, mask_RW)
+    if mask is not None:
+        mask_logits(logits_RV, *mask)
     if places := users(rows, batch.allowed):
         row_N, ids_N = entries(rows, batch.allowed)
         processors.allowed_token_ids(logits_RV, on_device(places, logits_RV.device), row_N, ids_N)

@@ -14,7 +14,7 @@ from torch import nn
 from quire import registry
 from quire.config import EngineConfig
 from quire.errors import ConfigError, UnsupportedModelError
-from quire.layers.attention import PREFERRED, Attention, StepContext
+from quire.layers.attention import ON_REQUEST, PREFERRED, Attention, StepContext
 from quire.layers.linear import Linear, LMHead
 from quire.layers.rope import Rope
 from quire.ops import choose_kernels
@@ -78,13 +78,13 @@ def attach(model: nn.Module, config: EngineConfig) -> None:
 
 def runs_on_triton(config: EngineConfig) -> bool:
     """A GPU does; a CPU only if told to, in Triton's interpreter: that is how tests run what GPUs run."""
-    return config.device.device == "cuda" or config.device.attention_backend in PREFERRED["cuda"]
+    return config.device.device == "cuda" or config.device.attention_backend in (*PREFERRED["cuda"], *ON_REQUEST)
 
 
 def _backend(config: EngineConfig, dtype: torch.dtype, head_size: int) -> ModuleType:
     name, block_size = config.device.attention_backend, config.cache.block_size
     preferred = PREFERRED[config.device.device]
-    if config.device.device == "cuda" and name not in ("auto", *preferred):
+    if config.device.device == "cuda" and name not in ("auto", *preferred, *ON_REQUEST):
         raise ConfigError(f"--attention-backend {name} is for the CPU: leave it out, or add --device cpu")
     names = preferred if name == "auto" else (name,)
     for candidate in names:

@@ -18,7 +18,7 @@ from quire.errors import ConfigError
 from quire.kv.groups import form_layout
 from quire.kv.specs import KVLayout, KVSpec
 from quire.layers.linear import Linear
-from quire.step import StepPlan
+from quire.step import Masks, StepPlan
 from quire.utils.memory import available_bytes
 from quire.worker.build import DTYPES, build, runs_on_triton
 from quire.worker.kv_cache import attach_kv, kv_specs
@@ -121,5 +121,5 @@ class Worker:
     def forward(self, plan: StepPlan) -> None:
         self.runner.forward(plan)
 
-    def sample(self, plan: StepPlan):  # a PendingStep
-        return self.runner.sample()
+    def sample(self, masks: Masks | None = None):  # a PendingStep
+        return self.runner.sample(masks)

@@ -13,9 +13,12 @@ from quire.api.server.errors import FieldError
 from quire.api.server.fields import MAX_MESSAGES, REFUSED, Count, NumLogprobs, Refusals, SamplingFields, decode, given
 from quire.api.server.generation import Usage, finish, submit, text_of, usage
 from quire.api.server.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
+from quire.api.server.reading import ChatMessage, ParsedEvents, Reading
+from quire.api.server.shape import ToolFields, of_chat, parsers, shows_special_tokens
 from quire.api.server.sse import Events, EventStream, Format
 from quire.errors import RequestError
 from quire.frontend.async_llm import AsyncLLM, Stream
+from quire.frontend.requests import ChoiceState
 from quire.frontend.tokenizer import Tokenizer
 
 _MESSAGE_SCHEMA = {
@@ -37,7 +40,7 @@ class TextPart(msgspec.Struct):
     text: str
 
 
-class ChatRequest(SamplingFields, kw_only=True):
+class ChatRequest(SamplingFields, ToolFields, kw_only=True):
     messages: Messages
     add_generation_prompt: bool | None = None  # null: unless the final message is continued
     continue_final_message: bool | None = None
@@ -61,7 +64,7 @@ class HasMessages(Protocol):
     reasoning_effort: str | None
 
 
-async def encode(llm: AsyncLLM, body: HasMessages) -> list[int]:
+async def encode(llm: AsyncLLM, body: HasMessages, tools: list[dict[str, Any]] = []) -> list[int]:
     """The prompt that messages make."""
     if len(body.messages) > MAX_MESSAGES:
         raise FieldError("messages", f"there are {len(body.messages)} messages, one call may have {MAX_MESSAGES}")
@@ -70,15 +73,9 @@ async def encode(llm: AsyncLLM, body: HasMessages) -> list[int]:
     if body.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", body.reasoning_effort)
     try:
-        return await llm.encode_chat(body.messages, generation, bool(body.continue_final_message), arguments)
+        return await llm.encode_chat(body.messages, generation, bool(body.continue_final_message), arguments, tools)
     except RequestError as error:
         raise FieldError("messages", str(error)) from None
-
-
-class ChatMessage(msgspec.Struct):
-    content: str
-    role: Literal["assistant"] = "assistant"
-    refusal: None = None
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -103,14 +100,12 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 TEMPLATE_REFUSED: Refusals = {
     # A template is a program: the operator chooses it, with --chat-template.
-    "chat_template": given, "documents": given, "mm_processor_kwargs": given, "add_special_tokens": given, "tools": given,
+    "chat_template": given, "documents": given, "mm_processor_kwargs": given, "add_special_tokens": given,
 }  # fmt: skip
 CHAT_REFUSED: Refusals = {
     **REFUSED, **TEMPLATE_REFUSED,
-    "tool_choice": lambda value: value not in (None, "none"),
     "functions": given,
     "function_call": lambda value: value not in (None, "none"),
-    "response_format": lambda value: value not in (None, {"type": "text"}),
     "audio": given,
     "modalities": lambda value: value not in (None, [], ["text"]),
     "verbosity": lambda value: value not in (None, "medium"),
@@ -124,32 +119,41 @@ async def chat(call: Call) -> Answer | EventStream:
     llm, model = call.service.llm, call.service.model_name(body.model)
     body.check(num_prompts=1)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    params = body.params(llm.model, max_tokens=max_tokens, logprobs=body.num_logprobs())
-    prompt = await encode(llm, body)
-    streams = await submit(call, [prompt], params, body)
+    shape = of_chat(body, body, llm.model)
+    params = body.params(llm.model, max_tokens=max_tokens, logprobs=body.num_logprobs(), structured_outputs=shape.structured)
+    if shows_special_tokens(llm.model, shape.tools):
+        params.skip_special_tokens = False
+    prompt = await encode(llm, body, shape.tools)
+    streams = await submit(call, [prompt], params, body, thinks=llm.model.reasoning_format is not None)
+    reading = Reading(parsers(llm.model, shape.tools, prompt), body.include_reasoning is not False, shape.is_named)
     head = {"id": f"chatcmpl-{call.request_id}", "created": call.created_s, "model": model}
     if body.stream:
         form = _format(head, body, streams[0], llm.model.tokenizer)
-        return EventStream(Events(form, streams, params.n), call.request_id)
+        events = Events(form, streams, params.n) if reading.is_plain else ParsedEvents(form, streams, params.n, reading)
+        return EventStream(events, call.request_id)
     await finish(call, streams)
-    return Answer.json(_completion(head, body, streams[0], llm.model.tokenizer))
+    return Answer.json(_completion(head, body, streams[0], llm.model.tokenizer, reading))
 
 
-def _completion(head: dict[str, Any], body: ChatRequest, stream: Stream, tokenizer: Tokenizer | None) -> ChatCompletion:
+def _completion(
+    head: dict[str, Any], body: ChatRequest, stream: Stream, tokenizer: Tokenizer | None, reading: Reading
+) -> ChatCompletion:
     request = stream.request
+
+    def written(choice: ChoiceState) -> ChatChoice:
+        message = reading.message(text_of(choice))
+        return ChatChoice(
+            index=choice.index,
+            message=message,
+            logprobs=chat_logprobs(choice.logprobs, tokenizer) if body.logprobs else None,
+            finish_reason=reading.finish_reason(choice.finish_reason, has_calls=message.tool_calls is not UNSET),
+            stop_reason=choice.stop_reason,
+            token_ids=choice.token_ids if body.return_token_ids else UNSET,
+        )
+
     return ChatCompletion(
         **head,
-        choices=[
-            ChatChoice(
-                index=choice.index,
-                message=ChatMessage(text_of(choice)),
-                logprobs=chat_logprobs(choice.logprobs, tokenizer) if body.logprobs else None,
-                finish_reason=choice.finish_reason,
-                stop_reason=choice.stop_reason,
-                token_ids=choice.token_ids if body.return_token_ids else UNSET,
-            )
-            for choice in request.choices
-        ],
+        choices=[written(choice) for choice in request.choices],
         usage=usage([stream]),
         prompt_logprobs=UNSET if body.prompt_logprobs is None else prompt_logprobs(request.prompt_logprobs, tokenizer),
         prompt_token_ids=request.prompt_token_ids if body.return_token_ids else UNSET,

@@ -23,6 +23,7 @@ from quire.api.server.fields import (
 )
 from quire.api.server.generation import Usage, finish, submit, text_of, usage
 from quire.api.server.logprobs import CompletionLogprobs, CompletionLogprobsWriter, PromptLogprobs, prompt_logprobs
+from quire.api.server.shape import of_answer
 from quire.api.server.sse import Events, EventStream, Format
 from quire.frontend.async_llm import AsyncLLM, Stream
 from quire.frontend.requests import ChoiceState, ChoiceUpdate
@@ -69,7 +70,7 @@ class Completion(msgspec.Struct, kw_only=True):
     usage: Usage
 
 
-COMPLETION_REFUSED: Refusals = {**REFUSED, "suffix": bool, "response_format": lambda value: value not in (None, {"type": "text"})}
+COMPLETION_REFUSED: Refusals = {**REFUSED, "suffix": bool}
 
 
 async def completions(call: Call) -> Answer | EventStream:
@@ -104,7 +105,9 @@ def _params(body: CompletionRequest, llm: AsyncLLM) -> SamplingParams:
     of_prompt = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         of_prompt = max(body.logprobs, of_prompt or 0)
-    return body.params(llm.model, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=of_prompt)
+    return body.params(
+        llm.model, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=of_prompt, structured_outputs=of_answer(body)
+    )
 
 
 async def _as_text(llm: AsyncLLM, prompt: str | list[int]) -> str:

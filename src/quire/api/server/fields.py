@@ -15,7 +15,7 @@ from quire import params as limits
 from quire.api.server.errors import FieldError
 from quire.frontend.inputs import MAX_CACHE_SALT_CHARS, PRIORITY_LIMIT
 from quire.frontend.model import Model
-from quire.params import SamplingParams
+from quire.params import SamplingParams, StructuredOutputs
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ _warned: set[str] = set()
 # Accepted and without effect: they say something about the client, or ask for what is always so.
 NO_EFFECT = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction",
-    "parallel_tool_calls",
 }  # fmt: skip
 
 # name -> would this value change the answer?
@@ -44,7 +43,6 @@ def given(value: Any) -> bool:
 
 
 REFUSED: Refusals = {
-    "structured_outputs": given, "guided_json": given, "guided_regex": given, "guided_choice": given, "guided_grammar": given,
     "use_beam_search": given, "truncate_prompt_tokens": given, "prompt_embeds": given,
 }  # fmt: skip
 
@@ -129,6 +127,14 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     prompt_logprobs: NumLogprobs | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
+    thinking_token_budget: Count | None = None
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -37,13 +37,13 @@ def usage(streams: Sequence[Stream], num_completion_tokens: int | None = None) -
     )
 
 
-async def submit(call: Call, prompts: Sequence[Prompt], params: SamplingParams, fields: SamplingFields) -> list[Stream]:
+async def submit(call: Call, prompts: Sequence[Prompt], params: SamplingParams, fields: SamplingFields, thinks: bool = False) -> list[Stream]:
     """One stream per prompt; none runs on when one is refused."""
     streams: list[Stream] = []
     core_id, options = call.core_id(), fields.submit_options()
     try:
         for idx, prompt in enumerate(prompts):
-            streams.append(await call.service.llm.submit(prompt, params, request_id=f"{core_id}-{idx}", **options))
+            streams.append(await call.service.llm.submit(prompt, params, request_id=f"{core_id}-{idx}", thinks=thinks, **options))
     except BaseException:
         for stream in streams:
             stream.abort()

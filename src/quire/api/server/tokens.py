@@ -11,6 +11,7 @@ from quire.api.server.calls import Answer, Call
 from quire.api.server.chat import TEMPLATE_REFUSED, Messages, encode
 from quire.api.server.errors import FieldError
 from quire.api.server.fields import TokenIds, check_vocabulary, decode
+from quire.api.server.shape import Tool
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -24,6 +25,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    tools: list[Tool] | None = None
     return_token_strs: bool | None = None
 
 
@@ -50,7 +52,7 @@ async def tokenize(call: Call) -> Answer:
     if (body.prompt is None) == (body.messages is None):
         raise FieldError("prompt", "give either prompt or messages")
     if body.messages is not None:
-        tokens = await encode(llm, body)
+        tokens = await encode(llm, body, msgspec.to_builtins(body.tools or []))
     else:
         tokens = await llm.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     strings = None

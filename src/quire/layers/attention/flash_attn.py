@@ -1,7 +1,7 @@
 """FlashAttention, where it is installed and `--attention-backend flash_attn` asks for it: 16-bit floats, head sizes to 256.
 
 Version 3 (`flash_attn_interface`, for Hopper) takes blocks of any size; where only version 2 (`flash_attn`) is installed, blocks are
-multiples of 256 tokens. Written for flash-attn 2.8.3 and the interface in its folder `hopper`. All that is read lies on the device,
+multiples of 256 tokens. Written for flash-attn 2.8.3.post2 and the interface in its folder `hopper`. All that is read lies on the device,
 so steps can be recorded. There are no attention sinks.
 """
 

@@ -1,6 +1,6 @@
 """FlashInfer, where it is installed and `--attention-backend flashinfer` asks for it: 16-bit floats, head sizes 64, 128 and 256.
 
-Written for flashinfer-python 0.7.2. It plans each step on the host, so steps are not recorded, and planning waits for the step before.
+Written for flashinfer-python 0.7.2.post1. It plans each step on the host, so steps are not recorded, and planning waits for the step before.
 There are no attention sinks.
 
 Shape letters: T query tokens of the step, R rows, H query heads, K key/value heads, D head size, N blocks of all rows.

@@ -25,9 +25,13 @@ class Batch:
         self.prompt_logprobs: dict[int, tuple[int, int]] = {}  # row -> (how many wanted, positions delivered before)
 
     def update(self, plan: StepPlan) -> None:
-        """Takes in new rows and new blocks."""
+        """Takes in new rows, new blocks and tokens that no step chose."""
         for start in plan.new_rows:
             self._start(start)
+        for told in plan.told:
+            end = told.start + len(told.token_ids)
+            self.tokens[told.row, told.start : end] = told.token_ids
+            self.lengths[told.row] = end
         for row, new_blocks in zip(plan.rows, plan.new_blocks):
             for table, lens, blocks in zip(self.tables, self.table_lens, new_blocks):
                 if blocks:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from quire.kv.specs import KVLayout
 from quire.ops.ref.attention import AttentionTables
 from quire.sampling.logprobs import token_logprobs
-from quire.sampling.sampler import sample
-from quire.step import StepPlan, StepResult, TokenLogprobs
+from quire.sampling.sampler import RowMasks, sample
+from quire.step import Masks, StepPlan, StepResult, TokenLogprobs
 from quire.worker.cpu.batch import Batch
 from quire.worker.cpu.graphs import DecodeGraphs
 from quire.worker.logprobs import LOGPROBS_AT_ONCE, entries, prompt_span
@@ -101,11 +101,11 @@ class Runner:
         ]
 
     @torch.inference_mode()
-    def sample(self) -> "Ready":
+    def sample(self, masks: Masks | None = None) -> "Ready":
         """Tokens for the rows of the last forward that ask for one."""
-        return Ready(self._sample())
+        return Ready(self._sample(masks))
 
-    def _sample(self) -> StepResult:
+    def _sample(self, masks: Masks | None) -> StepResult:
         launched, self.launched = self.launched, None
         plan, batch = launched.plan, self.batch
         result = StepResult(plan.step_id, [[] for _ in plan.rows])
@@ -117,8 +117,9 @@ class Runner:
         rows = np.array(plan.rows)[which]
         positions = (np.array(plan.starts) + np.array(plan.num_tokens))[which]  # where the new tokens go
         chosen = sample(
-            logits_RV, rows.tolist(), batch.sampling, batch.tokens_tensor, batch.lengths_tensor, torch.from_numpy(positions)
-        )
+            logits_RV, rows.tolist(), batch.sampling, batch.tokens_tensor, batch.lengths_tensor, torch.from_numpy(positions),
+            row_masks(masks) if masks is not None else None,
+        )  # fmt: skip
         token_ids = chosen.token_ids.numpy()
         batch.append(rows, token_ids, positions)
         for idx, token_id in zip(which.tolist(), token_ids.tolist()):
@@ -144,6 +145,11 @@ class Runner:
             hidden = launched.hidden_TD[offset + first - 1 : offset + last]
             targets = batch.tokens_tensor[row, first : last + 1].long()
             result.prompt_logprobs[idx] = _logprobs(self.model, hidden, targets, wanted)
+
+
+def row_masks(masks: Masks) -> RowMasks:
+    words = np.frombuffer(masks.words, np.int32).reshape(len(masks.places), -1)
+    return RowMasks(torch.tensor(masks.places), torch.tensor(words))
 
 
 def _logprobs(model: nn.Module, hidden_TD: Tensor, targets_T: Tensor, k: int) -> list[TokenLogprobs]:

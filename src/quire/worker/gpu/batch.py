@@ -36,9 +36,11 @@ class Batch:
         self._news: list[tuple[int, np.ndarray]] = []  # where in `words`, what
 
     def update(self, plan: StepPlan) -> None:
-        """Takes in new rows and new blocks."""
+        """Takes in new rows, new blocks and tokens that no step chose."""
         for start in plan.new_rows:
             self._start(start)
+        for told in plan.told:
+            self._put(2, told.row, told.start, np.array(told.token_ids, np.int32))
         for row, new_blocks in zip(plan.rows, plan.new_blocks):
             for group_idx, blocks in enumerate(new_blocks):
                 if blocks:

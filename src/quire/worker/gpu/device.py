@@ -24,7 +24,7 @@ def open(device: torch.device) -> None:
     """Makes the device this process's own, or says why it cannot be used."""
     if device.type == "cpu":
         if not INTERPRETED:
-            raise ConfigError("--attention-backend triton needs an NVIDIA GPU: leave it out")
+            raise ConfigError("this --attention-backend needs an NVIDIA GPU: leave it out")
         return
     try:
         torch.cuda.set_device(0)

@@ -68,6 +68,7 @@ class StepInputs:
 
     rows: Tensor
     starts: Tensor
+    context_lens: Tensor  # starts and the step's own tokens; 0 for padding
     query_starts: Tensor
     sample_at: Tensor  # which of the step's tokens choose a next one
     sample_rows: Tensor  # of the batch
@@ -82,11 +83,14 @@ class StepInputs:
             (GroupWork(layer, like, num_rows, num_rows, decode=True), GroupWork(layer, like, max_tokens, num_rows, decode=False))
             for layer in layers
         ]
-        can_be_fresh = all(fresh.supports(like, layer.head_size, layer.window) for layer in layers)
+        self.reads_work = [getattr(layer.backend, "READS_WORK", True) for layer in layers]
+        self.recordable = all(getattr(layer.backend, "RECORDABLE", True) for layer in layers)
+        can_be_fresh = all(self.reads_work) and all(fresh.supports(like, layer.head_size, layer.window) for layer in layers)
         self.fresh_from = fresh.MIN_TOKENS if can_be_fresh else max_tokens + 1
         sizes = {
             "rows": num_rows + 1,  # one more than requests: the padding's tokens are a row of their own
             "starts": num_rows + 1,
+            "context_lens": num_rows + 1,
             "query_starts": num_rows + 2,
             "sample_at": num_rows,
             "sample_rows": num_rows,
@@ -125,6 +129,7 @@ class StepInputs:
         num_rows, ends = len(rows), np.cumsum(counts, dtype=np.int32)
         _pad(host["rows"], rows, shape.num_rows, NO_ROW)
         _pad(host["starts"], starts, shape.num_rows, 0)
+        _pad(host["context_lens"], starts + counts, shape.num_rows, 0)
         query_starts = host["query_starts"]
         query_starts[1 : num_rows + 1] = ends
         # What is left of the shape's tokens goes to the padding rows: one each, or all to the first.

@@ -6,19 +6,21 @@ runs already. Knows rows and tensors; not requests, not why a step looks as it d
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from quire.kv.specs import KVLayout
 from quire.ops.elementwise import gather_rows
+from quire.ops.mask import mask_logits
 from quire.ops.ref.attention import AttentionTables
 from quire.ops.sampling import SamplerColumns, Scratch, sample
 from quire.ops.step import place_slots, place_tokens
-from quire.ops.transfer import ToHost, on_device
+from quire.ops.transfer import ToHost, on_device, to_device
 from quire.sampling.logprobs import TokenLogprobs, token_logprobs
 from quire.sampling.rows import users
 from quire.sampling.sampler import edit_sparsely
-from quire.step import StepPlan, StepResult
+from quire.step import Masks, StepPlan, StepResult
 from quire.worker.gpu.batch import Batch
 from quire.worker.gpu.failure import told
 from quire.worker.gpu.graphs import Graphs, fit, ladder
@@ -73,6 +75,8 @@ class Runner:
         for random in (True, False):
             self._sample(SampleShape(self.num_rows, random))
         logits_SV = self.model.logits(self.last_hidden)
+        nobody, everything = on_device([0], self.device), np.full((1, -(-logits_SV.shape[1] // 32)), -1, np.int32)
+        mask_logits(logits_SV, nobody, to_device(everything, self.device))
         self._choose(logits_SV, random=True, restricted=True, penalized=True)
         copies = [logits_SV.float() for _ in range(3)]  # what editing and logprobs hold at once
         del copies
@@ -86,7 +90,8 @@ class Runner:
         decodes = [decode_shape(size) for size in sorted(self.row_sizes, key=lambda s: (s not in first, -s))]
         mixed = [mixed_shape(self.num_rows, size) for size in reversed(self.token_sizes)]
         samplings = [SampleShape(shape.num_samples, random) for shape in decodes for random in (True, False)]
-        self.forwards.want(mixed[:1] + decodes + mixed[1:], now=1 + len(first))
+        if self.inputs.recordable:
+            self.forwards.want(mixed[:1] + decodes + mixed[1:], now=1 + len(first))
         self.samplings.want(samplings, now=2 * len(first))
 
     def close(self) -> None:
@@ -132,14 +137,7 @@ class Runner:
             place_slots(*step, table, group.block_size, slots[:count], longest)
         context = self.model.context
         context.slots_T[:] = [slots[:count] for slots in inputs.slots]
-        context.tables[:] = [
-            AttentionTables(
-                # Kernels read the work list; lengths are for backends that have none, which no runner of GPUs uses.
-                query_starts=step[2], context_lens=step[1], block_table=table, block_size=group.block_size, max_query_len=longest,
-                max_context_len=0, rows=step[0], work=inputs.work(group_idx, shape), fresh=shape.fresh,
-            )
-            for group_idx, (group, table) in enumerate(zip(inputs.groups, batch.tables))
-        ]  # fmt: skip
+        context.tables[:] = [self._tables(group_idx, shape, longest) for group_idx in range(len(inputs.groups))]
         sample_at = inputs.sample_at[: shape.num_samples]
         context.wanted = None if shape.decode or shape.wants_all else sample_at
         hidden = self.model(token_ids, positions)
@@ -149,11 +147,21 @@ class Runner:
             self.last_hidden[: shape.num_samples] = hidden
         return hidden
 
+    def _tables(self, group_idx: int, shape: Shape, longest: int) -> AttentionTables:
+        inputs, rows, table = self.inputs, self.inputs.rows[: shape.num_rows], self.batch.tables[group_idx]
+        if not inputs.reads_work[group_idx]:  # once per step, not in every layer; padding has no context in whichever row it gets
+            table, rows = table.index_select(0, rows.clamp(min=0)), None
+        return AttentionTables(
+            query_starts=inputs.query_starts[: shape.num_rows + 1], context_lens=inputs.context_lens[: shape.num_rows],
+            block_table=table, block_size=inputs.groups[group_idx].block_size, max_query_len=longest, max_context_len=0,
+            rows=rows, work=inputs.work(group_idx, shape), fresh=shape.fresh,
+        )  # fmt: skip
+
     # -- sample ----------------------------------------------------------------------------------------------------------
 
     @told
     @torch.inference_mode()
-    def sample(self) -> "Pending":
+    def sample(self, masks: Masks | None = None) -> "Pending":
         """Chooses tokens for the rows of the last forward that ask for one; they are appended on the device at once."""
         launched, self.launched = self.launched, None
         plan, sampling = launched.plan, self.batch.sampling
@@ -163,10 +171,10 @@ class Runner:
         if launched.num_samples:
             rows = [row for row, samples in zip(plan.rows, plan.samples) if samples]
             key = SampleShape(fit(self.row_sizes, len(rows)), random=not sampling.random.isdisjoint(rows))
-            if key in self.samplings and not sampling.special(rows):
+            if key in self.samplings and masks is None and not sampling.special(rows):
                 self.samplings.replay(key)
             else:
-                self._sample_specially(rows, key.random, pending)
+                self._sample_specially(rows, masks, key.random, pending)
         pending.token_ids = ToHost(self.out_ids[: launched.num_samples])
         for graphs in (self.samplings, self.forwards):
             graphs.record_next()
@@ -177,13 +185,16 @@ class Runner:
         logits_SV = self.model.logits(self.last_hidden[: shape.num_samples])
         self._choose(logits_SV, random=shape.random, restricted=False, penalized=False)
 
-    def _sample_specially(self, rows: list[int], random: bool, pending: "Pending") -> None:
+    def _sample_specially(self, rows: list[int], masks: Masks | None, random: bool, pending: "Pending") -> None:
         """With whatever the rows ask for; nothing here waits for the device either."""
         sampling, count = self.batch.sampling, len(rows)
         logits_SV = self.model.logits(self.last_hidden[:count])
         asked = users(rows, sampling.num_logprobs)
         asked_L = on_device(asked, self.device)
         raw_LV = logits_SV[asked_L].float() if asked else None
+        if masks is not None:
+            words_MW = np.frombuffer(masks.words, np.int32).reshape(len(masks.places), -1)
+            mask_logits(logits_SV, on_device(masks.places, self.device), to_device(words_MW, self.device))
         if sampling.edits_sparsely(rows):
             logits_SV = self._edited(logits_SV.float(), rows)
         self._choose(

@@ -1,0 +1,128 @@
+"""A chat's answers taken apart: content, thinking and tool calls, whole or as events.
+
+Used by `chat.py` where the model thinks or has tools; everybody else's text goes out as it is. How text is read is the business of
+`frontend/parse.py` and the formats.
+"""
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from quire.api.server.sse import Events, Format, to_json
+from quire.frontend.async_llm import Stream
+from quire.frontend.parse import Delta, OutputParser
+from quire.frontend.requests import ChoiceUpdate
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str = ""  # JSON
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(msgspec.Struct):
+    content: str | None
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+    reasoning_content: str | None | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How answers are read before they are shown."""
+
+    make_parser: Callable[[], OutputParser] | None
+    shows_reasoning: bool
+    is_named: bool
+
+    @property
+    def is_plain(self) -> bool:
+        return self.make_parser is None
+
+    def message(self, text: str) -> ChatMessage:
+        return ChatMessage(text) if self.is_plain else _read(self.make_parser(), self.shows_reasoning, text)
+
+    def finish_reason(self, reason: str | None, has_calls: bool) -> str | None:
+        return "tool_calls" if reason == "stop" and has_calls and not self.is_named else reason
+
+
+def _read(parser: OutputParser, shows_reasoning: bool, text: str) -> ChatMessage:
+    deltas = parser.feed(text), parser.finish()
+    calls: list[ToolCall] = []
+    for news in (news for delta in deltas for news in delta.calls):
+        if news.name is not None:
+            calls.append(ToolCall(_call_id(), CalledFunction(news.name)))
+        calls[news.index].function.arguments += news.arguments
+    content, thoughts = ("".join(parts) for parts in zip(*((delta.content, delta.reasoning) for delta in deltas)))
+    return ChatMessage(
+        content or (None if calls else ""),
+        reasoning_content=(thoughts or None) if shows_reasoning else UNSET,
+        tool_calls=calls or UNSET,
+    )
+
+
+def _call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+class ParsedEvents(Events):
+    """Answers in which thinking and calls are told from content, as they come."""
+
+    def __init__(self, form: Format, streams: Sequence[Stream], n: int, reading: Reading) -> None:
+        super().__init__(form, streams, n)
+        self.reading = reading
+        self.parsers = [reading.make_parser() for _ in self.before]
+        self.has_calls = [False] * len(self.parsers)
+
+    def encode(self, updates: list[ChoiceUpdate]) -> bytes:
+        events = []
+        for update in updates:
+            if update.index in self.unopened:
+                events.append(self._opening(update.index))
+            events += self._parsed(update)
+        return b"".join(events)
+
+    def _parsed(self, update: ChoiceUpdate) -> Iterator[bytes]:
+        """One event per kind of news, so that every client finds each; none for text whose meaning is not certain yet."""
+        parser, is_last = self.parsers[update.index], update.finish_reason is not None
+        deltas = [parser.feed(update.text), *([parser.finish()] if is_last else [])]
+        news = [fields for delta in deltas for fields in self._shown(update.index, delta)]
+        if is_last or (not news and not self.plain):
+            news.append({})  # its end, or what goes with tokens that make no text yet
+        for idx, fields in enumerate(news):
+            yield self._event(update, fields, is_first=idx == 0, is_end=is_last and idx == len(news) - 1)
+
+    def _shown(self, choice_idx: int, delta: Delta) -> list[dict[str, Any]]:
+        shown: list[dict[str, Any]] = []
+        if delta.reasoning and self.reading.shows_reasoning:
+            shown.append({"reasoning_content": delta.reasoning})
+        if delta.content:
+            shown.append({"content": delta.content})
+        for call in delta.calls:
+            self.has_calls[choice_idx] = True
+            fields: dict[str, Any] = {"index": call.index, "function": {"arguments": call.arguments}}
+            if call.name is not None:
+                fields |= {"id": _call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            shown.append({"tool_calls": [fields]})
+        return shown
+
+    def _event(self, update: ChoiceUpdate, fields: dict[str, Any], *, is_first: bool, is_end: bool) -> bytes:
+        choice: dict[str, Any] = {"index": update.index, "delta": fields, "logprobs": None, "finish_reason": None}
+        if is_first and self.form.logprobs is not None and update.token_ids:
+            choice["logprobs"] = self.form.logprobs(update)
+        if is_end:
+            choice["finish_reason"] = self.reading.finish_reason(update.finish_reason, self.has_calls[update.index])
+            choice["stop_reason"] = update.stop_reason
+        if self.form.token_ids:
+            choice["token_ids"] = update.token_ids if is_first else []
+        return self.head + to_json(choice) + b"]" + self._usage_now() + b"}\n\n"

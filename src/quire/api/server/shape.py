@@ -1,0 +1,177 @@
+"""What a call asks of its answer's shape: response_format, structured_outputs and tools, as one constraint and one parser.
+
+Used by `chat.py` and `completions.py`. The grammars of tool calls and how calls are read are the formats' business, in
+`frontend/tools/`; thinking is `frontend/reasoning/`'s.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from quire.api.server.errors import FieldError
+from quire.api.server.fields import SamplingFields
+from quire.errors import RequestError
+from quire.frontend.inputs import grammar_spec
+from quire.frontend.model import Model
+from quire.frontend.parse import OutputParser
+from quire.params import StructuredOutputs
+
+MAX_TOOLS = 512
+_NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,64}")
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+class Function(msgspec.Struct, omit_defaults=True):
+    """A function the model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: Annotated[str, msgspec.Meta(extra_json_schema={"pattern": f"^{_NAME.pattern}$"})]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, omit_defaults=False):
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class NamedFunction(msgspec.Struct):
+    name: str
+
+
+class NamedTool(msgspec.Struct):
+    function: NamedFunction
+    type: Literal["function"] = "function"
+
+
+class ToolFields(msgspec.Struct, kw_only=True):
+    """What a chat may say of tools."""
+
+    tools: Annotated[list[Tool], msgspec.Meta(extra_json_schema={"maxItems": MAX_TOOLS})] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None  # false: thinking is left out of the answer
+
+
+@dataclass(frozen=True)
+class Shape:
+    structured: StructuredOutputs | None = None
+    tools: list[dict[str, Any]] = field(default_factory=list)  # as the template and the parser see them
+    is_named: bool = False  # one tool must be called, and the protocol calls that an ordinary end
+
+
+def of_answer(fields: SamplingFields) -> StructuredOutputs | None:
+    """From OpenAI's response_format, structured_outputs, or the older names of the same things."""
+    asked = {
+        "response_format": _of_format(fields.response_format),
+        "structured_outputs": fields.structured_outputs,
+        "guided_json": StructuredOutputs(json=fields.guided_json) if fields.guided_json is not None else None,
+        "guided_regex": StructuredOutputs(regex=fields.guided_regex) if fields.guided_regex else None,
+        "guided_choice": StructuredOutputs(choice=fields.guided_choice) if fields.guided_choice else None,
+        "guided_grammar": StructuredOutputs(grammar=fields.guided_grammar) if fields.guided_grammar else None,
+    }
+    given = [name for name, value in asked.items() if value is not None]
+    if len(given) > 1:
+        raise FieldError(given[1], f"{given[0]} and {given[1]} exclude each other: give one")
+    return asked[given[0]] if given else None
+
+
+def _of_format(form: dict[str, Any] | None) -> StructuredOutputs | None:
+    match form:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return StructuredOutputs(json_object=True)
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema) | bool(schema)}}:
+            return StructuredOutputs(json=schema)
+        case {"type": "json_schema"}:
+            raise FieldError("response_format", "response_format of type json_schema needs json_schema with a name and a schema in it")
+        case {"type": "structural_tag"}:
+            return StructuredOutputs(structural_tag=form)
+    raise FieldError("response_format", "response_format must have the type text, json_object, json_schema or structural_tag")
+
+
+def of_chat(fields: SamplingFields, asked: ToolFields, model: Model) -> Shape:
+    """Of a chat's answer: a JSON schema or a grammar, calls of tools, or either of the two."""
+    structured = of_answer(fields)
+    choice = asked.tool_choice if asked.tool_choice is not None else "auto" if asked.tools else "none"
+    if not asked.tools:
+        if choice not in ("none", "auto"):
+            raise FieldError("tool_choice", "tool_choice needs tools to choose from")
+        return Shape(structured)
+    tools = [_checked(tool) for tool in asked.tools]
+    if len(tools) > MAX_TOOLS:
+        raise FieldError("tools", f"there are {len(tools)} tools, one call may have {MAX_TOOLS}")
+    if len({tool["function"]["name"] for tool in tools}) < len(tools):
+        raise FieldError("tools", "two tools have the same name")
+    if choice == "none":
+        return Shape(structured)
+    if model.tool_format is None:
+        raise FieldError("tools", "this model is not known to call tools: choose a format with --tool-call-parser, or leave tools out")
+    callable_tools = tools
+    if isinstance(choice, NamedTool):
+        callable_tools = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
+        if not callable_tools:
+            raise FieldError("tool_choice", f"tool_choice names {choice.function.name!r:.80}, which is none of the tools")
+    form = _calls(callable_tools, choice != "auto", asked.parallel_tool_calls is not False, model)
+    if structured is not None and choice == "auto":
+        form = {"type": "or", "elements": [_calls(tools, True, asked.parallel_tool_calls is not False, model), _schema(structured)]}
+    elif structured is not None:
+        raise FieldError("tool_choice", "an answer cannot be a call and have a format at once: leave response_format out")
+    tag = {"type": "structural_tag", "format": form}
+    return Shape(StructuredOutputs(structural_tag=tag), tools, isinstance(choice, NamedTool))
+
+
+def _checked(tool: Tool) -> dict[str, Any]:
+    if not _NAME.fullmatch(tool.function.name):
+        raise FieldError("tools", f"a tool is named {tool.function.name!r:.80}: names have up to 64 letters, digits, and . _ : -")
+    return msgspec.to_builtins(tool)
+
+
+def _calls(tools: list[dict[str, Any]], required: bool, parallel: bool, model: Model) -> dict[str, Any]:
+    """The grammar of calls. Where a call is the model's own idea, a schema no grammar honours may stay a hint, unless it is strict."""
+    honoured = []
+    for tool in tools:
+        function = tool["function"]
+        parameters = function.get("parameters") or ANY_OBJECT
+        try:
+            grammar_spec(StructuredOutputs(json=parameters))
+        except RequestError as error:
+            if required or function.get("strict"):
+                raise FieldError("tools", f"the parameters of the tool {function['name']}: {error}") from None
+            parameters = ANY_OBJECT
+        honoured.append({**tool, "function": {**function, "parameters": parameters}})
+    return model.tool_format.structure(honoured, required=required, parallel=parallel)
+
+
+def _schema(structured: StructuredOutputs) -> dict[str, Any]:
+    """As part of a larger format."""
+    if structured.kind() not in ("json", "json_object") or isinstance(structured.json, str):
+        raise FieldError("structured_outputs", "together with tools an answer's format can only be a JSON schema")
+    return {"type": "json_schema", "json_schema": ANY_OBJECT if structured.json_object else structured.json}
+
+
+def parsers(model: Model, tools: list[dict[str, Any]], prompt_token_ids: list[int]) -> Callable[[], OutputParser] | None:
+    """Makes the parser of one answer; None where an answer is plain text."""
+    reasoning, calls = model.reasoning_format, model.tool_format if tools else None
+    if reasoning is None and calls is None:
+        return None
+    is_open = reasoning is not None and model.thinking_is_open(prompt_token_ids)
+
+    def make() -> OutputParser:
+        return OutputParser(
+            reasoning.Parser(is_open) if reasoning is not None else None,
+            calls.Parser(tools) if calls is not None else None,
+            model.special_spellings if shows_special_tokens(model, tools) else None,
+        )
+
+    return make
+
+
+def shows_special_tokens(model: Model, tools: list[dict[str, Any]]) -> bool:
+    """Whether text must spell special tokens, because a format is made of them."""
+    formats = [model.reasoning_format, model.tool_format if tools else None]
+    return any(form is not None and form.NEEDS_SPECIAL_TOKENS for form in formats)

@@ -1,0 +1,60 @@
+"""DeepSeek V3 and R1: calls between <｜tool▁calls▁begin｜> and <｜tool▁calls▁end｜>, each with its own marks.
+
+Chosen by `tools.choose`, used by the server. V3 and R1 write `function`, the separator, the name and the arguments in a
+fenced block; V3.1 the name, the separator and the arguments.
+"""
+
+from quire.frontend.parse import Steps
+from quire.frontend.stop import StopStrings
+from quire.frontend.tools import base
+
+MODEL_TYPES = ("deepseek_v3",)
+TEMPLATE_MARKS = ("<｜tool▁calls▁begin｜>",)
+NEEDS_SPECIAL_TOKENS = True
+
+_BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _SEPARATOR, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_MARKS = StopStrings((_BEGIN, _CALL))  # a model may leave out the outer mark
+
+
+class Parser(base.ToolParser):
+    def run(self) -> Steps[None]:
+        while (yield from self.until(_MARKS, self.content)):
+            yield from self.attempt(self._calls_between())
+
+    def _calls_between(self) -> Steps[None]:
+        yield from self.one_of(_BEGIN)
+        yield from self.space()
+        yield from self.expect(_CALL)
+        while True:
+            yield from self._call()
+            yield from self.space()
+            if not (yield from self.one_of(_CALL)):
+                break
+        yield from self.one_of(_END)
+
+    def _call(self) -> Steps[None]:
+        name = yield from self.expect(*self.tools, "function")
+        yield from self.expect(_SEPARATOR)
+        is_fenced = name not in self.tools or (yield from self.peek()) not in ("{", " ", "\n")
+        if is_fenced:
+            name = yield from self.name()
+            yield from self.expect("\n```json\n")
+        yield from self.arguments_object(name)
+        yield from self.space()
+        if is_fenced:
+            yield from self.one_of("```")
+        yield from self.expect(_CALL_END)
+
+
+def structure(tools: list[base.Tool], *, required: bool, parallel: bool) -> base.Format:
+    """Both ways of writing; a model keeps to its own."""
+
+    def fenced_begin(name: str) -> str:
+        return f"{_CALL}function{_SEPARATOR}{name}\n```json\n"
+
+    fenced = list(base.tags(tools, fenced_begin, f"\n```{_CALL_END}"))
+    plain = list(base.tags(tools, lambda name: f"{_CALL}{name}{_SEPARATOR}", _CALL_END))
+    ways = [base.separated(fenced, "\n", parallel=parallel), base.separated(plain, "", parallel=parallel)]
+    block = {"type": "tag", "begin": _BEGIN, "content": {"type": "or", "elements": ways}, "end": _END}
+    return block if required else base.triggered([_BEGIN], [block], parallel=False)

@@ -1,0 +1,155 @@
+"""What every grammar engine offers: a vocabulary in, a shared compiled grammar, one matcher per request, rows of masks.
+
+The core holds matchers and calls them between steps; the engines are files of their own. Must not know requests or text:
+tokens are ids, and masks are rows of int32 words, 32 tokens each, lowest bit first.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy
+
+from quire.errors import RequestError
+from quire.structured.spec import GrammarSpec
+
+SLOW_FILL_S = 0.1
+MAX_SLOW_FILLS = 3  # then a matcher counts as too slow
+MAX_FORCED = 64
+
+
+class PatternError(RequestError):
+    """A regular expression that our own compiler does not take; another engine may."""
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    tokens: list[bytes]  # what each token id adds to the text
+    special_ids: list[int]  # never part of the text
+    stop_ids: list[int]  # any of these ends an output that may end
+    size: int  # of the logits: at least as many as tokens
+
+    @property
+    def num_words(self) -> int:
+        return (self.size + 31) // 32
+
+
+class Matcher(ABC):
+    """Where one output stands in its grammar."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._num_slow = 0
+
+    @abstractmethod
+    def accept(self, token_id: int) -> bool:
+        """Advances by one token; False, and nothing changes, if it may not come next."""
+
+    @abstractmethod
+    def rollback(self, count: int) -> None:
+        """Takes the last `count` tokens back."""
+
+    @abstractmethod
+    def _fill(self, mask: numpy.ndarray) -> None: ...
+
+    @property
+    @abstractmethod
+    def is_complete(self) -> bool:
+        """The output may end here."""
+
+    @property
+    @abstractmethod
+    def terminated(self) -> bool:
+        """A stop token was accepted."""
+
+    def fill(self, mask: numpy.ndarray) -> bool:
+        """Writes which tokens may come next; False if none can: the grammar is at a dead end and the output must fail."""
+        started = time.perf_counter()
+        if self.terminated:  # a step may still be under way: whatever it samples is dropped
+            mask[:] = stop_mask(self._vocabulary)
+        else:
+            self._fill(mask)
+        self._num_slow += time.perf_counter() - started > SLOW_FILL_S
+        return bool(mask.any())
+
+    @property
+    def too_slow(self) -> bool:
+        """Its masks cost so much that it holds up everybody: the output must fail."""
+        return self._num_slow >= MAX_SLOW_FILLS
+
+    def forced(self) -> list[int]:
+        """The tokens that follow for certain, each the only one possible; the matcher stays where it is."""
+        mask = numpy.empty(self._vocabulary.num_words, dtype=numpy.int32)
+        tokens: list[int] = []
+        while len(tokens) < MAX_FORCED and not self.terminated and self.fill(mask):
+            token_id = only_token(mask)
+            if token_id is None or not self.accept(token_id):
+                break
+            tokens.append(token_id)
+        if tokens:
+            self.rollback(len(tokens))
+        return tokens
+
+
+class Grammar(ABC):
+    """Compiled once, shared by requests."""
+
+    num_bytes: int = 0  # roughly, in memory
+
+    @abstractmethod
+    def matcher(self) -> Matcher: ...
+
+    def replayed(self, token_ids: Iterable[int]) -> Matcher | None:
+        """A matcher that has seen these tokens; None if they do not fit the grammar."""
+        matcher = self.matcher()
+        return matcher if all(matcher.accept(token_id) for token_id in token_ids) else None
+
+
+class Engine(ABC):
+    """One grammar library over one vocabulary. `compile` may be called from any thread."""
+
+    name: str
+
+    @abstractmethod
+    def __init__(self, vocabulary: Vocabulary) -> None: ...
+
+    @staticmethod
+    @abstractmethod
+    def lower(spec: GrammarSpec, compact: bool = False) -> GrammarSpec:
+        """The spec as the library takes it; RequestError for what it would not honour. Pure, and may be slow."""
+
+    @abstractmethod
+    def compile_lowered(self, spec: GrammarSpec) -> Grammar:
+        """RequestError with a clear sentence where the library refuses."""
+
+    @abstractmethod
+    def fill_batch(self, matchers: Sequence[Matcher], masks: numpy.ndarray, rows: Sequence[int]) -> None:
+        """`fill` for many matchers of this engine, on several cores: matcher i writes masks[rows[i]]."""
+
+    def compile(self, spec: GrammarSpec, compact: bool = False) -> Grammar:
+        return self.compile_lowered(self.lower(spec, compact))
+
+    @classmethod
+    def supports(cls, spec: GrammarSpec) -> str | None:
+        """Why a spec cannot be honoured; None if it can. As slow as compiling may be."""
+        try:
+            cls.lower(spec)
+        except RequestError as error:
+            return str(error)
+        return None
+
+
+def only_token(mask: numpy.ndarray) -> int | None:
+    """The token of a mask that allows exactly one."""
+    words = numpy.flatnonzero(mask)
+    if len(words) != 1:
+        return None
+    bits = int(mask[words[0]]) & 0xFFFFFFFF
+    return int(words[0]) * 32 + bits.bit_length() - 1 if bits & (bits - 1) == 0 else None
+
+
+def stop_mask(vocabulary: Vocabulary) -> numpy.ndarray:
+    mask = numpy.zeros(vocabulary.num_words, dtype=numpy.uint32)
+    for token_id in vocabulary.stop_ids:
+        mask[token_id // 32] |= numpy.uint32(1 << token_id % 32)
+    return mask.view(numpy.int32)

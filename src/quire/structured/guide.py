@@ -1,0 +1,110 @@
+"""One request's constraint as its answer grows: thinking is left alone, up to its budget; then the grammar rules.
+
+Held by the core's request. A guide sees every token once, in order: the scheduler advances it, the pipeline asks it for masks. A fresh
+one fed with the tokens so far is in the same state, which is how a request survives a crash.
+"""
+
+import numpy as np
+
+from quire.messages import Thinking
+from quire.step import Masks
+from quire.structured.base import Matcher
+
+ALL = -1  # a word in which every token is allowed
+
+
+class Guide:
+    def __init__(self, matcher: Matcher | None, thinking: Thinking | None, stop_ids: list[int], num_words: int) -> None:
+        self.matcher = matcher
+        self.thinking = thinking
+        self.stop_ids = stop_ids
+        self.num_words = num_words  # of a mask
+        self.is_thinking = thinking is not None and thinking.is_open
+        self.is_fresh = True  # no token was seen: thinking may still begin
+        self.num_thought = 0  # tokens
+        self.tail: list[int] = []  # the last tokens thought, as many as close it
+
+    # -- tokens come -----------------------------------------------------------------------------------------------------
+
+    def advance(self, token_ids: list[int]) -> bool:
+        """False if one of them is none that was allowed."""
+        return all([self._accept(token_id) for token_id in token_ids])
+
+    def _accept(self, token_id: int) -> bool:
+        is_first, self.is_fresh = self.is_fresh, False
+        if is_first and not self.is_thinking and self.thinking is not None and token_id == self.thinking.start_id:
+            self.is_thinking = True
+            return True
+        if not self.is_thinking:
+            return self.matcher is None or self.matcher.accept(token_id)
+        self.num_thought += 1
+        end_ids = self.thinking.end_ids
+        self.tail = [*self.tail, token_id][-len(end_ids) :]
+        if self.tail == end_ids:
+            self.is_thinking = False
+        return True
+
+    # -- what may come next ----------------------------------------------------------------------------------------------
+
+    def forced(self) -> list[int]:
+        """Tokens that follow for certain."""
+        if self.is_thinking:
+            return self._closing()
+        if self.matcher is None or (self.is_fresh and self._may_think):
+            return []
+        return self.matcher.forced()
+
+    def fill(self, words: np.ndarray) -> None:
+        """`words` becomes the mask of the next token."""
+        if self.is_thinking:
+            closing = self._closing()
+            words[:] = 0 if closing else ALL
+            if closing:
+                _set(words, closing[0])
+            elif self.matcher is not None:  # without an answer it must not end
+                for token_id in self.stop_ids:
+                    _clear(words, token_id)
+        elif self.matcher is None:
+            words[:] = ALL
+        else:
+            self.matcher.fill(words)
+            if self.is_fresh and self._may_think:
+                _set(words, self.thinking.start_id)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether any token may come next: then there is nothing to fill."""
+        return self.matcher is None and not (self.is_thinking and self._closing())
+
+    @staticmethod
+    def masks(wanted: "list[tuple[int, Guide]]") -> Masks | None:
+        """Of the step's choosing rows at these places."""
+        bound = [(place, guide) for place, guide in wanted if not guide.is_free]
+        if not bound:
+            return None
+        words = np.empty((len(bound), bound[0][1].num_words), np.int32)
+        for row, (_, guide) in zip(words, bound):
+            guide.fill(row)
+        return Masks([place for place, _ in bound], words.data)
+
+    @property
+    def _may_think(self) -> bool:
+        return self.thinking is not None and self.thinking.start_id is not None
+
+    def _closing(self) -> list[int]:
+        """What is left of the marker that closes the thinking, once the budget is used up."""
+        thinking = self.thinking
+        if thinking.budget is None or self.num_thought < thinking.budget:
+            return []
+        for done in range(len(thinking.end_ids) - 1, 0, -1):  # the model may have begun it
+            if self.tail[-done:] == thinking.end_ids[:done]:
+                return thinking.end_ids[done:]
+        return thinking.end_ids
+
+
+def _set(words: np.ndarray, token_id: int) -> None:
+    words.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+
+def _clear(words: np.ndarray, token_id: int) -> None:
+    words.view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)

@@ -1,0 +1,150 @@
+"""The llguidance engine: its own JSON schemas, which refuse what they do not know, regular expressions and Lark grammars.
+
+Used by `compiler.py`. Grammars compile lazily, so their cost shows while matching: the library's own limits bound it, and a
+matcher that hits one is at a dead end.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy
+
+from quire.errors import RequestError
+from quire.structured.base import Engine, Grammar, Matcher, Vocabulary
+from quire.structured.spec import GrammarSpec, is_lark
+
+_BLANKS = r"( |\n[ \t]{0,32})?"  # as in our own grammars: never blanks for ever
+
+
+class LLGuidance(Engine):
+    name = "llguidance"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        import llguidance
+
+        self.vocabulary = vocabulary
+        tokenizer = llguidance.TokenizerWrapper(_Tokens(vocabulary))
+        self._tokenizer = llguidance.LLTokenizer(tokenizer, n_vocab=vocabulary.size, eos_token=vocabulary.stop_ids)
+
+    @staticmethod
+    def lower(spec: GrammarSpec, compact: bool = False) -> GrammarSpec:
+        import llguidance
+
+        make = llguidance.LLMatcher
+        if spec.kind == "json":
+            schema = json.loads(spec.text)
+            if not isinstance(schema, dict):
+                raise RequestError("the llguidance engine takes schemas that are objects: write {} for true.")
+            if "x-guidance" in schema:
+                raise RequestError("x-guidance is not supported: remove it.")
+            options: dict[str, Any] = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _BLANKS}
+            return GrammarSpec("lowered", make.grammar_from_json_schema(spec.text, overrides=options))
+        if spec.kind == "regex":
+            return GrammarSpec("lowered", make.grammar_from_regex(spec.text))
+        if spec.kind == "choice":
+            choices = " | ".join(json.dumps(choice) for choice in dict.fromkeys(json.loads(spec.text)))
+            return GrammarSpec("lowered", make.grammar_from_lark(f"start: {choices}"))
+        if spec.kind == "grammar" and is_lark(spec.text):
+            return GrammarSpec("lowered", make.grammar_from_lark(spec.text))
+        if spec.kind == "grammar":
+            return GrammarSpec("lowered", make.grammar_from_lark(_as_lark(spec.text)))
+        raise RequestError(f"{spec.kind} needs the xgrammar engine.")
+
+    def compile_lowered(self, spec: GrammarSpec) -> Grammar:
+        import llguidance
+
+        matcher = llguidance.LLMatcher(self._tokenizer, spec.text, log_level=0)
+        if matcher.is_error():
+            raise RequestError(f"the grammar cannot be compiled: {_sentence(matcher.get_error())}.")
+        if matcher.get_grammar_warnings():
+            raise RequestError(f"the grammar would not be honoured: {_sentence(matcher.get_grammar_warnings()[0])}.")
+        return _Grammar(matcher, self.vocabulary, len(spec.text))
+
+    def fill_batch(self, matchers: Sequence[Matcher], masks: numpy.ndarray, rows: Sequence[int]) -> None:
+        live = [(m._matcher, row) for m, row in zip(matchers, rows) if not m.terminated]
+        if live:
+            self._executor.unsafe_compute_mask_ptr(live, masks.ctypes.data, masks.shape[1] * 4, masks.shape[0])
+        for matcher, row in zip(matchers, rows):
+            if matcher.terminated:
+                matcher.fill(masks[row])
+
+    @cached_property
+    def _executor(self) -> Any:
+        import llguidance
+
+        return llguidance.LLExecutor()
+
+
+class _Tokens:
+    """The vocabulary as the library wants it."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens = [token or b"\xff" for token in vocabulary.tokens]  # no token may be empty; 0xff is in no text
+        self.special_token_ids = sorted({*vocabulary.special_ids, *vocabulary.stop_ids})
+        self.eos_token_id = vocabulary.stop_ids[0]
+
+    def __call__(self, text: bytes) -> list[int]:
+        raise NotImplementedError  # only asked for tokens that are forced, which we find otherwise
+
+
+class _Grammar(Grammar):
+    def __init__(self, matcher: Any, vocabulary: Vocabulary, num_chars: int) -> None:
+        self._fresh, self._vocabulary = matcher, vocabulary
+        self.num_bytes = 64 * num_chars  # the library does not tell
+
+    def matcher(self) -> Matcher:
+        return _Matcher(self._fresh.deep_copy(), self._vocabulary)
+
+
+class _Matcher(Matcher):
+    def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
+        super().__init__(vocabulary)
+        self._matcher = matcher
+        self._ended = False
+        self._stop_ids = frozenset(vocabulary.stop_ids)
+
+    def accept(self, token_id: int) -> bool:
+        if self._ended:
+            return False
+        if token_id in self._stop_ids:  # kept out of the library: it could not be taken back
+            self._ended = self.is_complete
+            return self._ended
+        return self._matcher.try_consume_tokens([token_id]) == 1
+
+    def rollback(self, count: int) -> None:
+        if count and self._ended:
+            self._ended = False
+            count -= 1
+        if count and not self._matcher.rollback(count):
+            raise ValueError("more tokens are to be taken back than were accepted")
+
+    def _fill(self, mask: numpy.ndarray) -> None:
+        if self._matcher.is_error():
+            mask[:] = 0
+        else:
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._matcher.is_accepting()
+
+    @property
+    def terminated(self) -> bool:
+        return self._ended
+
+
+def _as_lark(gbnf: str) -> str:
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(gbnf)
+    except Exception as error:  # the converter raises plain Exception for everything
+        raise RequestError(f"the grammar cannot be read: {_sentence(str(error))}.") from None
+
+
+def _sentence(message: str) -> str:
+    return (message.strip().splitlines() or ["unknown reason"])[0][:200].rstrip(".")

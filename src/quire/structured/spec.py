@@ -1,0 +1,117 @@
+"""What a request carries: the kind and the text of the shape its output must have, and the checks before anyone works on it.
+
+Made and checked by the frontend in its event loop, so `check` is linear and cheap; compiled by the core's `compiler.py`.
+Must not import an engine, and promises nothing: only compiling tells whether a shape can be honoured.
+"""
+
+import json
+import re
+from typing import Any
+
+import msgspec
+
+from quire.errors import RequestError
+
+MAX_CHARS = 131_072
+MAX_DEPTH = 64  # of JSON
+MAX_GROUPS = 100  # of nested parentheses in a grammar or regular expression
+MAX_CHOICES = 10_000
+MAX_COUNT = 10_000  # in a regular expression, and items, characters or properties a schema asks for
+KINDS = ("json", "regex", "choice", "grammar", "structural_tag")
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_COUNT = re.compile(r"\{\s*(\d+)?\s*,?\s*(\d+)?\s*\}")
+_AT_LEAST = {"minLength", "minItems", "minProperties", "minContains"}
+_DATA = {"const", "enum", "default", "examples"}  # hold values, not schemas
+_FORMATS = {"idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template", "relative-json-pointer", "regex"}
+
+
+class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
+    kind: str  # one of KINDS
+    text: str  # json: the schema; choice: a JSON list of strings; grammar: GBNF or Lark; structural_tag: xgrammar's JSON
+
+
+def check(spec: GrammarSpec) -> None:
+    """Raises RequestError for what is plainly wrong or too large."""
+    if spec.kind not in KINDS:
+        raise RequestError(f"structured output of kind {spec.kind[:40]!r} is unknown: use one of {', '.join(KINDS)}.")
+    if len(spec.text) > MAX_CHARS:
+        raise RequestError(f"the {spec.kind} has {len(spec.text)} characters, the limit is {MAX_CHARS}: shorten it.")
+    if not spec.text.strip():
+        raise RequestError(f"the {spec.kind} must not be empty.")
+    try:
+        spec.text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"the {spec.kind} holds a lone surrogate (half of a UTF-16 pair).") from None
+    {"json": _schema, "choice": _choices, "structural_tag": _tag}.get(spec.kind, _pattern)(spec)
+
+
+def is_lark(text: str) -> bool:
+    """GBNF defines its rules with ::=, Lark with a colon."""
+    return "::=" not in text
+
+
+def _parsed(spec: GrammarSpec) -> Any:
+    text = spec.text
+    if text.count("{") + text.count("[") > MAX_DEPTH:  # fewer cannot nest deeper
+        depth = 0
+        for bracket in re.findall(r"[\[\]{}]", _STRING.sub("", text)):
+            depth += 1 if bracket in "[{" else -1
+            if depth > MAX_DEPTH:
+                raise RequestError(f"the {spec.kind} nests deeper than {MAX_DEPTH} levels: flatten it with $defs.")
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"the {spec.kind} holds a lone surrogate (half of a UTF-16 pair).") from None
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "bad number"
+        raise RequestError(f"the {spec.kind} is not valid JSON: {reason}.") from None
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(name)
+
+
+def _schema(spec: GrammarSpec) -> None:
+    schema = _parsed(spec)
+    if not isinstance(schema, (dict, bool)):
+        raise RequestError("a JSON schema must be an object or a boolean.")
+    stack = [schema]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, list):
+            stack += value
+        elif isinstance(value, dict):
+            for keyword in value.keys() & _AT_LEAST:
+                if isinstance(value[keyword], (int, float)) and value[keyword] > MAX_COUNT:
+                    raise RequestError(f"{keyword} is larger than {MAX_COUNT}: lower it.")
+            name = value.get("format")
+            if isinstance(name, str) and name in _FORMATS:
+                raise RequestError(f"format {name!r} is not supported: remove it, or use pattern.")
+            stack += [inner for keyword, inner in value.items() if keyword not in _DATA]
+
+
+def _choices(spec: GrammarSpec) -> None:
+    choices = _parsed(spec)
+    if not isinstance(choices, list) or not choices or any(not isinstance(c, str) or not c for c in choices):
+        raise RequestError("choice must be a list of non-empty strings.")
+    if len(choices) > MAX_CHOICES:
+        raise RequestError(f"choice has {len(choices)} entries, the limit is {MAX_CHOICES}.")
+
+
+def _tag(spec: GrammarSpec) -> None:
+    if not isinstance(_parsed(spec), dict):
+        raise RequestError("structural_tag must be a JSON object.")
+
+
+def _pattern(spec: GrammarSpec) -> None:
+    for low, high in _COUNT.findall(spec.text):
+        if any(len(digits) > 5 or int(digits or 0) > MAX_COUNT for digits in (low, high)):
+            raise RequestError(f"the {spec.kind} repeats something more than {MAX_COUNT} times: lower the count.")
+    depth = 0
+    for bracket in re.findall(r"[()]", spec.text):
+        depth = max(depth + (1 if bracket == "(" else -1), 0)
+        if depth > MAX_GROUPS:
+            raise RequestError(f"the {spec.kind} nests parentheses deeper than {MAX_GROUPS} levels.")

@@ -1,0 +1,144 @@
+"""The xgrammar engine: everything is lowered to GBNF by our own compiler, because its JSON schemas ignore what they do not know.
+
+Used by `compiler.py`. Importing xgrammar takes seconds (it brings torch and transformers), so that happens when the first
+engine is made, never on import of this file.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy
+
+from quire.errors import RequestError
+from quire.structured.base import Engine, Grammar, Matcher, Vocabulary
+from quire.structured.json_grammar import json_grammar
+from quire.structured.pattern import whole
+from quire.structured.rules import Rules, literal
+from quire.structured.spec import GrammarSpec, is_lark
+
+
+class XGrammar(Engine):
+    name = "xgrammar"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        import xgrammar
+
+        self.vocabulary = vocabulary
+        special = set(vocabulary.special_ids)
+        tokens = [b"" if token_id in special else token for token_id, token in enumerate(vocabulary.tokens)]
+        raw = xgrammar.VocabType.RAW
+        info = xgrammar.TokenizerInfo(tokens, raw, vocab_size=vocabulary.size, stop_token_ids=vocabulary.stop_ids)
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+    @staticmethod
+    def lower(spec: GrammarSpec, compact: bool = False) -> GrammarSpec:
+        if spec.kind == "json":
+            return GrammarSpec("grammar", json_grammar(spec.text, compact))
+        if spec.kind == "regex":
+            return GrammarSpec("grammar", regex_grammar(spec.text))
+        if spec.kind == "choice":
+            choices = dict.fromkeys(json.loads(spec.text))
+            return GrammarSpec("grammar", "root ::= " + " | ".join(map(literal, choices)) + "\n")
+        if spec.kind == "structural_tag":
+            return GrammarSpec("structural_tag", json.dumps(_lowered_tag(json.loads(spec.text), compact)))
+        if is_lark(spec.text):
+            raise RequestError("Lark grammars need the llguidance engine: choose it, or write GBNF (rules with ::=).")
+        return spec
+
+    def compile_lowered(self, spec: GrammarSpec) -> Grammar:
+        compile = self._compiler.compile_structural_tag if spec.kind == "structural_tag" else self._compiler.compile_grammar
+        try:
+            return _Grammar(compile(spec.text), self.vocabulary)
+        except (RuntimeError, ValueError, TypeError) as error:  # the library raises these for what users write
+            raise RequestError(f"the {spec.kind} cannot be compiled: {_sentence(error)}.") from None
+
+    def fill_batch(self, matchers: Sequence[Matcher], masks: numpy.ndarray, rows: Sequence[int]) -> None:
+        live = [(m._matcher, row) for m, row in zip(matchers, rows) if not m.terminated]
+        if live:
+            _batch().batch_fill_next_token_bitmask([m for m, _ in live], masks, [row for _, row in live])
+        for matcher, row in zip(matchers, rows):
+            if matcher.terminated:
+                matcher.fill(masks[row])
+
+
+class _Grammar(Grammar):
+    def __init__(self, compiled: Any, vocabulary: Vocabulary) -> None:
+        self._compiled, self._vocabulary = compiled, vocabulary
+        self.num_bytes = compiled.memory_size_bytes
+
+    def matcher(self) -> Matcher:
+        return _Matcher(self._compiled, self._vocabulary)
+
+
+class _Matcher(Matcher):
+    def __init__(self, compiled: Any, vocabulary: Vocabulary) -> None:
+        import xgrammar
+
+        super().__init__(vocabulary)
+        self._matcher = xgrammar.GrammarMatcher(compiled)
+
+    def accept(self, token_id: int) -> bool:
+        return self._matcher.accept_token(token_id)
+
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+
+    def _fill(self, mask: numpy.ndarray) -> None:
+        self._matcher.fill_next_token_bitmask(mask[None, :])
+
+    @property
+    def is_complete(self) -> bool:
+        return self._matcher.is_completed()
+
+    @property
+    def terminated(self) -> bool:
+        return self._matcher.is_terminated()
+
+
+@cache
+def _batch() -> Any:
+    import xgrammar
+
+    return xgrammar.BatchGrammarMatcher(max_threads="auto")
+
+
+def regex_grammar(pattern: str) -> str:
+    rules = Rules()
+    try:
+        text = rules.gbnf(rules.language(whole(pattern), quoted=False))
+    except RecursionError:
+        raise RequestError("the regular expression is nested too deeply.") from None
+    if text is None:
+        raise RequestError("no text matches the regular expression.")
+    return text
+
+
+def _lowered_tag(value: Any, compact: bool) -> Any:
+    """The schemas and patterns inside a structural tag as grammars of ours."""
+    if isinstance(value, list):
+        return [_lowered_tag(v, compact) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if "structures" in value:  # the older way to write it
+        tags = [{"begin": s.get("begin"), "content": _schema_format(s.get("schema"), compact), "end": s.get("end")} for s in value["structures"]]
+        inner = {"type": "triggered_tags", "triggers": value.get("triggers"), "tags": tags}
+        return {"type": "structural_tag", "format": inner}
+    if value.get("type") in ("json_schema", "qwen_xml_parameter"):
+        if value["type"] != "json_schema" or value.get("style", "json") != "json" or value.keys() - {"type", "json_schema", "style"}:
+            raise RequestError("structural_tag: a json_schema takes no other style or option: leave them out.")
+        return _schema_format(value.get("json_schema"), compact)
+    if value.get("type") == "regex" and isinstance(value.get("pattern"), str):
+        return {"type": "grammar", "grammar": regex_grammar(value["pattern"])}
+    return {name: _lowered_tag(v, compact) for name, v in value.items()}
+
+
+def _schema_format(schema: Any, compact: bool) -> dict[str, str]:
+    return {"type": "grammar", "grammar": json_grammar(json.dumps(schema), compact)}
+
+
+def _sentence(error: Exception) -> str:
+    """The library's last line without its time stamp and source file."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()] or ["unknown reason"]
+    return lines[-1].rpartition(".cc:")[2].partition(": ")[2][:200].rstrip(".") or "it is not valid"

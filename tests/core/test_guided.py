@@ -1,0 +1,221 @@
+"""Answers with a shape on the fake executor: masks, forced tokens, waiting for a grammar, whatever the schedule does."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.core.guides import Guides
+from quire.errors import RequestError
+from quire.executor.fake import VOCAB_SIZE, next_token
+from quire.messages import Constraint, Thinking, Vocabulary
+from quire.structured.spec import GrammarSpec
+from tests.core.harness import HYBRID, Core
+
+EOS = 999
+START, END_A, END_B = 990, 991, 992  # of thinking
+VOCABULARY = Vocabulary([b"x"] * VOCAB_SIZE, [EOS], [EOS], VOCAB_SIZE)
+
+
+class Sums:
+    """A toy language, written as "wide narrow wide …": how many tokens are possible at each place, which ones depends on all before."""
+
+    def __init__(self, text: str) -> None:
+        self.widths = [int(width) for width in text.split()]
+        self.seen: list[int] = []
+
+    def allowed(self) -> list[int]:
+        at = len(self.seen)
+        if at >= len(self.widths):
+            return [EOS] if EOS not in self.seen else []
+        first = (sum(self.seen) * 7 + at) % 90
+        return list(range(first, first + self.widths[at]))
+
+    def accept(self, token_id: int) -> bool:
+        fits = token_id in self.allowed()
+        self.seen.append(token_id)
+        return fits
+
+    def fill(self, words) -> None:
+        words[:] = 0
+        for token_id in self.allowed():
+            words.view("uint32")[token_id // 32] |= 1 << token_id % 32
+
+    def forced(self) -> list[int]:
+        copy, found = Sums(" ".join(map(str, self.widths))), []
+        copy.seen = list(self.seen)
+        while len(copy.allowed()) == 1:
+            found += copy.allowed()
+            copy.accept(found[-1])
+        return found
+
+
+@dataclass
+class Compiled:
+    text: str
+    polls: int = 0
+    grammar: "Compiled | None" = None
+    error: RequestError | None = None
+
+    @property
+    def done(self) -> bool:
+        self.polls -= 1
+        return self.polls < 0
+
+    def matcher(self) -> Sums:
+        return Sums(self.text)
+
+
+class Slow:
+    """Compiles a grammar while the core looks for it some times."""
+
+    def __init__(self, polls: int = 0) -> None:
+        self.polls = polls
+
+    def submit(self, spec: GrammarSpec) -> Compiled:
+        ticket = Compiled(spec.text, self.polls)
+        ticket.grammar = ticket
+        if "bad" in spec.text:
+            ticket.error = RequestError("this grammar is bad")
+        return ticket
+
+    def wait(self, timeout_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def guided(polls: int = 0, **options) -> Core:
+    core = Core(**options)
+    core.engine.guides = Guides(VOCABULARY, Slow(polls))
+    return core
+
+
+def oracle(core: Core, name: str, text: str, choice_idx: int = 0, thinking: Thinking | None = None) -> list[int]:
+    """The answer, chosen token by token, without an engine and without knowing that any token is forced."""
+    message = core.sent[name, choice_idx]
+    history, sums, answer = list(message.prompt_token_ids), Sums(text), []
+    is_open = thinking is not None and thinking.is_open
+    thought: list[int] = []
+    limit = min(len(history) + message.params.max_tokens, core.engine.config.model.max_model_len)
+    while len(history) < limit:
+        if is_open:
+            allowed = [t for t in range(VOCAB_SIZE) if t != EOS]
+            if thinking.budget is not None and len(thought) >= thinking.budget:
+                allowed = [END_B] if thought[-1:] == [END_A] else [END_A]
+        else:
+            allowed = sums.allowed()
+            if thinking is not None and not answer:
+                allowed = sorted([*allowed, START])
+        token = next_token(history, message.seed, choice_idx, allowed)
+        history.append(token)
+        answer.append(token)
+        if is_open:
+            thought.append(token)
+            is_open = thought[-2:] != [END_A, END_B]
+        elif thinking is not None and len(answer) == 1 and token == START:
+            is_open = True
+        else:
+            sums.accept(token)
+            if token == EOS:
+                break
+    return answer
+
+
+def constraint(text: str, thinking: Thinking | None = None) -> Constraint:
+    return Constraint(GrammarSpec("grammar", text), thinking)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_grammar_rules_every_token_and_ends_the_answer(depth):
+    core = guided(pipeline_depth=depth)
+    core.add("a", [1, 2, 3], max_tokens=30, eos=(EOS,), constraint=constraint("40 3 7 800"))
+    core.add("free", [1, 2, 3], max_tokens=9)
+    core.run()
+    assert core.tokens["a", 0] == oracle(core, "a", "40 3 7 800")
+    assert core.tokens["a", 0][-1] == EOS and core.reasons["a", 0] == "stop"
+    assert core.tokens["free", 0] == core.expected("free")
+    core.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_forced_tokens_cost_no_steps(depth):
+    text = "5" + " 1" * 20 + " 5"
+    core = guided(pipeline_depth=depth)
+    core.add("a", [1, 2, 3], max_tokens=40, eos=(EOS,), constraint=constraint(text))
+    core.run()
+    assert core.tokens["a", 0] == oracle(core, "a", text)
+    assert len(core.steps) < 10  # of 23 tokens
+
+
+def test_a_request_waits_for_its_grammar_and_holds_nobody_up():
+    core = guided(polls=5)
+    core.add("slow", [1, 2, 3], max_tokens=4, eos=(EOS,), constraint=constraint("9 9 9 9 9"))
+    core.add("fast", [1, 2, 3], max_tokens=4)
+    for _ in range(4):
+        core.step()
+    assert core.reasons == {("fast", 0): "length"}
+    core.run()
+    assert core.tokens["slow", 0] == oracle(core, "slow", "9 9 9 9 9") and core.reasons["slow", 0] == "length"
+
+
+def test_a_grammar_that_is_no_good_is_told_and_a_waiting_request_can_be_aborted():
+    core = guided(polls=2)
+    core.add("bad", [1, 2, 3], max_tokens=4, constraint=constraint("bad"))
+    core.add("left", [1, 2, 3], max_tokens=4, constraint=constraint("9 9"))
+    core.abort("left")
+    core.run()
+    assert core.reasons == {("bad", 0): "error"}
+    assert [d.error for s in core.steps for d in s.deltas] == ["this grammar is bad"]
+    core.assert_nothing_is_held()
+
+
+def test_a_restarted_request_goes_on_where_its_grammar_was():
+    text = "50 2 1 1 1 60 3"
+    core = guided()
+    core.add("a", [1, 2, 3], max_tokens=30, eos=(EOS,), constraint=constraint(text))
+    core.run()
+    whole = core.tokens["a", 0]
+    for cut in range(1, len(whole) - 1):
+        again = guided(pipeline_depth=2)
+        again.add("a", [1, 2, 3], max_tokens=30, eos=(EOS,), output_token_ids=whole[:cut], constraint=constraint(text))
+        again.run()
+        assert whole[:cut] + again.tokens["a", 0] == whole
+
+
+def test_asking_for_logprobs_forces_nothing():
+    core = guided()
+    core.add("a", [1, 2, 3], max_tokens=30, eos=(EOS,), logprobs=0, constraint=constraint("5" + " 1" * 9))
+    core.run()
+    assert len(core.steps) >= 11
+    assert core.tokens["a", 0] == oracle(core, "a", "5" + " 1" * 9)
+
+
+LANGUAGES = st.lists(st.sampled_from([1, 1, 1, 2, 30, 700]), min_size=1, max_size=25).map(lambda w: " ".join(map(str, w)))
+REQUESTS = st.lists(
+    st.tuples(st.integers(1, 20), st.integers(1, 30), LANGUAGES, st.integers(1, 2), st.sampled_from(["", "open", "may"]), st.integers(0, 4)),
+    min_size=1, max_size=6,
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests=REQUESTS, depth=st.integers(1, 2), blocks=st.integers(40, 70), budget=st.integers(4, 24), polls=st.integers(0, 3),
+    hybrid=st.booleans(),
+)  # fmt: skip
+def test_no_schedule_changes_an_answer(requests, depth, blocks, budget, polls, hybrid):
+    options = dict(pipeline_depth=depth, num_gpu_blocks_override=blocks, max_num_batched_tokens=budget, max_num_seqs=4)
+    core = guided(polls, **(dict(options, specs=HYBRID) if hybrid else options))
+    wanted = {}
+    for idx, (length, max_tokens, text, n, thinks, thoughts) in enumerate(requests):
+        thinking = Thinking(thinks == "open", START, [END_A, END_B], thoughts) if thinks else None
+        name = f"r{idx}"
+        core.add(name, list(range(length)), n=n, max_tokens=max_tokens, eos=(EOS,), constraint=constraint(text, thinking))
+        for choice_idx in range(n):
+            wanted[name, choice_idx] = text, thinking
+    core.run()
+    for (name, choice_idx), (text, thinking) in wanted.items():
+        assert core.tokens[name, choice_idx] == oracle(core, name, text, choice_idx, thinking), (name, choice_idx)
+    core.assert_nothing_is_held()

@@ -1,0 +1,157 @@
+"""Assistant messages with tool calls, as the real chat templates of models write them."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.frontend.chat import ChatTemplate
+from quire.frontend.parse import Delta
+
+TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
+
+ANY = {"type": "object", "additionalProperties": True}
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "options": {
+            "type": "object",
+            "properties": {"unit": {"enum": ["C", "F"]}, "tags": {"type": "array", "items": {"type": "string"}}},
+        },
+    },
+    "required": ["city"],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": f"{name}.", "parameters": parameters}}
+    for name, parameters in {"get_weather": WEATHER, "get_weather_map": ANY, "now": {"type": "object", "properties": {}}}.items()
+]
+
+Call = tuple[str, dict[str, Any]]
+ONE: list[Call] = [("get_weather", {"city": "Paris", "days": 3})]
+TWO: list[Call] = [("get_weather", {"city": "Rome"}), ("now", {})]
+NESTED: list[Call] = [
+    (
+        "get_weather_map",
+        {"a": {"b": [1, -2.5e-3, [], {}, {"c": None}], "d": {"e": {"f": [True, False]}}}, "many": list(range(30))},
+    )
+]
+UNICODE: list[Call] = [("get_weather", {"city": "Zürich 東京 🦙 é\u0301 \u200d", "options": {"tags": ["ß", "日本"]}})]
+QUOTES: list[Call] = [
+    ("get_weather", {"city": 'say "hi", it\'s C:\\temp\\new\\\\', "options": {"tags": ["'", '"', "\\", "\n\t", "\\n"]}}),
+    ("get_weather", {"city": "} ] ) ```\n```, {\"a\": 1}"}),
+]
+EMPTY: list[Call] = [("now", {})]
+CASES = {"one": ONE, "two": TWO, "nested": NESTED, "unicode": UNICODE, "quotes": QUOTES, "empty": EMPTY}
+PLAIN = tuple(CASES)
+
+
+def as_json_list(calls: list[Call]) -> str:
+    return json.dumps([{"name": name, "arguments": arguments} for name, arguments in calls], ensure_ascii=False)
+
+
+def as_python(calls: list[Call]) -> str:
+    """Python's own writing of values."""
+    written = [
+        f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})" for name, arguments in calls
+    ]
+    return f"[{', '.join(written)}]"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A template, and where the assistant's words stand in what it renders."""
+
+    format: str
+    template: str
+    before: str  # the assistant's words come after its last occurrence
+    after: str = ""  # and before this
+    cases: tuple[str, ...] = PLAIN  # what the template can write
+    spell: Callable[[list[Call]], str] | None = None  # the calls as content, for templates that write no calls
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def transcript(self, calls: list[Call], content: str = "") -> str:
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if self.spell is not None:
+            message["content"] = content + self.spell(calls)
+        else:
+            message["tool_calls"] = [
+                {"id": f"call{idx:05}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+                for idx, (name, arguments) in enumerate(calls)
+            ]
+        template = ChatTemplate((TEMPLATES / f"{self.template}.jinja").read_text(), bos_token="<s>", eos_token="</s>")
+        text = template.render(
+            [{"role": "user", "content": "Hi"}, message],
+            add_generation_prompt=False,
+            tools=TOOLS,
+            template_kwargs=self.kwargs,
+        )
+        start = text.rindex(self.before) + len(self.before)
+        return text[start : text.rindex(self.after)] if self.after else text[start:]
+
+
+ONE_CALL = tuple(name for name in CASES if len(CASES[name]) == 1)
+IM = {"before": "<|im_start|>assistant\n", "after": "<|im_end|>"}
+LLAMA = {"before": "<|start_header_id|>assistant<|end_header_id|>\n\n", "after": "<|eot_id|>"}
+SOURCES = [
+    Source("hermes", "Qwen-Qwen3-0.6B", "</think>\n\n", "<|im_end|>"),
+    Source("hermes", "Qwen-Qwen2.5-7B-Instruct", **IM),
+    Source("hermes", "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use", "<|im_start|>assistant", "<|im_end|>"),
+    Source("hermes", "ibm-granite-granite-4.0", "<|start_of_role|>assistant<|end_of_role|>", "<|end_of_text|>"),
+    Source("llama3_json", "meta-llama-Llama-3.1-8B-Instruct", **LLAMA, cases=ONE_CALL),
+    Source("llama3_json", "meta-llama-Llama-3.2-3B-Instruct", **LLAMA, cases=ONE_CALL),
+    # This template writes strings between quotes without escaping what is in them.
+    Source("llama_pythonic", "LFM2.5-8B-A1B", **IM, cases=tuple(name for name in CASES if name != "quotes")),
+    Source("llama_pythonic", "meta-llama-Llama-3.2-3B-Instruct", **LLAMA, spell=as_python),
+    Source("mistral", "mistralai-Mistral-Nemo-Instruct-2407", "[/INST]", "</s>"),
+    Source("mistral", "Mistral-Small-3.2-24B-Instruct-2506", "[/INST]", "</s>"),
+    Source("mistral", "mistralai-Ministral-3-14B-Reasoning-2512", "[/INST]", "</s>"),
+    Source("deepseek_v3", "deepseek-ai-DeepSeek-V3.1", "</think>", "<｜end▁of▁sentence｜>"),
+    Source("deepseek_v3", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "<｜User｜>Hi<｜Assistant｜>"),
+    Source("harmony", "openai-gpt-oss-120b", "<|start|>assistant", cases=ONE_CALL),
+    Source("glm4", "GLM-4.6", "</think>"),
+    Source("glm4", "GLM-4.7-Flash", "</think>"),
+    Source(
+        "granite",
+        "ibm-granite-granite-3.3-2B-Instruct",
+        "assistant<|end_of_role|>",
+        "<|end_of_text|>",
+        spell=lambda calls: "<|tool_call|>" + as_json_list(calls),
+    ),
+    Source("phi4", "fireworks-ai-llama-3-firefunction-v2", "<|start_header_id|>assistant<|end_header_id|>\n\n functools"),
+    Source(
+        "phi4",
+        "microsoft-Phi-4-mini-instruct",
+        "<|assistant|>",
+        "<|end|>",
+        spell=lambda calls: f"<|tool_call|>{as_json_list(calls)}<|/tool_call|>",
+    ),
+    Source("generic_json", "MiniMax-M1", "ai name=assistant\n", "<end_of_sentence>"),
+    Source("generic_json", "NVIDIA-Nemotron-Nano-v2", "Assistant\n", "<SPECIAL_12>"),
+    Source("generic_json", "google-gemma-2-2b-it", "<start_of_turn>model\n", "<end_of_turn>", spell=as_json_list),
+]
+
+
+def gathered(deltas: list[Delta]) -> tuple[str, str, list[tuple[str, str]]]:
+    """As a client adds deltas up: content, reasoning, and name and arguments of each call."""
+    calls: list[list[str]] = []
+    for delta in (call for delta in deltas for call in delta.calls):
+        if delta.name is not None:
+            assert delta.index == len(calls) and delta.arguments == ""
+            calls.append([delta.name, ""])
+        else:
+            assert delta.index == len(calls) - 1
+            calls[delta.index][1] += delta.arguments
+    content, reasoning = ("".join(getattr(delta, kind) for delta in deltas) for kind in ("content", "reasoning"))
+    return content, reasoning, [(name, arguments) for name, arguments in calls]
+
+
+def parsed(parser, pieces: list[str] | str) -> tuple[str, str, list[tuple[str, str]]]:
+    return gathered([parser.feed(piece) for piece in ([pieces] if isinstance(pieces, str) else pieces)] + [parser.finish()])
+
+
+def cut(text: str, positions: list[int]) -> list[str]:
+    places = [0, *sorted(position % (len(text) + 1) for position in positions), len(text)]
+    return [text[start:end] for start, end in zip(places, places[1:])]

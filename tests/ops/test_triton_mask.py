@@ -1,0 +1,29 @@
+"""The kernel of grammar masks against its twin."""
+
+import pytest
+import torch
+
+from quire.ops import mask
+from quire.ops.ref.mask import mask_logits
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("vocab_size", [50, 4096, 9001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_named_rows_lose_the_tokens_whose_bit_is_zero(vocab_size, dtype):
+    logits = torch.randn(5, vocab_size, dtype=dtype, device=DEVICE)
+    places = torch.tensor([4, 1, 2], device=DEVICE)
+    words = torch.randint(-(2**31), 2**31, (3, -(-vocab_size // 32)), device=DEVICE).int()
+    expected = logits.clone()
+    mask_logits(expected, places, words)
+    mask.mask_logits(logits, places, words)
+    assert torch.equal(logits, expected)
+    assert torch.equal(logits.isinf().any(1).cpu(), torch.tensor([False, True, True, False, True]))
+
+
+def test_the_twin_reads_bits_as_integers_do():
+    logits = torch.zeros(1, 70)
+    words = torch.tensor([[0b101, -(2**31), 1 << 5]], dtype=torch.int32)
+    mask_logits(logits, torch.tensor([0]), words)
+    assert (logits[0] == 0).nonzero().flatten().tolist() == [0, 2, 63, 69]
