@@ -45,8 +45,9 @@ class Harmony(ToolParser):
 
     def _begins_with_recipient(self) -> Steps[bool]:
         """Leaves it unread."""
-        self._at -= len((yield from self.one_of(" to=functions.")))
-        return self._text.startswith(" to=functions.", self._at)
+        found = yield from self.one_of(" to=functions.")
+        self.unread(found)
+        return bool(found)
 
     def _message(self) -> Steps[None]:
         header: list[str] = []

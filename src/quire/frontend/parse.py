@@ -102,6 +102,11 @@ class Machine:
             self._kept.append(text)
         return text
 
+    def unread(self, text: str) -> None:
+        """Gives back what was read last."""
+        self._text = text + self._text[self._at :]
+        self._at = 0
+
     def take_run(self, pattern: re.Pattern[str]) -> str:
         """What matches here in the text so far: "" when nothing does."""
         match = pattern.match(self._text, self._at)

@@ -26,7 +26,11 @@ WEATHER = {
 }
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": f"{name}.", "parameters": parameters}}
-    for name, parameters in {"get_weather": WEATHER, "get_weather_map": ANY, "now": {"type": "object", "properties": {}}}.items()
+    for name, parameters in {
+        "get_weather": WEATHER,
+        "get_weather_map": ANY,
+        "now": {"type": "object", "properties": {}},
+    }.items()
 ]
 
 Call = tuple[str, dict[str, Any]]
@@ -40,8 +44,11 @@ NESTED: list[Call] = [
 ]
 UNICODE: list[Call] = [("get_weather", {"city": "Zürich 東京 🦙 é\u0301 \u200d", "options": {"tags": ["ß", "日本"]}})]
 QUOTES: list[Call] = [
-    ("get_weather", {"city": 'say "hi", it\'s C:\\temp\\new\\\\', "options": {"tags": ["'", '"', "\\", "\n\t", "\\n"]}}),
-    ("get_weather", {"city": "} ] ) ```\n```, {\"a\": 1}"}),
+    (
+        "get_weather",
+        {"city": 'say "hi", it\'s C:\\temp\\new\\\\', "options": {"tags": ["'", '"', "\\", "\n\t", "\\n"]}},
+    ),
+    ("get_weather", {"city": '} ] ) ```\n```, {"a": 1}'}),
 ]
 EMPTY: list[Call] = [("now", {})]
 CASES = {"one": ONE, "two": TWO, "nested": NESTED, "unicode": UNICODE, "quotes": QUOTES, "empty": EMPTY}
@@ -78,7 +85,11 @@ class Source:
             message["content"] = content + self.spell(calls)
         else:
             message["tool_calls"] = [
-                {"id": f"call{idx:05}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+                {
+                    "id": f"call{idx:05}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": json.dumps(arguments)},
+                }
                 for idx, (name, arguments) in enumerate(calls)
             ]
         template = ChatTemplate((TEMPLATES / f"{self.template}.jinja").read_text(), bos_token="<s>", eos_token="</s>")
@@ -109,7 +120,9 @@ SOURCES = [
     Source("mistral", "Mistral-Small-3.2-24B-Instruct-2506", "[/INST]", "</s>"),
     Source("mistral", "mistralai-Ministral-3-14B-Reasoning-2512", "[/INST]", "</s>"),
     Source("deepseek_v3", "deepseek-ai-DeepSeek-V3.1", "</think>", "<｜end▁of▁sentence｜>"),
-    Source("deepseek_v3", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "<｜User｜>Hi<｜Assistant｜>"),
+    Source(
+        "deepseek_v3", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "Hi<｜Assistant｜>", "<｜end▁of▁sentence｜><｜Ass"
+    ),
     Source("harmony", "openai-gpt-oss-120b", "<|start|>assistant", cases=ONE_CALL),
     Source("glm4", "GLM-4.6", "</think>"),
     Source("glm4", "GLM-4.7-Flash", "</think>"),
@@ -120,7 +133,13 @@ SOURCES = [
         "<|end_of_text|>",
         spell=lambda calls: "<|tool_call|>" + as_json_list(calls),
     ),
-    Source("phi4", "fireworks-ai-llama-3-firefunction-v2", "<|start_header_id|>assistant<|end_header_id|>\n\n functools"),
+    Source(
+        "phi4",
+        "fireworks-ai-llama-3-firefunction-v2",
+        "Hi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<|eot_id|>",
+        kwargs={"functions": "[]", "datetime": "now"},
+    ),
     Source(
         "phi4",
         "microsoft-Phi-4-mini-instruct",
@@ -137,19 +156,21 @@ SOURCES = [
 def gathered(deltas: list[Delta]) -> tuple[str, str, list[tuple[str, str]]]:
     """As a client adds deltas up: content, reasoning, and name and arguments of each call."""
     calls: list[list[str]] = []
-    for delta in (call for delta in deltas for call in delta.calls):
-        if delta.name is not None:
-            assert delta.index == len(calls) and delta.arguments == ""
-            calls.append([delta.name, ""])
+    for call in (call for delta in deltas for call in delta.calls):
+        if call.name is not None:
+            assert call.index == len(calls) and call.arguments == ""
+            calls.append([call.name, ""])
         else:
-            assert delta.index == len(calls) - 1
-            calls[delta.index][1] += delta.arguments
+            assert call.index == len(calls) - 1
+            calls[call.index][1] += call.arguments
     content, reasoning = ("".join(getattr(delta, kind) for delta in deltas) for kind in ("content", "reasoning"))
     return content, reasoning, [(name, arguments) for name, arguments in calls]
 
 
 def parsed(parser, pieces: list[str] | str) -> tuple[str, str, list[tuple[str, str]]]:
-    return gathered([parser.feed(piece) for piece in ([pieces] if isinstance(pieces, str) else pieces)] + [parser.finish()])
+    return gathered(
+        [parser.feed(piece) for piece in ([pieces] if isinstance(pieces, str) else pieces)] + [parser.finish()]
+    )
 
 
 def cut(text: str, positions: list[int]) -> list[str]:

@@ -371,8 +371,8 @@ def triggered(triggers: list[str], calls: list[Format], *, parallel: bool) -> Fo
     return {"type": "triggered_tags", "triggers": triggers, "tags": calls, "stop_after_first": not parallel}
 
 
-def listed(tools: list[Tool], begin: str, end: str, *, required: bool, parallel: bool) -> Format:
+def listed(tools: list[Tool], mark: str, end: str, *, required: bool, parallel: bool) -> Format:
     """A JSON list of calls between two marks; without `required` after any text."""
     items = separated(json_tags(tools), ", ", parallel=parallel)
-    block = {"type": "tag", "begin": begin, "content": items, "end": end}
-    return block if required else triggered([begin], [block], parallel=False)
+    block = {"type": "tag", "begin": f"{mark}[", "content": items, "end": f"]{end}"}
+    return block if required else triggered([mark], [block], parallel=False)

@@ -26,4 +26,4 @@ def structure(tools: list[base.Tool], *, required: bool, parallel: bool) -> base
         return base.triggered(['{"name": "'], calls, parallel=parallel)
     if not parallel:
         return base.separated(calls, "", parallel=False)
-    return base.listed(tools, "[", "]", required=True, parallel=True)
+    return base.listed(tools, "", "", required=True, parallel=True)

@@ -19,6 +19,7 @@ NEEDS_SPECIAL_TOKENS = True
 _MARKS = StopStrings(("<tool_call>",))
 _KEY_END = StopStrings(("</arg_key>",))
 _VALUE_END = StopStrings(("</arg_value>",))
+_TEXT_LIMITS = {"enum", "const", "pattern", "format", "$ref"}  # where space around a string is not part of it
 _MAX_REFS = 8  # steps from a schema to what it refers to
 
 
@@ -49,15 +50,33 @@ class Parser(base.ToolParser):
         self.arguments(f"{json.dumps(key, ensure_ascii=False)}: ")
         yield from self.space()
         yield from self.expect("<arg_value>")
-        types = set(_types(schema, _argument_schema(schema, key)))
-        if types == {"string"}:
+        wanted = _argument_schema(schema, key)
+        types = set(_types(schema, wanted))
+        if types == {"string"} and _TEXT_LIMITS.isdisjoint(wanted):
             self.arguments('"')
             yield from self.until(_VALUE_END, lambda text: self.arguments(json.dumps(text, ensure_ascii=False)[1:-1]))
             yield from self.expect("</arg_value>")
             self.arguments('"')
         else:
-            text = yield from self._text_until(_VALUE_END)
-            self.arguments(text.strip() if _is_value(text.strip(), types) else json.dumps(text, ensure_ascii=False))
+            words = (yield from self._json_or_text()).strip()
+            self.arguments(words if _is_value(words, types) else json.dumps(words, ensure_ascii=False))
+
+    def _json_or_text(self) -> Steps[str]:
+        """A value's text; a closing tag in a string of JSON does not end it."""
+        self._kept = read = []
+        try:
+            yield from self.space()
+            if (yield from self.peek()) in ("{", "["):
+                yield from self.value(lambda text: None)
+                yield from self.space()
+                yield from self.expect("</arg_value>")
+                return "".join(read).removesuffix("</arg_value>")
+        except Malformed:
+            pass
+        finally:
+            self._kept = None
+        self.unread("".join(read))
+        return (yield from self._text_until(_VALUE_END))
 
     def _text_until(self, end: StopStrings) -> Steps[str]:
         pieces: list[str] = []

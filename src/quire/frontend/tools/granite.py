@@ -15,4 +15,4 @@ class Parser(base.JsonCalls):
 
 
 def structure(tools: list[base.Tool], *, required: bool, parallel: bool) -> base.Format:
-    return base.listed(tools, "<|tool_call|>[", "]", required=required, parallel=parallel)
+    return base.listed(tools, "<|tool_call|>", "", required=required, parallel=parallel)

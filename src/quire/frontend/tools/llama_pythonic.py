@@ -135,17 +135,12 @@ def structure(tools: list[base.Tool], *, required: bool, parallel: bool) -> base
     if required:
         return {"type": "tag", "begin": "[", "content": items, "end": "]"}
     more = {"type": "star", "content": base.sequence(base.const(", "), {"type": "or", "elements": calls})}
-    end = base.sequence(more, base.const("]")) if parallel else base.const("]")
+    rest = [base.const(")"), more] if parallel else [base.const(")")]
     lists = [
-        {
-            "type": "tag",
-            "begin": "[" + call["begin"],
-            "content": base.sequence(call["content"], base.const(")"), end),
-            "end": "",
-        }
+        {"type": "tag", "begin": f"[{call['begin']}", "content": base.sequence(call["content"], *rest), "end": "]"}
         for call in calls
     ]
-    return base.triggered([lists_begin["begin"] for lists_begin in lists], lists, parallel=False)
+    return base.triggered([begun["begin"] for begun in lists], lists, parallel=False)
 
 
 def _call_format(tool: base.Tool) -> base.Format:

@@ -34,7 +34,7 @@ class Parser(base.JsonCalls):
 
 def structure(tools: list[base.Tool], *, required: bool, parallel: bool) -> base.Format:
     """Both ways of writing; a model keeps to its own."""
-    listed = base.listed(tools, "[TOOL_CALLS][", "]", required=True, parallel=parallel)
+    listed = base.listed(tools, "[TOOL_CALLS]", "", required=True, parallel=parallel)
     named = list(base.tags(tools, lambda name: f"[TOOL_CALLS]{name}[ARGS]", ""))
     if required:
         return {"type": "or", "elements": [listed, base.separated(named, "", parallel=parallel)]}

@@ -17,8 +17,8 @@ class Parser(base.JsonCalls):
 
 def structure(tools: list[base.Tool], *, required: bool, parallel: bool) -> base.Format:
     """The marks of Phi-4-mini; without `required` functools[ is constrained too."""
+    marked = base.listed(tools, "<|tool_call|>", "<|/tool_call|>", required=True, parallel=parallel)
     if required:
-        return base.listed(tools, "<|tool_call|>[", "]<|/tool_call|>", required=True, parallel=parallel)
-    marked = base.listed(tools, "<|tool_call|>[", "]<|/tool_call|>", required=True, parallel=parallel)
-    named = base.listed(tools, "functools[", "]", required=True, parallel=parallel)
+        return marked
+    named = base.listed(tools, "functools", "", required=True, parallel=parallel)
     return base.triggered(["<|tool_call|>", "functools["], [marked, named], parallel=False)

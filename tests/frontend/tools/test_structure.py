@@ -1,0 +1,158 @@
+"""What a format's grammar admits is what its parser parses: random walks through xgrammar come back as valid calls."""
+
+import json
+import random
+
+import jsonschema_rs
+import pytest
+import xgrammar
+
+from quire import registry
+from quire.errors import RequestError
+from quire.frontend.tools import llama_pythonic
+from tests.frontend.tools.transcripts import parsed
+
+FORMATS = registry.names("quire.frontend.tools")
+SCHEMAS = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer", "minimum": 0, "maximum": 99},
+            "unit": {"enum": ["C", "F"]},
+            "place": {"$ref": "#/$defs/place"},
+            "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 2},
+            "exact": {"type": "boolean"},
+        },
+        "required": ["city", "unit"],
+        "additionalProperties": False,
+        "$defs": {
+            "place": {
+                "type": "object",
+                "properties": {"x": {"type": "number"}},
+                "required": ["x"],
+                "additionalProperties": False,
+            }
+        },
+    },
+    "weather_map": {
+        "type": "object",
+        "properties": {"zoom": {"type": "integer"}, "label": {"type": ["string", "null"]}},
+        "additionalProperties": False,
+    },
+    "now": {"type": "object", "properties": {}, "additionalProperties": False},
+    "anything": {},
+}
+TOOLS = [{"type": "function", "function": {"name": n, "parameters": schema}} for n, schema in SCHEMAS.items()]
+VALIDATORS = {name: jsonschema_rs.validator_for(schema) for name, schema in SCHEMAS.items()}
+
+# Marks are tokens, as in real vocabularies.
+MARKS = [
+    "<tool_call>", "</tool_call>", "<|tool_call|>", "<|/tool_call|>", "functools", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "```",
+    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>",
+    '{"name": "', "assistant", "[weather(", "[now(", " to=functions.", "commentary", "<|end|>",
+    "<|channel|>commentary to=functions.",
+]  # fmt: skip
+TOKENS = [
+    "<eos>",
+    *MARKS,
+    *map(chr, range(32, 127)),
+    "\n",
+    "é",
+    "東",
+    "🦙",
+    "｜",
+    "▁",
+    "null",
+    "true",
+    "12",
+    '": ',
+    '", "',
+]
+WEIGHTS = {"<eos>": 3, '"': 15, "}": 15, "]": 9, ")": 15, '", "': 0.3, "\\": 0.3, " ": 0.5, "\n": 0.5} | dict.fromkeys(
+    MARKS, 6
+)
+WEIGHTS |= {"</arg_value>": 40, "</tool_call>": 20, "{": 0.5, "[": 0.5}
+MAX_STEPS = 400
+
+
+@pytest.fixture(scope="module")
+def compiler() -> xgrammar.GrammarCompiler:
+    encoded = [token.encode() for token in TOKENS]
+    info = xgrammar.TokenizerInfo(encoded, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[0])
+    return xgrammar.GrammarCompiler(info, max_threads=1)
+
+
+def walk(compiled: xgrammar.CompiledGrammar, seed: int) -> str | None:
+    """A random text of the grammar; None if it did not end."""
+    source, matcher, text = random.Random(seed), xgrammar.GrammarMatcher(compiled), ""
+    mask = xgrammar.allocate_token_bitmask(1, len(TOKENS))
+    for _ in range(MAX_STEPS):
+        matcher.fill_next_token_bitmask(mask)
+        words = mask[0].tolist()
+        allowed = [idx for idx in range(len(TOKENS)) if words[idx // 32] >> (idx % 32) & 1]
+        assert allowed, f"nothing may follow {text!r}"
+        token = source.choices(allowed, [WEIGHTS.get(TOKENS[idx], 1) for idx in allowed])[0]
+        assert matcher.accept_token(token)
+        if not token:
+            return text
+        text += TOKENS[token]
+    return None
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("required", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_whatever_the_grammar_admits_parses(name: str, required: bool, parallel: bool, compiler) -> None:
+    module = registry.load("quire.frontend.tools", name)
+    form = module.structure(TOOLS, required=required, parallel=parallel)
+    compiled = compiler.compile_structural_tag({"type": "structural_tag", "format": form})
+    texts = [text for seed in range(40) if (text := walk(compiled, seed)) is not None]
+    most, names = 0, set()
+    for text in texts:
+        content, reasoning, calls = parsed(module.Parser(TOOLS), text)
+        for called, arguments in calls:
+            VALIDATORS[called].validate(json.loads(arguments))
+            names.add(called)
+        most = max(most, len(calls))
+        if required:
+            assert calls and not content and not reasoning, text
+        assert parallel or len(calls) <= 1
+    assert len(texts) >= 10 and most >= 1, texts
+    if required:
+        assert len(names) >= 3
+    if parallel and required and name != "harmony":
+        assert most > 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_named_choice_is_one_tool_that_is_required(name: str, compiler) -> None:
+    module = registry.load("quire.frontend.tools", name)
+    form = module.structure(TOOLS[:1], required=True, parallel=False)
+    compiled = compiler.compile_structural_tag({"type": "structural_tag", "format": form})
+    texts = [text for seed in range(15) if (text := walk(compiled, seed)) is not None]
+    assert texts
+    for text in texts:
+        ((called, arguments),) = parsed(module.Parser(TOOLS), text)[2]
+        assert called == "weather"
+        VALIDATORS["weather"].validate(json.loads(arguments))
+
+
+def test_free_text_is_free(compiler) -> None:
+    for name in FORMATS:
+        form = registry.load("quire.frontend.tools", name).structure(TOOLS, required=False, parallel=True)
+        compiled = compiler.compile_structural_tag({"type": "structural_tag", "format": form})
+        for text in ("", "Hi!", 'JSON: {"a": [1]} <b> (x) ```py\n[1]\n```', "say <tool"):
+            matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=False)
+            assert matcher.accept_string(text), (name, text)
+            mask = xgrammar.allocate_token_bitmask(1, len(TOKENS))
+            matcher.fill_next_token_bitmask(mask)
+            assert mask[0, 0].item() & 1, (name, text)
+
+
+def test_pythonic_calls_refuse_schemas_they_cannot_honour() -> None:
+    for parameters, word in [({"anyOf": [{}]}, "anyOf"), ({"properties": {"a-b": {}}}, "a-b")]:
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        with pytest.raises(RequestError, match=word):
+            llama_pythonic.structure(tools, required=True, parallel=False)
