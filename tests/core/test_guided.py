@@ -24,6 +24,7 @@ class Sums:
     def __init__(self, text: str) -> None:
         self.widths = [int(width) for width in text.split()]
         self.seen: list[int] = []
+        self.too_slow = False
 
     def allowed(self) -> list[int]:
         at = len(self.seen)
@@ -63,6 +64,9 @@ class Compiled:
         self.polls -= 1
         return self.polls < 0
 
+    def wait(self, timeout_s: float) -> None:
+        pass
+
     def matcher(self) -> Sums:
         return Sums(self.text)
 
@@ -79,9 +83,6 @@ class Slow:
         if "bad" in spec.text:
             ticket.error = RequestError("this grammar is bad")
         return ticket
-
-    def wait(self, timeout_s: float) -> None:
-        pass
 
     def close(self) -> None:
         pass
@@ -191,6 +192,18 @@ def test_asking_for_logprobs_forces_nothing():
     core.run()
     assert len(core.steps) >= 11
     assert core.tokens["a", 0] == oracle(core, "a", "5" + " 1" * 9)
+
+
+def test_a_grammar_that_costs_too_much_ends_its_own_request_only():
+    core = guided()
+    core.add("slow", [1, 2, 3], max_tokens=30, constraint=constraint("9 9 9 9 9 9"))
+    core.add("other", [1, 2, 3], max_tokens=8)
+    core.step()
+    core.engine.scheduler.requests["slow", 0].guide.matcher.too_slow = True
+    core.run()
+    assert core.reasons == {("slow", 0): "error", ("other", 0): "length"}
+    assert core.tokens["other", 0] == core.expected("other")
+    core.assert_nothing_is_held()
 
 
 LANGUAGES = st.lists(st.sampled_from([1, 1, 1, 2, 30, 700]), min_size=1, max_size=25).map(lambda w: " ".join(map(str, w)))

@@ -8,6 +8,7 @@ from collections import deque
 from quire.config import StructuredConfig
 from quire.core.request import Request
 from quire.messages import Constraint, Vocabulary
+from quire.structured import base
 from quire.structured.compiler import Compiler, Ticket
 from quire.structured.guide import Guide
 
@@ -23,7 +24,8 @@ class Guides:
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, config: StructuredConfig) -> "Guides":
-        return cls(vocabulary, Compiler(config.structured_outputs_backend, vocabulary, timeout_s=config.grammar_timeout_s))
+        tokens = base.Vocabulary(vocabulary.tokens, vocabulary.special_ids, vocabulary.stop_ids, vocabulary.size)
+        return cls(vocabulary, Compiler(config.structured_outputs_backend, tokens, timeout_s=config.grammar_timeout_s))
 
     def add(self, request: Request, constraint: Constraint) -> None:
         ticket = self.compiler.submit(constraint.grammar) if constraint.grammar is not None else None
@@ -56,8 +58,9 @@ class Guides:
         return ready, refused
 
     def wait(self) -> None:
-        """For whatever is compiled next, a moment at most."""
-        self.compiler.wait(PATIENCE_S)
+        """For a grammar, a moment at most."""
+        if tickets := [ticket for *_, ticket in self.waiting if ticket is not None]:
+            tickets[0].wait(PATIENCE_S)
 
     def close(self) -> None:
         self.compiler.close()

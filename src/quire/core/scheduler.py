@@ -20,8 +20,6 @@ from quire.kv.manager import KVManager
 from quire.messages import ChoiceDelta, EngineStats
 from quire.step import RowStart, StepPlan, StepResult, Told
 
-CONTRADICTION = "no token satisfies both the answer's grammar and logit_bias, bad_words or allowed_token_ids: drop one of them"
-
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, kv: KVManager, pipeline: Pipeline) -> None:
@@ -223,8 +221,8 @@ class Scheduler:
     def _guide(self, request: Request, delta: ChoiceDelta) -> None:
         """The grammar sees the new tokens; those that must follow are taken without asking the model."""
         guide = request.guide
-        if not guide.advance(delta.token_ids):
-            delta.finish_reason, delta.error = "error", CONTRADICTION
+        if problem := guide.advance(delta.token_ids):
+            delta.finish_reason, delta.error = "error", problem
         if delta.finish_reason is not None or request.params.logprobs is not None:
             return
         forced = guide.forced()

@@ -44,8 +44,11 @@ class Parser(Protocol):
         ...
 
 
-class Malformed(Exception):  # noqa: N818 - not an error of ours: the text is not what it seemed to become
-    """Raised by a machine's code; `text` is what was read but not passed on."""
+class Malformed(Exception):
+    """The text is not what it seemed to become: raised within a machine, never out of it.
+
+    `text` is what was read but not passed on.
+    """
 
     def __init__(self, text: str = "") -> None:
         self.text = text
@@ -104,8 +107,11 @@ class Machine:
 
     def unread(self, text: str) -> None:
         """Gives back what was read last."""
-        self._text = text + self._text[self._at :]
-        self._at = 0
+        if self._text.endswith(text, 0, self._at):
+            self._at -= len(text)
+        else:  # part of it came in earlier pieces
+            self._text = text + self._text[self._at :]
+            self._at = 0
 
     def take_run(self, pattern: re.Pattern[str]) -> str:
         """What matches here in the text so far: "" when nothing does."""

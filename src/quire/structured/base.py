@@ -19,10 +19,6 @@ MAX_SLOW_FILLS = 3  # then a matcher counts as too slow
 MAX_FORCED = 64
 
 
-class PatternError(RequestError):
-    """A regular expression that our own compiler does not take; another engine may."""
-
-
 class Vocabulary(msgspec.Struct, frozen=True):
     tokens: list[bytes]  # what each token id adds to the text
     special_ids: list[int]  # never part of the text
@@ -125,6 +121,9 @@ class Engine(ABC):
     @abstractmethod
     def fill_batch(self, matchers: Sequence[Matcher], masks: numpy.ndarray, rows: Sequence[int]) -> None:
         """`fill` for many matchers of this engine, on several cores: matcher i writes masks[rows[i]]."""
+
+    @abstractmethod
+    def owns(self, matcher: Matcher) -> bool: ...
 
     def compile(self, spec: GrammarSpec, compact: bool = False) -> Grammar:
         return self.compile_lowered(self.lower(spec, compact))

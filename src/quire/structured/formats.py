@@ -9,8 +9,8 @@ from quire.structured.pattern import whole
 from quire.structured.regular import Node
 
 _OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-_LABEL = r"[a-zA-Z0-9]([a-zA-Z0-9]{0,30}|[a-zA-Z0-9][a-zA-Z0-9\-]{0,28}[a-zA-Z0-9])"
-_HOST = rf"{_LABEL}(\.{_LABEL}){{0,6}}"
+_LABEL = r"[a-zA-Z0-9]([a-zA-Z0-9]|-[a-zA-Z0-9]){0,11}"  # short, so that few states are needed
+_HOST = rf"{_LABEL}(\.{_LABEL}){{0,2}}"
 _WORD = r"[a-zA-Z0-9_]"
 _LEAP = r"([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][48]|[2468]0|[13579][26])00)"
 _YEAR = r"([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
@@ -28,12 +28,12 @@ _PATTERNS = {
     "date-time": rf"{_DATE}T{_TIME}",
     "duration": r"P([0-9]{1,4}W|[0-9]{1,4}Y([0-9]{1,4}M([0-9]{1,4}D)?)?|[0-9]{1,4}M([0-9]{1,4}D)?|[0-9]{1,4}D|"
     r"([0-9]{1,4}D)?T([0-9]{1,4}H([0-9]{1,4}M([0-9]{1,4}S)?)?|[0-9]{1,4}M([0-9]{1,4}S)?|[0-9]{1,4}S))",
-    "email": rf"{_WORD}[a-zA-Z0-9_+\-]{{0,31}}(\.[a-zA-Z0-9_+\-]{{1,31}}){{0,3}}@{_HOST}",
+    "email": rf"{_WORD}[a-zA-Z0-9_+\-]*(\.[a-zA-Z0-9_+\-]+)*@{_HOST}",
     "hostname": _HOST,
     "ipv4": rf"{_OCTET}(\.{_OCTET}){{3}}",
     "ipv6": rf"({_HEX}{{1,4}}:){{7}}{_HEX}{{1,4}}|({_HEX}{{1,4}}:){{1,6}}:({_HEX}{{1,4}})?|::({_HEX}{{1,4}}:){{0,5}}{_HEX}{{1,4}}",
     "uuid": rf"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}",
-    "uri": rf"[a-zA-Z][a-zA-Z0-9+\-.]{{0,15}}://{_HOST}(:[0-9]{{1,4}})?(/({_UNRESERVED}|%{_HEX}{{2}})*)*"
+    "uri": rf"[a-zA-Z][a-zA-Z0-9+\-.]*://{_HOST}(:[0-9]{{1,4}})?(/({_UNRESERVED}|%{_HEX}{{2}})*)*"
     rf"(\?({_UNRESERVED}|[&=/]|%{_HEX}{{2}})*)?(#({_UNRESERVED}|[/])*)?",
     "json-pointer": r"(/([^/~]|~[01])*)*",
 }

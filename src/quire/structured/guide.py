@@ -10,6 +10,8 @@ from quire.messages import Thinking
 from quire.step import Masks
 from quire.structured.base import Matcher
 
+CONTRADICTION = "no token satisfies both the answer's grammar and logit_bias, bad_words or allowed_token_ids: drop one of them"
+TOO_SLOW = "following this grammar takes too long: make it simpler"
 ALL = -1  # a word in which every token is allowed
 
 
@@ -26,9 +28,11 @@ class Guide:
 
     # -- tokens come -----------------------------------------------------------------------------------------------------
 
-    def advance(self, token_ids: list[int]) -> bool:
-        """False if one of them is none that was allowed."""
-        return all([self._accept(token_id) for token_id in token_ids])
+    def advance(self, token_ids: list[int]) -> str:
+        """What is wrong, if that is so: a token came that was not allowed, or the grammar costs too much."""
+        if not all([self._accept(token_id) for token_id in token_ids]):
+            return CONTRADICTION
+        return TOO_SLOW if self.matcher is not None and self.matcher.too_slow else ""
 
     def _accept(self, token_id: int) -> bool:
         is_first, self.is_fresh = self.is_fresh, False

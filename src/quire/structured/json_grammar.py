@@ -14,12 +14,14 @@ from quire.structured.rules import Alternative, Many, Ref, Rules, Symbol, escape
 from quire.structured.schema import Schema
 
 MAX_STATES = 4000  # of one array or object that counts
+MAX_ITEMS = 1000
+MAX_FREE = 20  # properties of names the schema does not list, where there is a maximum
 MAX_ANY_ORDER = 6  # values that may come in any order where items must be unique
 
 _HEX = "[0-9a-fA-F]"
-_CHARACTER = (
-    r'[^"\\\x00-\x1f] | "\\" (["\\/bfnrt] | "u" ([0-9abcefABCEF] HEX{3} | [dD] [0-7] HEX{2}'
-    r' | [dD] [89abAB] HEX{2} "\\u" [dD] [c-fC-F] HEX{2}))'
+# Written without counts: xgrammar takes tens of milliseconds for a mask where a count is near.
+_ESCAPE = (
+    r'["\\/bfnrt] | "u" ([0-9abcefABCEF] HEX HEX HEX | [dD] [0-7] HEX HEX | [dD] [89abAB] HEX HEX "\\u" [dD] [c-fC-F] HEX HEX)'
 ).replace("HEX", _HEX)
 _NUMBER = f'"-"? ("0" | [1-9] [0-9]{{0,{numbers.MAX_DIGITS - 1}}}) ("." [0-9]{{1,20}})? ([eE] [+\\-]? [0-9]{{1,2}})?'
 _INTEGER = f'"0" | "-"? [1-9] [0-9]{{0,{numbers.MAX_DIGITS - 1}}}'
@@ -27,10 +29,11 @@ _INTEGER = f'"0" | "-"? [1-9] [0-9]{{0,{numbers.MAX_DIGITS - 1}}}'
 def _basics(compact: bool) -> dict[str, str]:
     """Blanks are a line break and an indentation, or one space, or nothing: never blanks for ever."""
     return {
-        "blank": '""' if compact else '"" | " " | "\\n" [ \\t]{0,32}',
+        "blank": '""' if compact else '"" | " " | "\\n" [ \\t]{0,16}',
         "colon": '":"' if compact else '":" " "?',
-        "character": _CHARACTER,
-        "string": '"\\"" character* "\\""',
+        "escape": _ESCAPE,
+        "string": r'''"\"" characters''',
+        "characters": r'''"\"" | [\u0020-\u0021\u0023-\u005b\u005d-\ud7ff\ue000-\U0010ffff] characters | "\\" escape characters''',
         "number": _NUMBER,
         "integer": _INTEGER,
         "value": 'string | number | object | array | "true" | "false" | "null"',
@@ -95,7 +98,7 @@ class _Grammar:
         words = finite(node)
         if words is not None:
             return [(literal(f'"{escaped(word)}"'),) for word in sorted(words)]
-        return [('"\\""', self.rules.language(node, quoted=True), '"\\""')]
+        return [('"\\""', self.rules.language(node, quoted=True))]
 
     def _number(self, node: Node | None) -> list[Alternative]:
         if node is None or node is numbers.INTEGER:
@@ -140,8 +143,10 @@ class _Grammar:
         room = None if shape.high is None else shape.high - count
         if free and count + 1 >= shape.low and room != 0:
             name = self.rules.add(self.rules.new("f"), free)
-            more = Many(('","', Ref("blank"), name), 0, None if room is None else room - 1)
-            result.append((*_before(count), name, *([] if room == 1 else [more]), Ref("blank")))
+            if room is None:
+                result.append((*_before(count), name, Many(('","', Ref("blank"), name)), Ref("blank")))
+            for more in range(min(room or 0, MAX_FREE)):
+                result.append((*_before(count), name, *(('","', Ref("blank"), name) * more), Ref("blank")))
         return result
 
     def _goal_of(self, shape: Object, name: str) -> Goal:
@@ -194,19 +199,21 @@ class _Grammar:
             if high is None or position < high:
                 following.append((*_before(position), self._ref(shape.prefix[position]), Ref(f"{stem}_{position + 1}")))
             self.rules.add(f"{stem}_{position}", following)
-        self.rules.add(f"{stem}_{length}", self._tail(shape, length, high))
+        self._tail(stem, shape, high)
         return Ref(f"{stem}_0")
 
-    def _tail(self, shape: Array, length: int, high: int | None) -> list[Alternative]:
-        low, room = max(shape.low - length, 0), None if high is None else high - length
-        item = self._ref(shape.items)
-        result: list[Alternative] = [_after(length)] if low == 0 else []
-        if room is None or room >= max(low, 1):
-            more = ('","', Ref("blank"), item)
-            rest = max(low - 1, 0), None if room is None else room - 1
-            repeated = (Many(more, *rest),) if rest != (0, 0) else ()
-            result.append((*_before(length), item, *repeated, Ref("blank")))
-        return result
+    def _tail(self, stem: str, shape: Array, high: int | None) -> None:
+        """The items after the prefix: one rule for each that is counted, the last one for all that are not."""
+        length, item = len(shape.prefix), self._ref(shape.items)
+        if shape.low > MAX_ITEMS:
+            raise RequestError(f"minItems is larger than {MAX_ITEMS}: lower it.")
+        high = min(high, MAX_ITEMS + length) if high is not None else None
+        last = max(length, shape.low, 1) if high is None else max(high, length)
+        for position in range(length, last + 1):
+            following: list[Alternative] = [_after(position)] if position >= shape.low else []
+            if high is None or position < high:
+                following.append((*_before(position), item, Ref(f"{stem}_{min(position + 1, last)}")))
+            self.rules.add(f"{stem}_{position}", following)
 
     def _counting(self, shape: Array, high: int | None) -> Ref:
         """`contains`: states are the position and how many items counted so far, for each `contains`."""

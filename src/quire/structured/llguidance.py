@@ -15,7 +15,7 @@ from quire.errors import RequestError
 from quire.structured.base import Engine, Grammar, Matcher, Vocabulary
 from quire.structured.spec import GrammarSpec, is_lark
 
-_BLANKS = r"( |\n[ \t]{0,32})?"  # as in our own grammars: never blanks for ever
+_BLANKS = r"( |\n[ \t]{0,16})?"  # as in our own grammars: never blanks for ever
 
 
 class LLGuidance(Engine):
@@ -62,6 +62,9 @@ class LLGuidance(Engine):
             raise RequestError(f"the grammar would not be honoured: {_sentence(matcher.get_grammar_warnings()[0])}.")
         return _Grammar(matcher, self.vocabulary, len(spec.text))
 
+    def owns(self, matcher: Matcher) -> bool:
+        return isinstance(matcher, _Matcher)
+
     def fill_batch(self, matchers: Sequence[Matcher], masks: numpy.ndarray, rows: Sequence[int]) -> None:
         live = [(m._matcher, row) for m, row in zip(matchers, rows) if not m.terminated]
         if live:
@@ -78,17 +81,31 @@ class LLGuidance(Engine):
 
 
 class _Tokens:
-    """The vocabulary as the library wants it."""
+    """The vocabulary as the library wants it: one entry for each logit, none empty."""
 
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self.tokens = [token or b"\xff" for token in vocabulary.tokens]  # no token may be empty; 0xff is in no text
-        self.special_token_ids = sorted({*vocabulary.special_ids, *vocabulary.stop_ids})
+        self.tokens = [token or b"\xff" for token in vocabulary.tokens]
+        self.tokens += [b"\xff"] * (vocabulary.size - len(self.tokens))  # 0xff is in no text
+        padding = range(len(vocabulary.tokens), vocabulary.size)
+        self.special_token_ids = sorted({*vocabulary.special_ids, *vocabulary.stop_ids, *padding})
         self.eos_token_id = vocabulary.stop_ids[0]
+        hidden = set(self.special_token_ids)
+        self._ids = {token: token_id for token_id, token in enumerate(self.tokens) if token_id not in hidden}
+        self._longest = max(map(len, self._ids))
 
-    def __call__(self, text: bytes) -> list[int]:
-        raise NotImplementedError  # only asked for tokens that are forced, which we find otherwise
+    def __call__(self, text: bytes | str) -> list[int]:
+        """The longest token first: only asked about texts that are forced."""
+        text, at, result = text.encode() if isinstance(text, str) else text, 0, []
+        while at < len(text):
+            for length in range(min(self._longest, len(text) - at), 0, -1):
+                token_id = self._ids.get(text[at : at + length])
+                if token_id is not None:
+                    result.append(token_id)
+                    break
+            at += max(length, 1)
+        return result
 
 
 class _Grammar(Grammar):

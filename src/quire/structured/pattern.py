@@ -4,7 +4,7 @@ Called by the schema compiler (a `pattern` is found anywhere) and for `regex` ou
 cannot be a regular language, or is not understood, is refused by name. Must not know JSON or any engine.
 """
 
-from quire.errors import RequestError
+from quire.structured.errors import PatternError
 from quire.structured.regular import (
     ANYTHING,
     BEGIN,
@@ -78,8 +78,8 @@ class _Parser:
             raise self._error("has an unmatched )")
         return alternatives
 
-    def _error(self, what: str) -> RequestError:
-        return RequestError(f"the regular expression {self.pattern[:60]!r} {what} (at character {self.at}): change the pattern.")
+    def _error(self, what: str) -> PatternError:
+        return PatternError(f"the regular expression {self.pattern[:60]!r} {what} (at character {self.at}): change the pattern.")
 
     def _peek(self, count: int = 1) -> str:
         return self.pattern[self.at : self.at + count]

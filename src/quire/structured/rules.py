@@ -11,6 +11,7 @@ from quire.errors import RequestError
 from quire.structured.regular import Node, automaton, without
 
 MAX_RULES = 20_000
+MAX_STRING_STATES = 300  # an engine spends milliseconds on each
 MAX_TEXT_CHARS = 4_000_000
 
 
@@ -19,9 +20,9 @@ class Ref(NamedTuple):
 
 
 class Many(NamedTuple):
+    """Any number of times."""
+
     symbols: tuple
-    low: int
-    high: int | None
 
 
 Symbol = str | Ref | Many  # a string is GBNF that needs no rule
@@ -44,18 +45,20 @@ class Rules:
         return Ref(name)
 
     def language(self, node: Node, quoted: bool) -> Ref:
-        """A rule for a regular language; `quoted`: as characters inside a JSON string."""
+        """A rule for a regular language; `quoted`: as characters inside a JSON string, with the quote that closes it."""
         key = (node, quoted)
         if key not in self._languages:
-            spell = quoted_class if quoted else plain_class
+            spell, end = (quoted_class, ('"\\""',)) if quoted else (plain_class, ())
             if _is_plain(node):
-                self._languages[key] = self.add(self.new("r"), [(_structured(node, spell),)])
+                self._languages[key] = self.add(self.new("r"), [(_structured(node, spell), *end)])
             else:
-                self._languages[key] = self._states(node, spell)
+                self._languages[key] = self._states(node, spell, end)
         return self._languages[key]
 
-    def _states(self, node: Node, spell: Callable[[tuple[tuple[int, int], ...]], str]) -> Ref:
+    def _states(self, node: Node, spell: Callable[[tuple[tuple[int, int], ...]], str], end: Alternative) -> Ref:
         machine = automaton(node)
+        if end and len(machine.moves) > MAX_STRING_STATES:
+            raise RequestError("minLength, maxLength or the counts of a pattern are too large in this schema: lower them, or drop oneOf, not and if.")
         stem = self.new("s")
         if not machine.moves:
             return self.add(stem, [])
@@ -64,7 +67,7 @@ class Rules:
             for low, high, target in machine.moves[state]:
                 by_target.setdefault(target, []).append((low, high))
             alternatives = [(spell(tuple(ranges)), Ref(f"{stem}_{target}")) for target, ranges in by_target.items()]
-            self.add(f"{stem}_{state}", alternatives + ([()] if machine.accepting[state] else []))
+            self.add(f"{stem}_{state}", alternatives + ([end] if machine.accepting[state] else []))
         return Ref(f"{stem}_0")
 
     def gbnf(self, root: Ref) -> str | None:
@@ -103,11 +106,7 @@ class Rules:
         return ending
 
     def _ends(self, alternative: Alternative, ending: set[str]) -> bool:
-        return all(
-            s.rule in ending if isinstance(s, Ref) else (s.low == 0 and s.high == 0) or self._ends(s.symbols, ending)
-            for s in alternative
-            if not isinstance(s, str) and not (isinstance(s, Many) and s.low == 0)
-        )
+        return all(symbol.rule in ending for symbol in alternative if isinstance(symbol, Ref))
 
 
 def _references(alternatives: Iterable[Alternative]) -> Iterable[str]:
@@ -123,22 +122,19 @@ def _written(symbol: Symbol) -> str:
     if isinstance(symbol, Ref):
         return symbol.rule
     if isinstance(symbol, Many):
-        return f"({' '.join(map(_written, symbol.symbols))}){_times(symbol.low, symbol.high)}"
+        return f"({' '.join(map(_written, symbol.symbols))})*"
     return symbol
 
 
-def _times(low: int, high: int | None) -> str:
-    if high is None:
-        return {0: "*", 1: "+"}.get(low, f"{{{low},}}")
-    return "?" if (low, high) == (0, 1) else f"{{{low},{high}}}"
-
-
 def _is_plain(node: Node) -> bool:
-    """Without intersection and complement: every part can be written as it stands."""
+    """Can be written as it stands. Not so intersections, complements, and counts: engines expand `{m,n}` in ways that make some
+    masks take seconds, where an automaton's states are all cheap."""
     while node.kind == "cat":
         if not _is_plain(node.args[0]):
             return False
         node = node.args[1]
+    if node.kind == "repeat" and (node.args[1] > 1 or node.args[2] not in (None, 1)):
+        return False
     return node.kind not in ("and", "not", "mod", "ends", "none") and all(_is_plain(a) for a in node.args if isinstance(a, Node))
 
 
@@ -152,7 +148,7 @@ def _structured(node: Node, spell: Callable[[tuple[tuple[int, int], ...]], str])
     if node.kind == "or":
         return "(" + " | ".join(_structured(a, spell) for a in node.args) + ")"
     if node.kind == "repeat":
-        return f"({_structured(node.args[0], spell)}){_times(*node.args[1:])}"
+        return f"({_structured(node.args[0], spell)}){'?' if node.args[2] else '+' if node.args[1] else '*'}"
     return spell(node.args) if node.kind == "chars" else '""'
 
 

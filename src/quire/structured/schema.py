@@ -26,7 +26,7 @@ from quire.structured.alternatives import (
 )
 from quire.structured.document import Document, Subschema
 from quire.structured.pattern import found_in
-from quire.structured.regular import ANYTHING, CHAR, Node, either, no, repeat, text
+from quire.structured.regular import ANYTHING, CHAR, NONE, Node, either, finite, no, repeat, text
 
 MAX_COUNT = 10_000  # of characters, items or properties that a schema may ask for
 _TYPES = {"null": {"null"}, "boolean": {"true", "false"}, "number": {"number"}, "integer": {"number"}}
@@ -87,12 +87,45 @@ class Schema:
             alternative = replace(alternative, seen=replace(alternative.seen, all_items=True))
         return alternative
 
+    def are_apart(self, a: Alternative, b: Alternative) -> bool:
+        """Whether two alternatives share no value, as far as a look at constants and required properties tells."""
+        merged = a.merge(b)
+        if merged is None or "array" in merged.kinds:
+            return merged is None
+        if merged.kinds & {"null", "true", "false"}:
+            return False
+        for kind, node in (("string", merged.string), ("number", merged.number)):
+            if kind in merged.kinds and (node is None or not _is_void(node)):
+                return False
+        return "object" not in merged.kinds or any(self._is_void(merged.object, name) for name in merged.object.required)
+
+    def _is_void(self, shape: Object, name: str) -> bool:
+        """Whether no value is left for a required property."""
+        goal = shape.properties.get(name, NOTHING_ASKED)
+        if not goal or not all(_is_scalar(place.schema) for place, _ in goal):
+            return False
+        left = self.alternatives(goal)
+        return all(
+            x.kinds <= {"string", "number"}
+            and all(kind not in x.kinds or (node is not None and _is_void(node)) for kind, node in (("string", x.string), ("number", x.number)))
+            for x in left
+        )
+
     def goal(self, schema: Any, near: Subschema, holds: bool = True) -> Goal:
         place = self.document.place(schema, near)
         if isinstance(place.schema, bool) or not place.schema:
             satisfiable = place.schema is not False
             return NOTHING_ASKED if satisfiable == holds else frozenset({(self.document.never, True)})
         return frozenset({(place, holds)})
+
+
+def _is_scalar(schema: Any) -> bool:
+    return isinstance(schema, dict) and ("const" in schema or "enum" in schema) and "$ref" not in schema
+
+
+def _is_void(node: Node) -> bool:
+    words = [finite(part) for part in node.args] if node.kind == "and" else []
+    return node is NONE or (len(words) > 1 and all(w is not None for w in words) and not set.intersection(*map(set, words)))
 
 
 class _Keywords:
@@ -175,9 +208,14 @@ class _Positive(_Keywords):
         result: Alternatives = []
         options = _schemas("oneOf", value)
         for i, chosen in enumerate(options):
-            others = [[a.unseen() for a in self.sub(s, False)] for j, s in enumerate(options) if j != i]
-            result += product([self.sub(chosen), *others])
+            for alternative in self.sub(chosen):
+                others = [s for j, s in enumerate(options) if j != i and not self._apart(alternative, s)]
+                result += product([[alternative], *([a.unseen() for a in self.sub(s, False)] for s in others)])
         return result
+
+    def _apart(self, alternative: Alternative, schema: Any) -> bool:
+        """Plainly nothing in common with the schema, as branches told apart by a constant: no need to exclude it."""
+        return all(self.owner.are_apart(alternative, other) for other in self.sub(schema))
 
     def not_(self, value: Any) -> Alternatives:
         return [a.unseen() for a in self.sub(value, False)]

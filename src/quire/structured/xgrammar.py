@@ -54,6 +54,9 @@ class XGrammar(Engine):
         except (RuntimeError, ValueError, TypeError) as error:  # the library raises these for what users write
             raise RequestError(f"the {spec.kind} cannot be compiled: {_sentence(error)}.") from None
 
+    def owns(self, matcher: Matcher) -> bool:
+        return isinstance(matcher, _Matcher)
+
     def fill_batch(self, matchers: Sequence[Matcher], masks: numpy.ndarray, rows: Sequence[int]) -> None:
         live = [(m._matcher, row) for m, row in zip(matchers, rows) if not m.terminated]
         if live:

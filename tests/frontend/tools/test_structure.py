@@ -152,7 +152,12 @@ def test_free_text_is_free(compiler) -> None:
 
 
 def test_pythonic_calls_refuse_schemas_they_cannot_honour() -> None:
-    for parameters, word in [({"anyOf": [{}]}, "anyOf"), ({"properties": {"a-b": {}}}, "a-b")]:
-        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    loop = {"properties": {"a": {"$ref": "#"}}}
+    for parameters, word in [({"anyOf": [{}]}, "anyOf"), ({"properties": {"a-b": {}}}, "a-b"), (loop, "ref")]:
+        function = {"name": "f", "parameters": parameters}
         with pytest.raises(RequestError, match=word):
-            llama_pythonic.structure(tools, required=True, parallel=False)
+            llama_pythonic.structure([{"type": "function", "function": function}], required=True, parallel=False)
+        with pytest.raises(RequestError, match=word):
+            strict = {"type": "function", "function": {**function, "strict": True}}
+            llama_pythonic.structure([strict], required=False, parallel=False)
+        assert llama_pythonic.structure([{"type": "function", "function": function}], required=False, parallel=False)

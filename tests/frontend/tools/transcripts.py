@@ -1,5 +1,6 @@
 """Assistant messages with tool calls, as the real chat templates of models write them."""
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -67,6 +68,11 @@ def as_python(calls: list[Call]) -> str:
     return f"[{', '.join(written)}]"
 
 
+@functools.cache
+def compiled(template: str) -> ChatTemplate:
+    return ChatTemplate((TEMPLATES / f"{template}.jinja").read_text(), bos_token="<s>", eos_token="</s>")
+
+
 @dataclass(frozen=True)
 class Source:
     """A template, and where the assistant's words stand in what it renders."""
@@ -92,8 +98,7 @@ class Source:
                 }
                 for idx, (name, arguments) in enumerate(calls)
             ]
-        template = ChatTemplate((TEMPLATES / f"{self.template}.jinja").read_text(), bos_token="<s>", eos_token="</s>")
-        text = template.render(
+        text = compiled(self.template).render(
             [{"role": "user", "content": "Hi"}, message],
             add_generation_prompt=False,
             tools=TOOLS,

@@ -10,11 +10,11 @@ from msgspec import UNSET, UnsetType
 
 from quire.api.server.calls import Answer, Call
 from quire.api.server.errors import FieldError
-from quire.api.server.fields import MAX_MESSAGES, REFUSED, Count, NumLogprobs, Refusals, SamplingFields, decode, given
+from quire.api.server.fields import MAX_MESSAGES, REFUSED, Count, NumLogprobs, Refusals, decode, given
 from quire.api.server.generation import Usage, finish, submit, text_of, usage
 from quire.api.server.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
 from quire.api.server.reading import ChatMessage, ParsedEvents, Reading
-from quire.api.server.shape import ToolFields, of_chat, parsers, shows_special_tokens
+from quire.api.server.shape import ChatFields, of_chat, parsers, shows_special_tokens
 from quire.api.server.sse import Events, EventStream, Format
 from quire.errors import RequestError
 from quire.frontend.async_llm import AsyncLLM, Stream
@@ -40,7 +40,7 @@ class TextPart(msgspec.Struct):
     text: str
 
 
-class ChatRequest(SamplingFields, ToolFields, kw_only=True):
+class ChatRequest(ChatFields, kw_only=True):
     messages: Messages
     add_generation_prompt: bool | None = None  # null: unless the final message is continued
     continue_final_message: bool | None = None
@@ -119,7 +119,7 @@ async def chat(call: Call) -> Answer | EventStream:
     llm, model = call.service.llm, call.service.model_name(body.model)
     body.check(num_prompts=1)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    shape = of_chat(body, body, llm.model)
+    shape = of_chat(body, llm.model)
     params = body.params(llm.model, max_tokens=max_tokens, logprobs=body.num_logprobs(), structured_outputs=shape.structured)
     if shows_special_tokens(llm.model, shape.tools):
         params.skip_special_tokens = False

@@ -47,8 +47,8 @@ class NamedTool(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
-class ToolFields(msgspec.Struct, kw_only=True):
-    """What a chat may say of tools."""
+class ChatFields(SamplingFields, kw_only=True):
+    """What a chat may say of its answer."""
 
     tools: Annotated[list[Tool], msgspec.Meta(extra_json_schema={"maxItems": MAX_TOOLS})] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -94,9 +94,9 @@ def _of_format(form: dict[str, Any] | None) -> StructuredOutputs | None:
     raise FieldError("response_format", "response_format must have the type text, json_object, json_schema or structural_tag")
 
 
-def of_chat(fields: SamplingFields, asked: ToolFields, model: Model) -> Shape:
+def of_chat(asked: ChatFields, model: Model) -> Shape:
     """Of a chat's answer: a JSON schema or a grammar, calls of tools, or either of the two."""
-    structured = of_answer(fields)
+    structured = of_answer(asked)
     choice = asked.tool_choice if asked.tool_choice is not None else "auto" if asked.tools else "none"
     if not asked.tools:
         if choice not in ("none", "auto"):

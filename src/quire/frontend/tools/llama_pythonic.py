@@ -123,17 +123,18 @@ _UNSUPPORTED = (
     "$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "minProperties",
     "maxProperties", "dependentRequired", "dependentSchemas", "dependencies", "const", "enum", "unevaluatedProperties",
 )  # fmt: skip
+_OTHER_REFERENCE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
 
 
 def structure(tools: list[base.Tool], *, required: bool, parallel: bool) -> base.Format:
     """Arguments come in the schema's order, required ones first, their values as JSON, which this format reads too.
 
-    Only properties that the schema names are written, or any where it names none.
+    Only properties that the schema names are written, or any where it names none. A schema that cannot be honoured is
+    refused where a call is required or the tool strict, else its arguments are free.
     """
-    calls = [_call_format(tool) for tool in tools]
-    items = base.separated(calls, ", ", parallel=parallel)
+    calls = [_call_format(tool, required) for tool in tools]
     if required:
-        return {"type": "tag", "begin": "[", "content": items, "end": "]"}
+        return {"type": "tag", "begin": "[", "content": base.separated(calls, ", ", parallel=parallel), "end": "]"}
     more = {"type": "star", "content": base.sequence(base.const(", "), {"type": "or", "elements": calls})}
     rest = [base.const(")"), more] if parallel else [base.const(")")]
     lists = [
@@ -143,33 +144,42 @@ def structure(tools: list[base.Tool], *, required: bool, parallel: bool) -> base
     return base.triggered([begun["begin"] for begun in lists], lists, parallel=False)
 
 
-def _call_format(tool: base.Tool) -> base.Format:
+def _call_format(tool: base.Tool, required: bool) -> base.Format:
     name, schema = tool["function"]["name"], base.schema_of(tool)
+    if (trouble := _trouble(schema)) is not None:
+        if required or tool["function"].get("strict"):
+            raise RequestError(f"the parameters of the tool {name} have {trouble}, which pythonic calls cannot honour.")
+        schema = {}
+    return {"type": "tag", "begin": f"{name}(", "content": _arguments_format(schema), "end": ")"}
+
+
+def _trouble(schema: dict[str, Any]) -> str | None:
+    """What named arguments cannot honour."""
     for keyword in _UNSUPPORTED:
         if keyword in schema:
-            raise RequestError(
-                f"the parameters of tool {name} have {keyword!r}, which pythonic tool calls cannot honour."
-            )
-    return {"type": "tag", "begin": f"{name}(", "content": _arguments_format(name, schema), "end": ")"}
+            return keyword
+    if _OTHER_REFERENCE.search(json.dumps(schema)):
+        return "a $ref to other places than $defs"
+    keys = [*(schema.get("properties") or ()), *(schema.get("required") or ())]
+    return next((f"the name {key!r:.80}" for key in keys if not _KEY.fullmatch(key)), None)
 
 
-def _arguments_format(name: str, schema: dict[str, Any]) -> base.Format:
+def _arguments_format(schema: dict[str, Any]) -> base.Format:
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    properties, needed = schema.get("properties") or {}, schema.get("required") or []
-    if not properties and not needed and schema.get("additionalProperties", True) is not False:
-        any_argument = base.sequence({"type": "regex", "pattern": "[a-zA-Z_][a-zA-Z0-9_]*="}, _json(True))
-        more = {"type": "star", "content": base.sequence(base.const(", "), any_argument)}
-        return {"type": "optional", "content": base.sequence(any_argument, more)}
-    for key in [*properties, *needed]:
-        if not _KEY.fullmatch(key):
-            raise RequestError(f"the parameter {key!r:.80} of tool {name} is no word, which pythonic tool calls need.")
-    arguments = {
-        key: base.sequence(base.const(f"{key}="), _json({**value, **shared} if isinstance(value, dict) else value))
-        for key, value in ({key: True for key in needed} | properties).items()
-    }
-    first = [arguments[key] for key in needed]
-    later = [argument for key, argument in arguments.items() if key not in needed]
-    return _with_commas(first, later)
+
+    def value(wanted: Any) -> base.Format:
+        wanted = {**wanted, **shared} if isinstance(wanted, dict) else wanted
+        return {"type": "json_schema", "json_schema": wanted, "max_whitespace_cnt": 1}
+
+    others = schema.get("additionalProperties", True)
+    needed = dict.fromkeys(schema.get("required") or (), others)
+    properties = needed | (schema.get("properties") or {})
+    if not properties and others is not False:
+        argument = base.sequence({"type": "regex", "pattern": "[a-zA-Z_][a-zA-Z0-9_]*="}, value(others))
+        more = {"type": "star", "content": base.sequence(base.const(", "), argument)}
+        return {"type": "optional", "content": base.sequence(argument, more)}
+    arguments = {key: base.sequence(base.const(f"{key}="), value(wanted)) for key, wanted in properties.items()}
+    return _with_commas([arguments[key] for key in needed], [arguments[key] for key in arguments if key not in needed])
 
 
 def _with_commas(first: list[base.Format], later: list[base.Format]) -> base.Format:
@@ -181,7 +191,3 @@ def _with_commas(first: list[base.Format], later: list[base.Format]) -> base.For
         )
     ways = [_with_commas([part], later[idx + 1 :]) for idx, part in enumerate(later)]
     return {"type": "or", "elements": [base.const(""), *ways]}
-
-
-def _json(schema: Any) -> base.Format:
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}

@@ -1,0 +1,202 @@
+"""Is what is accepted honoured? Every schema of the official JSON-Schema-Test-Suite: accepted or refused, and do samples validate.
+
+    python -m benchmarks.json_schema_suite --suite json/tests [--engine auto] [--sampler random|model] [--draft draft2020-12]
+
+The suite is the folder `json/tests` of jsonschema's source package; the validator is `jsonschema[format]` itself. `random` draws tokens under the
+masks, over the default model's vocabulary; `model` asks the default model itself, at temperature 1.
+"""
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+
+from quire.errors import RequestError
+from quire.structured.base import Engine, Grammar, Vocabulary
+from quire.structured.formats import HONOURED
+from quire.structured.spec import GrammarSpec, check
+from quire.structured.trial import Setup, Trial
+
+DRAFTS = {"draft2020-12": "https://json-schema.org/draft/2020-12/schema", "draft7": "http://json-schema.org/draft-07/schema#"}
+MAX_TOKENS = 600
+_ENDS = (b'"', b"}", b"]", b'"}', b'"]', b"}}", b"]}", b'"}]', b"e", b"l", b"0", b"1")
+
+
+class Case(NamedTuple):
+    group: str  # the keyword
+    name: str
+    schema: Any
+
+
+def cases(suite: Path, draft: str) -> Iterator[Case]:
+    for path in sorted((suite / draft).glob("*.json")):
+        for case in json.loads(path.read_text()):
+            schema = case["schema"]
+            if isinstance(schema, dict):
+                schema = {"$schema": DRAFTS[draft], **schema}
+            yield Case(path.stem, case["description"], schema)
+
+
+def vocabulary() -> tuple[Any, Vocabulary]:
+    from quire.checkpoint.find import find
+    from quire.frontend.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_files(find("smollm2"))
+    tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
+    return tokenizer, Vocabulary(tokens, sorted(tokenizer.special_ids), sorted(tokenizer.eos_token_ids), len(tokens))
+
+
+def validator(schema: Any) -> Callable[[str], str | None]:
+    """What is wrong with a text. Numbers are read as decimals, which is what they are: 0.07 is a multiple of 0.01."""
+    from jsonschema import FormatChecker
+    from jsonschema.validators import validator_for
+
+    exact = json.loads(json.dumps(schema), parse_float=Decimal)
+    kind = validator_for(exact, default=validator_for({"$schema": DRAFTS["draft2020-12"]}))
+    formats = FormatChecker(())
+    formats.checkers = {name: how for name, how in kind.FORMAT_CHECKER.checkers.items() if name in HONOURED}
+    checker = kind(exact, format_checker=formats)
+
+    def problem(text: str) -> str | None:
+        try:
+            value = json.loads(text, parse_float=Decimal)
+        except ValueError as error:
+            return f"not JSON: {error}"
+        return next((error.message for error in checker.iter_errors(value)), None)
+
+    return problem
+
+
+class RandomSampler:
+    """Tokens at random under the masks, leaning towards those that close something, so that samples end."""
+
+    def __init__(self, vocab: Vocabulary, seed: int = 0) -> None:
+        self._vocabulary, self._random = vocab, numpy.random.default_rng(seed)
+        self._mask = numpy.zeros(vocab.num_words, dtype=numpy.int32)
+        self._ends = numpy.array([i for i, token in enumerate(vocab.tokens) if token in _ENDS])
+        self.fill_s: list[float] = []
+
+    def sample(self, grammar: Grammar) -> str | None:
+        """A finished output; None if it was cut."""
+        matcher, out = grammar.matcher(), []
+        for count in range(MAX_TOKENS):
+            started = time.perf_counter()
+            if not matcher.fill(self._mask):
+                raise RuntimeError(f"dead end after {b''.join(out)!r}")
+            self.fill_s.append(time.perf_counter() - started)
+            token_id = self._choose(matcher.is_complete, hurry=count > 60)
+            if not matcher.accept(token_id):
+                raise RuntimeError(f"the mask allows a token that is not accepted after {b''.join(out)!r}")
+            if matcher.terminated:
+                return b"".join(out).decode()
+            out.append(self._vocabulary.tokens[token_id])
+        return None
+
+    def _choose(self, may_end: bool, hurry: bool) -> int:
+        if may_end and self._random.random() < 0.5:
+            return self._vocabulary.stop_ids[0]
+        bits = numpy.unpackbits(self._mask.view(numpy.uint8), bitorder="little")
+        if self._random.random() < (0.95 if hurry else 0.3):
+            ends = self._ends[bits[self._ends] == 1]
+            if len(ends):
+                return int(self._random.choice(ends))
+        return int(self._random.choice(numpy.flatnonzero(bits)))
+
+
+class Outcome(NamedTuple):
+    case: Case
+    refused: str = ""  # why
+    texts: tuple[str, ...] = ()
+    num_cut: int = 0
+    violations: tuple[str, ...] = ()
+
+
+def judged(case: Case, texts: list[str | None]) -> Outcome:
+    problem = validator(case.schema)
+    finished = tuple(text for text in texts if text is not None)
+    violations = tuple(f"{text[:200]!r}: {what}" for text in finished if (what := problem(text)))
+    return Outcome(case, texts=finished, num_cut=len(texts) - len(finished), violations=violations)
+
+
+def by_random(case: Case, trial: Trial, engines: dict[str, Engine], sampler: RandomSampler, num_samples: int) -> Outcome:
+    spec = GrammarSpec("json", json.dumps(case.schema))
+    try:
+        check(spec)
+    except RequestError as error:
+        return Outcome(case, refused=str(error))
+    lowered = trial.run(spec)
+    if lowered.spec is None:
+        return Outcome(case, refused=lowered.error)
+    grammar = engines[lowered.engine].compile_lowered(lowered.spec)
+    return judged(case, [sampler.sample(grammar) for _ in range(num_samples)])
+
+
+def by_model(case: Case, llm: Any, num_samples: int) -> Outcome:
+    from quire import SamplingParams, StructuredOutputs
+
+    prompt = [{"role": "user", "content": f"Answer with JSON for this schema, as short as you can: {json.dumps(case.schema)[:1500]}"}]
+    try:
+        shape = StructuredOutputs(json=case.schema)
+        params = SamplingParams(n=num_samples, temperature=1.0, max_tokens=MAX_TOKENS, seed=0, structured_outputs=shape)
+        outputs = llm.chat(prompt, params, use_tqdm=False)[0].outputs
+    except RequestError as error:
+        return Outcome(case, refused=str(error))
+    return judged(case, [output.text if output.finish_reason == "stop" else None for output in outputs])
+
+
+def report(outcomes: list[Outcome]) -> int:
+    """Prints the table; gives the number of violations."""
+    groups = dict.fromkeys(outcome.case.group for outcome in outcomes)
+    refused = [outcome for outcome in outcomes if outcome.refused]
+    empty = [outcome for outcome in refused if "no JSON value satisfies" in outcome.refused or "nsatisfiable" in outcome.refused]
+    lost = [g for g in groups if all(o.refused and o not in empty for o in outcomes if o.case.group == g)]
+    num_violations = sum(len(outcome.violations) for outcome in outcomes)
+    for outcome in outcomes:
+        for violation in outcome.violations[:2]:
+            print(f"VIOLATION {outcome.case.group}: {outcome.case.name}: {json.dumps(outcome.case.schema)[:300]}\n    {violation[:400]}")
+    for reason, count in Counter(f"{o.case.group}: {o.refused[:100]}" for o in refused if o not in empty).most_common():
+        print(f"refused {count:3}  {reason}")
+    samples = sum(len(outcome.texts) for outcome in outcomes)
+    print(f"schemas {len(outcomes)}: accepted {len(outcomes) - len(refused)}, refused {len(refused)} ({len(empty)} of them satisfied by no value)")
+    print(f"samples {samples}, cut {sum(o.num_cut for o in outcomes)}, violations {num_violations}")
+    print(f"groups {len(groups)}: refused altogether {len(lost)} ({', '.join(lost) or 'none'})")
+    return num_violations
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", type=Path, required=True)
+    parser.add_argument("--draft", choices=[*DRAFTS, "all"], default="all")
+    parser.add_argument("--engine", choices=["auto", "xgrammar", "llguidance"], default="auto")
+    parser.add_argument("--sampler", choices=["random", "model"], default="random")
+    parser.add_argument("--samples", type=int, default=20)
+    parser.add_argument("--group", help="only this keyword")
+    args = parser.parse_args()
+    drafts = list(DRAFTS) if args.draft == "all" else [args.draft]
+    chosen = [case for draft in drafts for case in cases(args.suite, draft) if args.group in (None, case.group)]
+    if args.sampler == "model":
+        from quire import LLM
+
+        llm = LLM("smollm2", structured_outputs_backend=args.engine)
+        outcomes = [by_model(case, llm, args.samples) for case in chosen]
+    else:
+        vocab = vocabulary()[1]
+        trial = Trial(Setup(args.engine, vocab, timeout_s=10.0))
+        sampler = RandomSampler(vocab)
+        outcomes = [by_random(case, trial, trial.engines, sampler, args.samples) for case in chosen]
+        print("fill: median {:.0f} us, p99 {:.0f} us, worst {:.1f} ms".format(*_quantiles(sampler.fill_s)))
+    raise SystemExit(1 if report(outcomes) else 0)
+
+
+def _quantiles(seconds: list[float]) -> tuple[float, float, float]:
+    return float(numpy.median(seconds)) * 1e6, float(numpy.quantile(seconds, 0.99)) * 1e6, max(seconds) * 1e3
+
+
+if __name__ == "__main__":
+    main()
