@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from quire.frontend.async_llm import AsyncLLM
     from quire.outputs import CompletionOutput, RequestOutput
     from quire.params import SamplingParams, StructuredOutputs
+    from quire.sampling.custom import LogitsProcessor
 
 __version__ = "0.1.0"
 
@@ -19,12 +20,13 @@ _HOMES = {
     "LLM": "quire.api.llm",
     "SamplingParams": "quire.params",
     "StructuredOutputs": "quire.params",
+    "LogitsProcessor": "quire.sampling.custom",
     "EngineConfig": "quire.config",
     "RequestOutput": "quire.outputs",
     "CompletionOutput": "quire.outputs",
 }
 
-__all__ = ["AsyncLLM", "CompletionOutput", "EngineConfig", "LLM", "RequestOutput", "SamplingParams", "StructuredOutputs", "__version__"]
+__all__ = ["AsyncLLM", "CompletionOutput", "EngineConfig", "LLM", "LogitsProcessor", "RequestOutput", "SamplingParams", "StructuredOutputs", "__version__"]
 
 
 def __getattr__(name: str) -> object:

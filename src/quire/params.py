@@ -73,6 +73,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=Fals
     detokenize: bool = True
     structured_outputs: StructuredOutputs | None = None
     thinking_token_budget: int | None = None  # tokens of thinking after which it is closed
+    extra_args: dict[str, Any] = {}  # for the operator's logits processors
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -99,6 +99,8 @@ class StructuredConfig:
         "auto", "how thinking is told from the answer: a file of quire/frontend/reasoning; auto: by the chat template; none: it is not"
     )
 
+    logits_processors: list[str] = knob([], "your own processors of logits, as package.module:Class", metavar="CLASS")
+
     def __post_init__(self) -> None:
         check(self)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.ops.transfer import on_device
 from quire.params import SamplingParams
+from quire.sampling.custom import LogitsProcessor
 from quire.step import RowStart
 
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -72,6 +73,7 @@ class SamplingRows:
         self.bias: dict[int, tuple[Tensor, Tensor]] = {}  # token ids [N], what is added [N]
         self.bad_words: dict[int, tuple[Tensor, Tensor]] = {}  # beginnings [N, L] padded with -1 in front, last ids [N]
         self.late: dict[int, tuple[Tensor]] = {}  # token ids [N], forbidden before min_tokens
+        self.custom: list[tuple[LogitsProcessor, set[int]]] = []  # operators' own, each with the rows that want it
 
     def set(
         self,
@@ -113,6 +115,9 @@ class SamplingRows:
             bad_word_ids=start.bad_words,
             stop_ids=start.stop_ids,
         )
+        for processor, wanted_by in self.custom:
+            if processor.wants(start.row, start.params, start.token_ids[: start.num_prompt_tokens]):
+                wanted_by.add(start.row)
 
     def _set_sparse(
         self, row: int, params: SamplingParams, bad_word_ids: Sequence[Sequence[int]], stop_ids: Iterable[int]
@@ -139,7 +144,7 @@ class SamplingRows:
         self.table.write(row, [0.0] * len(FLOATS), [0] * len(INTS))
 
     def _forget(self, row: int) -> None:
-        for users in (self.random, self.tempered, self.restricted, self.penalized):
+        for users in (self.random, self.tempered, self.restricted, self.penalized, *(rows for _, rows in self.custom)):
             users.discard(row)
         for table in (self.num_logprobs, self.allowed, self.bias, self.bad_words, self.late):
             table.pop(row, None)
@@ -154,7 +159,9 @@ class SamplingRows:
         return any(table and not table.isdisjoint(rows) for table in tables) or self.edits_sparsely(rows)
 
     def edits_sparsely(self, rows: Sequence[int]) -> bool:
-        """Whether any of the rows names tokens: to allow, favour or forbid."""
+        """Whether any of the rows names tokens (to allow, favour or forbid), or wants an operator's processor."""
+        if any(not wanted_by.isdisjoint(rows) for _, wanted_by in self.custom):
+            return True
         return any(table and not table.keys().isdisjoint(rows) for table in (self.allowed, self.bias, self.bad_words, self.late))
 
     def _valid(self, token_id: int) -> bool:

@@ -25,6 +25,7 @@ from quire.ops.ref.gumbel import gumbel_argmax as gumbel_argmax_of_candidates
 from quire.ops.ref.mask import mask_logits
 from quire.ops.transfer import on_device
 from quire.sampling import processors
+from quire.sampling.custom import LogitsProcessor
 from quire.sampling.logprobs import TokenLogprobs, token_logprobs
 from quire.sampling.rows import SamplingRows, entries, users
 
@@ -132,6 +133,21 @@ def edit_sparsely(
         row_N, ids_N = entries(rows, batch.late)
         too_short_R = lengths[rows_R] - batch.prompt_len[rows_R] < batch.min_tokens[rows_R]
         processors.min_tokens(logits_RV, row_N, ids_N, too_short_R)
+    for processor, wanted_by in batch.custom:
+        if places := users(rows, wanted_by):
+            _apply(processor, logits_RV, places, rows, tokens, lengths)
+
+
+def _apply(
+    processor: LogitsProcessor, logits_RV: Tensor, places: list[int], rows: Sequence[int], tokens: Tensor, lengths: Tensor
+) -> None:
+    if len(places) == len(rows):
+        processor.apply(logits_RV, rows, tokens, lengths)
+        return
+    places_P = on_device(places, logits_RV.device)
+    logits_PV = logits_RV[places_P]
+    processor.apply(logits_PV, [rows[i] for i in places], tokens, lengths)
+    logits_RV.index_copy_(0, places_P, logits_PV)
 
 
 def _penalize(

@@ -18,6 +18,7 @@ from quire.errors import ConfigError
 from quire.kv.groups import form_layout
 from quire.kv.specs import KVLayout, KVSpec
 from quire.layers.linear import Linear
+from quire.sampling.custom import load as load_processors
 from quire.step import Masks, StepPlan
 from quire.utils.memory import available_bytes
 from quire.worker.build import DTYPES, build, runs_on_triton
@@ -56,6 +57,7 @@ class Worker:
         files = find(config.model.model)
         hf_config = read_config(files)
         self.vocab_size, self.hidden_size = hf_config["vocab_size"], hf_config["hidden_size"]
+        self.processors = load_processors(config.structured.logits_processors, self.vocab_size, self.device)
         self.model = build(config, hf_config)
         dummy = config.model.load_format == "dummy"
         tensors = dummy_tensors(self.model, config.model.seed, self.device) if dummy else checkpoint_tensors(files, hf_config)
@@ -87,6 +89,7 @@ class Worker:
         started = time.monotonic()
         with self._capacity("making the KV cache"):
             self.runner = self._runner(layout)
+            self.runner.batch.sampling.custom = [(processor, set()) for processor in self.processors]
             if self.device.type == "cuda" and not self.is_rehearsed:  # the number of blocks was given: nothing has run yet
                 self.runner.rehearse()
             self.runner.get_ready()

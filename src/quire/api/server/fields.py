@@ -128,6 +128,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     thinking_token_budget: Count | None = None
+    extra_args: dict[str, Any] | None = None  # for the operator's logits processors
 
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
