@@ -55,7 +55,7 @@ class Compiler:
             raise ConfigError(f"grammar engine {engine!r} is unknown: use one of {', '.join(ENGINES)}.")
         self._setup = Setup(engine, vocabulary, timeout_s, compact)
         self._lock = threading.Lock()
-        self._tickets: OrderedDict[GrammarSpec, Ticket] = OrderedDict()  # in flight and cached, least recently used first
+        self._tickets: OrderedDict[GrammarSpec, Ticket] = OrderedDict()  # in flight and cached; the least used come first
         self._queue: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self._engines: dict[str, Engine] = {}
         self._workers = [_Worker(self) for _ in range(workers)]

@@ -38,10 +38,6 @@ _PATTERNS = {
     "json-pointer": r"(/([^/~]|~[01])*)*",
 }
 HONOURED = frozenset(_PATTERNS)
-# Defined by the standard and not honoured: refused. Names the standard does not know are annotations, as it says itself.
-REFUSED = frozenset(
-    {"idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template", "relative-json-pointer", "regex"}
-)
 
 
 @cache

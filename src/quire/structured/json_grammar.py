@@ -26,6 +26,7 @@ _ESCAPE = (
 _NUMBER = f'"-"? ("0" | [1-9] [0-9]{{0,{numbers.MAX_DIGITS - 1}}}) ("." [0-9]{{1,20}})? ([eE] [+\\-]? [0-9]{{1,2}})?'
 _INTEGER = f'"0" | "-"? [1-9] [0-9]{{0,{numbers.MAX_DIGITS - 1}}}'
 
+
 def _basics(compact: bool) -> dict[str, str]:
     """Blanks are a line break and an indentation, or one space, or nothing: never blanks for ever."""
     return {

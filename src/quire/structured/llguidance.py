@@ -96,14 +96,13 @@ class _Tokens:
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """The longest token first: only asked about texts that are forced."""
+        """The longest token first. Asked about forced texts only, which the library then allows in this one tokenization."""
         text, at, result = text.encode() if isinstance(text, str) else text, 0, []
         while at < len(text):
-            for length in range(min(self._longest, len(text) - at), 0, -1):
-                token_id = self._ids.get(text[at : at + length])
-                if token_id is not None:
-                    result.append(token_id)
-                    break
+            lengths = range(min(self._longest, len(text) - at), 0, -1)
+            length = next((n for n in lengths if text[at : at + n] in self._ids), 0)
+            if length:
+                result.append(self._ids[text[at : at + length]])
             at += max(length, 1)
         return result
 

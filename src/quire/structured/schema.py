@@ -27,8 +27,8 @@ from quire.structured.alternatives import (
 from quire.structured.document import Document, Subschema
 from quire.structured.pattern import found_in
 from quire.structured.regular import ANYTHING, CHAR, NONE, Node, either, finite, no, repeat, text
+from quire.structured.spec import MAX_COUNT, REFUSED_FORMATS
 
-MAX_COUNT = 10_000  # of characters, items or properties that a schema may ask for
 _TYPES = {"null": {"null"}, "boolean": {"true", "false"}, "number": {"number"}, "integer": {"number"}}
 _TYPES |= {"string": {"string"}, "array": {"array"}, "object": {"object"}}
 Alternatives = list[Alternative]
@@ -249,7 +249,8 @@ class _Positive(_Keywords):
         return [Alternative(string=found_in(_text("pattern", value)))]
 
     def format(self, value: Any) -> Alternatives | None:
-        if value in formats.REFUSED:
+        value = _text("format", value)
+        if value in REFUSED_FORMATS:
             raise RequestError(f"format {value!r} is not supported: remove it, or use pattern.")
         return [Alternative(string=formats.language(value))] if value in formats.HONOURED else None
 
