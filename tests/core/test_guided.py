@@ -10,6 +10,8 @@ from quire.core.guides import Guides
 from quire.errors import RequestError
 from quire.executor.fake import VOCAB_SIZE, next_token
 from quire.messages import Constraint, Thinking, Vocabulary
+from quire.structured import base
+from quire.structured.base import Matcher
 from quire.structured.spec import GrammarSpec
 from tests.core.harness import HYBRID, Core
 
@@ -18,13 +20,23 @@ START, END_A, END_B = 990, 991, 992  # of thinking
 VOCABULARY = Vocabulary([b"x"] * VOCAB_SIZE, [EOS], [EOS], VOCAB_SIZE)
 
 
-class Sums:
+class Sums(Matcher):
     """A toy language, written as "wide narrow wide …": how many tokens are possible at each place, which ones depends on all before."""
 
     def __init__(self, text: str) -> None:
+        super().__init__(base.Vocabulary(VOCABULARY.tokens, [EOS], [EOS], VOCAB_SIZE))
         self.widths = [int(width) for width in text.split()]
         self.seen: list[int] = []
-        self.too_slow = False
+        self.slow = False
+
+    @property
+    def too_slow(self) -> bool:
+        return self.slow
+
+    is_complete = terminated = property(lambda self: EOS in self.seen)
+
+    def rollback(self, count: int) -> None:
+        del self.seen[len(self.seen) - count :]
 
     def allowed(self) -> list[int]:
         at = len(self.seen)
@@ -38,18 +50,11 @@ class Sums:
         self.seen.append(token_id)
         return fits
 
-    def fill(self, words) -> None:
+    def _fill(self, words) -> None:
         words[:] = 0
         for token_id in self.allowed():
             words.view("uint32")[token_id // 32] |= 1 << token_id % 32
 
-    def forced(self) -> list[int]:
-        copy, found = Sums(" ".join(map(str, self.widths))), []
-        copy.seen = list(self.seen)
-        while len(copy.allowed()) == 1:
-            found += copy.allowed()
-            copy.accept(found[-1])
-        return found
 
 
 @dataclass
@@ -90,7 +95,8 @@ class Slow:
 
 def guided(polls: int = 0, **options) -> Core:
     core = Core(**options)
-    core.engine.guides = Guides(VOCABULARY, Slow(polls))
+    core.engine.guides = guides = Guides(VOCABULARY, Slow(polls))
+    core.engine.pipeline.masks = guides.masker.masks
     return core
 
 
@@ -199,7 +205,7 @@ def test_a_grammar_that_costs_too_much_ends_its_own_request_only():
     core.add("slow", [1, 2, 3], max_tokens=30, constraint=constraint("9 9 9 9 9 9"))
     core.add("other", [1, 2, 3], max_tokens=8)
     core.step()
-    core.engine.scheduler.requests["slow", 0].guide.matcher.too_slow = True
+    core.engine.scheduler.requests["slow", 0].guide.matcher.slow = True
     core.run()
     assert core.reasons == {("slow", 0): "error", ("other", 0): "length"}
     assert core.tokens["other", 0] == core.expected("other")

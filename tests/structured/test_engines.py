@@ -119,10 +119,10 @@ def test_tokens_that_do_not_fit_cannot_be_replayed(engine):
 
 def test_a_batch_of_masks_equals_one_by_one(engine):
     grammars = [engine.compile(spec) for spec in SPECS.values()]
-    matchers = [grammar.matcher() for grammar in grammars] + [grammars[1].replayed([0, STOP])]
-    masks = numpy.zeros((8, TINY.num_words), dtype=numpy.int32)
-    engine.fill_batch(matchers, masks, rows=[7, 5, 3, 1, 0])
-    for matcher, row in zip(matchers, [7, 5, 3, 1, 0]):
+    matchers = [grammar.matcher() for grammar in grammars]
+    masks, rows = numpy.zeros((8, TINY.num_words), dtype=numpy.int32), [7, 5, 3, 1, 0][: len(matchers)]
+    type(matchers[0]).fill_all(matchers, masks, rows)
+    for matcher, row in zip(matchers, rows):
         single = numpy.zeros(TINY.num_words, dtype=numpy.int32)
         matcher.fill(single)
         assert (masks[row] == single).all()
@@ -158,3 +158,11 @@ def test_the_schema_inside_a_structural_tag_is_honoured():
         single = {token: token_id for token_id, token in enumerate(TINY.tokens) if len(token) == 1}
         assert grammar.replayed(single[bytes([b])] for b in b'so <f>{"a":"c"}</f> it is').is_complete
         assert grammar.replayed(single[bytes([b])] for b in b'so <f>{"a":"abc"}</f>') is None
+
+
+def test_a_special_token_can_be_written_only_where_a_structural_tag_spells_it():
+    engine = XGrammar(TINY)
+    tag = {"type": "structural_tag", "format": {"type": "tag", "begin": "<s>", "content": {"type": "regex", "pattern": "a"}, "end": "b"}}
+    matcher = engine.compile(GrammarSpec("structural_tag", json.dumps(tag))).matcher()
+    assert 10 in allowed(matcher) and matcher.accept(10) and allowed(matcher) == {0, 3}
+    assert 10 not in allowed(engine.compile(GrammarSpec("regex", "<s>a")).matcher())

@@ -77,6 +77,7 @@ class Engine:
 
     def learn(self, vocabulary: Vocabulary) -> None:
         self.guides = importlib.import_module(GUIDES).Guides.of(vocabulary, self.config.structured)
+        self.pipeline.masks = self.guides.masker.masks
 
     def _admit_guided(self) -> list[ChoiceDelta]:
         """Those whose grammar is there join the line; what became of those whose grammar is no good."""

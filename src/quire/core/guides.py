@@ -11,6 +11,7 @@ from quire.messages import Constraint, Vocabulary
 from quire.structured import base
 from quire.structured.compiler import Compiler, Ticket
 from quire.structured.guide import Guide
+from quire.structured.masks import Masker
 
 PATIENCE_S = 0.005  # how long an idle core sleeps before it looks for new messages
 
@@ -18,7 +19,7 @@ PATIENCE_S = 0.005  # how long an idle core sleeps before it looks for new messa
 class Guides:
     def __init__(self, vocabulary: Vocabulary, compiler: Compiler) -> None:
         self.stop_ids = vocabulary.stop_ids
-        self.num_words = -(-vocabulary.size // 32)
+        self.masker = Masker(-(-vocabulary.size // 32))
         self.compiler = compiler
         self.waiting: deque[tuple[Request, Constraint, Ticket | None]] = deque()
 
@@ -51,7 +52,7 @@ class Guides:
                 refused.append((request, str(ticket.error)))
             else:
                 matcher = ticket.grammar.matcher() if ticket is not None else None
-                request.guide = Guide(matcher, constraint.thinking, self.stop_ids, self.num_words)
+                request.guide = Guide(matcher, constraint.thinking, self.stop_ids)
                 request.guide.advance(request.token_ids[request.num_prompt_tokens :])
                 ready.append(request)
         self.waiting = still

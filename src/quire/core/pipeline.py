@@ -4,13 +4,17 @@ Used by the engine's loop. Knows order, not content: what a step means is the sc
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.core.request import Request
 from quire.executor.base import Executor, PendingStep
 from quire.step import Masks, StepPlan, StepResult
 from quire.utils.flight import NoRecorder
+
+if TYPE_CHECKING:
+    from quire.structured.guide import Guide
 
 
 class Entry(NamedTuple):
@@ -35,6 +39,7 @@ class Pipeline:
         self.executor = executor
         self.depth = depth
         self.recorder = recorder  # told before a step is launched, so that a crash can be traced to its requests
+        self.masks: Callable[[list[tuple[int, Guide]]], Masks | None] | None = None  # set where requests have guides
         self.steps: deque[PlannedStep] = deque()
 
     @property
@@ -69,7 +74,7 @@ class Pipeline:
             (place, entry.request.guide) for place, entry in enumerate(choosing)
             if entry.request.guide is not None and not entry.request.finished and entry.position == len(entry.request.token_ids)
         ]  # fmt: skip
-        return wanted[0][1].masks(wanted) if wanted else None
+        return self.masks(wanted) if wanted else None
 
     def wait(self) -> tuple[PlannedStep, StepResult]:
         step = self.steps.popleft()

@@ -73,8 +73,20 @@ class Matcher(ABC):
         """Its masks cost so much that it holds up everybody: the output must fail."""
         return self._num_slow >= MAX_SLOW_FILLS
 
+    @classmethod
+    def fill_all(cls, matchers: "Sequence[Matcher]", masks: numpy.ndarray, rows: Sequence[int]) -> None:
+        """`fill` for many matchers of this kind: matcher i writes masks[rows[i]]. Nobody is timed."""
+        for matcher, row in zip(matchers, rows):
+            matcher._fill(masks[row])
+
+    def may_be_forced(self) -> bool:
+        """False where it is plain, at little cost, that several tokens are possible."""
+        return True
+
     def forced(self) -> list[int]:
         """The tokens that follow for certain, each the only one possible; the matcher stays where it is."""
+        if self.terminated or not self.may_be_forced():
+            return []
         mask = numpy.empty(self._vocabulary.num_words, dtype=numpy.int32)
         tokens: list[int] = []
         while len(tokens) < MAX_FORCED and not self.terminated and self.fill(mask):
@@ -117,13 +129,6 @@ class Engine(ABC):
     @abstractmethod
     def compile_lowered(self, spec: GrammarSpec) -> Grammar:
         """RequestError with a clear sentence where the library refuses."""
-
-    @abstractmethod
-    def fill_batch(self, matchers: Sequence[Matcher], masks: numpy.ndarray, rows: Sequence[int]) -> None:
-        """`fill` for many matchers of this engine, on several cores: matcher i writes masks[rows[i]]."""
-
-    @abstractmethod
-    def owns(self, matcher: Matcher) -> bool: ...
 
     def compile(self, spec: GrammarSpec, compact: bool = False) -> Grammar:
         return self.compile_lowered(self.lower(spec, compact))

@@ -74,13 +74,6 @@ class Compiler:
             self._tickets.move_to_end(spec)
         return ticket
 
-    def fill_batch(self, matchers, masks, rows) -> None:
-        """`fill` for many matchers at once: matcher i writes masks[rows[i]]."""
-        for engine in self._engines.values():
-            mine = [(m, r) for m, r in zip(matchers, rows) if engine.owns(m)]
-            if mine:
-                engine.fill_batch([m for m, _ in mine], masks, [r for _, r in mine])
-
     def close(self) -> None:
         for _ in self._workers:
             self._queue.put(None)
@@ -121,8 +114,6 @@ class _Worker:
     def _run(self) -> None:
         try:
             self._start()
-            for kind in engines(self._owner._setup.engine):  # imports that others would feel, before anybody waits
-                self._owner._engine(kind.name)
         except RequestError:
             pass  # logged; tried again for the next spec
         while (ticket := self._owner._queue.get()) is not None:
@@ -157,13 +148,15 @@ class _Worker:
             watchdog.cancel()
 
     def _start(self) -> None:
-        """Takes seconds: the engines' imports. Meanwhile specs wait in the queue."""
+        """Takes seconds: the engines' imports, there and here at once. Meanwhile specs wait in the queue."""
         command = [sys.executable, "-m", "quire.structured.trial"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
         watchdog.start()
         try:
             send(process.stdin, self._owner._setup)
+            for kind in engines(self._owner._setup.engine):
+                self._owner._engine(kind.name)
             receive(process.stdout, Lowered)
             self._process = process
         except (EOFError, OSError):

@@ -1,13 +1,12 @@
 """One request's constraint as its answer grows: thinking is left alone, up to its budget; then the grammar rules.
 
-Held by the core's request. A guide sees every token once, in order: the scheduler advances it, the pipeline asks it for masks. A fresh
+Held by the core's request. A guide sees every token once, in order: the scheduler advances it, `masks.py` asks it what may come next. A fresh
 one fed with the tokens so far is in the same state, which is how a request survives a crash.
 """
 
 import numpy as np
 
 from quire.messages import Thinking
-from quire.step import Masks
 from quire.structured.base import Matcher
 
 CONTRADICTION = "no token satisfies both the answer's grammar and logit_bias, bad_words or allowed_token_ids: drop one of them"
@@ -16,11 +15,10 @@ ALL = -1  # a word in which every token is allowed
 
 
 class Guide:
-    def __init__(self, matcher: Matcher | None, thinking: Thinking | None, stop_ids: list[int], num_words: int) -> None:
+    def __init__(self, matcher: Matcher | None, thinking: Thinking | None, stop_ids: list[int]) -> None:
         self.matcher = matcher
         self.thinking = thinking
         self.stop_ids = stop_ids
-        self.num_words = num_words  # of a mask
         self.is_thinking = thinking is not None and thinking.is_open
         self.is_fresh = True  # no token was seen: thinking may still begin
         self.num_thought = 0  # tokens
@@ -80,16 +78,10 @@ class Guide:
         """Whether any token may come next: then there is nothing to fill."""
         return self.matcher is None and not (self.is_thinking and self._closing())
 
-    @staticmethod
-    def masks(wanted: "list[tuple[int, Guide]]") -> Masks | None:
-        """Of the step's choosing rows at these places."""
-        bound = [(place, guide) for place, guide in wanted if not guide.is_free]
-        if not bound:
-            return None
-        words = np.empty((len(bound), bound[0][1].num_words), np.int32)
-        for row, (_, guide) in zip(words, bound):
-            guide.fill(row)
-        return Masks([place for place, _ in bound], words.data)
+    @property
+    def is_ruled(self) -> bool:
+        """Whether the grammar alone says what comes next."""
+        return self.matcher is not None and not self.is_thinking and not (self.is_fresh and self._may_think) and not self.matcher.terminated
 
     @property
     def _may_think(self) -> bool:

@@ -6,7 +6,7 @@ matcher that hits one is at a dead end.
 
 import json
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache
 from typing import Any
 
 import numpy
@@ -61,23 +61,6 @@ class LLGuidance(Engine):
         if matcher.get_grammar_warnings():
             raise RequestError(f"the grammar would not be honoured: {_sentence(matcher.get_grammar_warnings()[0])}.")
         return _Grammar(matcher, self.vocabulary, len(spec.text))
-
-    def owns(self, matcher: Matcher) -> bool:
-        return isinstance(matcher, _Matcher)
-
-    def fill_batch(self, matchers: Sequence[Matcher], masks: numpy.ndarray, rows: Sequence[int]) -> None:
-        live = [(m._matcher, row) for m, row in zip(matchers, rows) if not m.terminated]
-        if live:
-            self._executor.unsafe_compute_mask_ptr(live, masks.ctypes.data, masks.shape[1] * 4, masks.shape[0])
-        for matcher, row in zip(matchers, rows):
-            if matcher.terminated:
-                matcher.fill(masks[row])
-
-    @cached_property
-    def _executor(self) -> Any:
-        import llguidance
-
-        return llguidance.LLExecutor()
 
 
 class _Tokens:
@@ -144,6 +127,18 @@ class _Matcher(Matcher):
         else:
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
 
+    @classmethod
+    def fill_all(cls, matchers: Sequence[Matcher], masks: numpy.ndarray, rows: Sequence[int]) -> None:
+        sound = [(matcher._matcher, row) for matcher, row in zip(matchers, rows) if not matcher._matcher.is_error()]
+        for matcher, row in zip(matchers, rows):
+            if matcher._matcher.is_error():
+                masks[row] = 0
+        if sound:
+            _executor().unsafe_compute_mask_ptr(sound, masks.ctypes.data, masks.shape[1] * 4, masks.shape[0])
+
+    def may_be_forced(self) -> bool:
+        return self.is_complete or bool(self._matcher.compute_ff_bytes())
+
     @property
     def is_complete(self) -> bool:
         return self._matcher.is_accepting()
@@ -151,6 +146,13 @@ class _Matcher(Matcher):
     @property
     def terminated(self) -> bool:
         return self._ended
+
+
+@cache
+def _executor() -> Any:
+    import llguidance
+
+    return llguidance.LLExecutor()
 
 
 def _as_lark(gbnf: str) -> str:

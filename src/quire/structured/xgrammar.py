@@ -5,7 +5,7 @@ engine is made, never on import of this file.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,19 +18,37 @@ from quire.structured.pattern import whole
 from quire.structured.rules import Rules, literal
 from quire.structured.spec import GrammarSpec, is_lark
 
+MAX_COMPILERS = 4  # each holds the vocabulary, sorted
+
 
 class XGrammar(Engine):
     name = "xgrammar"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self._compilers = {frozenset(): self._compiler(frozenset())}  # by the special tokens that may be written
+
+    def _compiler(self, written: frozenset[int]) -> Any:
         import xgrammar
 
-        self.vocabulary = vocabulary
-        special = set(vocabulary.special_ids)
-        tokens = [b"" if token_id in special else token for token_id, token in enumerate(vocabulary.tokens)]
-        raw = xgrammar.VocabType.RAW
-        info = xgrammar.TokenizerInfo(tokens, raw, vocab_size=vocabulary.size, stop_token_ids=vocabulary.stop_ids)
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        hidden = set(self.vocabulary.special_ids) - written
+        tokens = [b"" if token_id in hidden else token for token_id, token in enumerate(self.vocabulary.tokens)]
+        raw, size, stop_ids = xgrammar.VocabType.RAW, self.vocabulary.size, self.vocabulary.stop_ids
+        info = xgrammar.TokenizerInfo(tokens, raw, vocab_size=size, stop_token_ids=stop_ids)
+        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+    def _compiler_for(self, spec: GrammarSpec) -> Any:
+        """Special tokens are no text, except those that a structural tag spells: formats of tool calls are made of them."""
+        if spec.kind != "structural_tag":
+            return self._compilers[frozenset()]
+        strings = [text.encode() for text in _strings(json.loads(spec.text))]
+        spellings = {token_id: self.vocabulary.tokens[token_id] for token_id in self.vocabulary.special_ids}
+        written = frozenset(token_id for token_id, spelling in spellings.items() if spelling and any(spelling in text for text in strings))
+        if written not in self._compilers:
+            if len(self._compilers) >= MAX_COMPILERS:
+                del self._compilers[next(key for key in self._compilers if key)]
+            self._compilers[written] = self._compiler(written)
+        return self._compilers[written]
 
     @staticmethod
     def lower(spec: GrammarSpec, compact: bool = False) -> GrammarSpec:
@@ -48,22 +66,12 @@ class XGrammar(Engine):
         return spec
 
     def compile_lowered(self, spec: GrammarSpec) -> Grammar:
-        compile = self._compiler.compile_structural_tag if spec.kind == "structural_tag" else self._compiler.compile_grammar
+        compiler = self._compiler_for(spec)
+        compile = compiler.compile_structural_tag if spec.kind == "structural_tag" else compiler.compile_grammar
         try:
             return _Grammar(compile(spec.text), self.vocabulary)
         except (RuntimeError, ValueError, TypeError) as error:  # the library raises these for what users write
             raise RequestError(f"the {spec.kind} cannot be compiled: {_sentence(error)}.") from None
-
-    def owns(self, matcher: Matcher) -> bool:
-        return isinstance(matcher, _Matcher)
-
-    def fill_batch(self, matchers: Sequence[Matcher], masks: numpy.ndarray, rows: Sequence[int]) -> None:
-        live = [(m._matcher, row) for m, row in zip(matchers, rows) if not m.terminated]
-        if live:
-            _batch().batch_fill_next_token_bitmask([m for m, _ in live], masks, [row for _, row in live])
-        for matcher, row in zip(matchers, rows):
-            if matcher.terminated:
-                matcher.fill(masks[row])
 
 
 class _Grammar(Grammar):
@@ -90,6 +98,14 @@ class _Matcher(Matcher):
 
     def _fill(self, mask: numpy.ndarray) -> None:
         self._matcher.fill_next_token_bitmask(mask[None, :])
+
+    @classmethod
+    def fill_all(cls, matchers: Sequence[Matcher], masks: numpy.ndarray, rows: Sequence[int]) -> None:
+        _batch().batch_fill_next_token_bitmask([matcher._matcher for matcher in matchers], masks, list(rows))
+
+    def may_be_forced(self) -> bool:
+        """Where one token is possible the text that it begins is certain, unless it ends the output."""
+        return self.is_complete or bool(self._matcher.find_jump_forward_string())
 
     @property
     def is_complete(self) -> bool:
@@ -135,6 +151,14 @@ def _lowered_tag(value: Any, compact: bool) -> Any:
     if value.get("type") == "regex" and isinstance(value.get("pattern"), str):
         return {"type": "grammar", "grammar": regex_grammar(value["pattern"])}
     return {name: _lowered_tag(v, compact) for name, v in value.items()}
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _strings(inner)
 
 
 def _schema_format(schema: Any, compact: bool) -> dict[str, str]:

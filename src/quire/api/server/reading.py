@@ -6,7 +6,7 @@ Used by `chat.py` where the model thinks or has tools; everybody else's text goe
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
@@ -75,11 +75,21 @@ def _call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
+def _without_content(form: Format) -> Callable[[int], tuple[dict[str, Any], dict[str, Any]]]:
+    """Opens a choice that may have no content: put together, its events are the same message as the whole answer."""
+
+    def opening(idx: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        fields, beside = form.opening(idx)
+        return {**fields, "delta": {"role": "assistant", "content": None}}, beside
+
+    return opening
+
+
 class ParsedEvents(Events):
     """Answers in which thinking and calls are told from content, as they come."""
 
     def __init__(self, form: Format, streams: Sequence[Stream], n: int, reading: Reading) -> None:
-        super().__init__(form, streams, n)
+        super().__init__(replace(form, opening=_without_content(form)), streams, n)
         self.reading = reading
         self.parsers = [reading.make_parser() for _ in self.before]
         self.has_calls = [False] * len(self.parsers)

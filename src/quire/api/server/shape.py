@@ -4,6 +4,7 @@ Used by `chat.py` and `completions.py`. The grammars of tool calls and how calls
 `frontend/tools/`; thinking is `frontend/reasoning/`'s.
 """
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,9 +34,9 @@ class Function(msgspec.Struct, omit_defaults=True):
     strict: bool | None = None
 
 
-class Tool(msgspec.Struct, omit_defaults=False):
+class Tool(msgspec.Struct, kw_only=True):
+    type: Literal["function"] = "function"  # first, as in the prompts models were trained with
     function: Function
-    type: Literal["function"] = "function"
 
 
 class NamedFunction(msgspec.Struct):
@@ -69,9 +70,9 @@ def of_answer(fields: SamplingFields) -> StructuredOutputs | None:
         "response_format": _of_format(fields.response_format),
         "structured_outputs": fields.structured_outputs,
         "guided_json": StructuredOutputs(json=fields.guided_json) if fields.guided_json is not None else None,
-        "guided_regex": StructuredOutputs(regex=fields.guided_regex) if fields.guided_regex else None,
-        "guided_choice": StructuredOutputs(choice=fields.guided_choice) if fields.guided_choice else None,
-        "guided_grammar": StructuredOutputs(grammar=fields.guided_grammar) if fields.guided_grammar else None,
+        "guided_regex": StructuredOutputs(regex=fields.guided_regex) if fields.guided_regex is not None else None,
+        "guided_choice": StructuredOutputs(choice=fields.guided_choice) if fields.guided_choice is not None else None,
+        "guided_grammar": StructuredOutputs(grammar=fields.guided_grammar) if fields.guided_grammar is not None else None,
     }
     given = [name for name, value in asked.items() if value is not None]
     if len(given) > 1:
@@ -111,47 +112,59 @@ def of_chat(asked: ChatFields, model: Model) -> Shape:
         return Shape(structured)
     if model.tool_format is None:
         raise FieldError("tools", "this model is not known to call tools: choose a format with --tool-call-parser, or leave tools out")
-    callable_tools = tools
-    if isinstance(choice, NamedTool):
-        callable_tools = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
-        if not callable_tools:
-            raise FieldError("tool_choice", f"tool_choice names {choice.function.name!r:.80}, which is none of the tools")
-    form = _calls(callable_tools, choice != "auto", asked.parallel_tool_calls is not False, model)
-    if structured is not None and choice == "auto":
-        form = {"type": "or", "elements": [_calls(tools, True, asked.parallel_tool_calls is not False, model), _schema(structured)]}
-    elif structured is not None:
+    is_named, is_free = isinstance(choice, NamedTool), choice == "auto"
+    if structured is not None and not is_free:
         raise FieldError("tool_choice", "an answer cannot be a call and have a format at once: leave response_format out")
-    tag = {"type": "structural_tag", "format": form}
-    return Shape(StructuredOutputs(structural_tag=tag), tools, isinstance(choice, NamedTool))
+    callable_tools = [tool for tool in tools if tool["function"]["name"] == choice.function.name] if is_named else tools
+    if not callable_tools:
+        raise FieldError("tool_choice", f"tool_choice names {choice.function.name!r:.80}, which is none of the tools")
+    form = model.tool_format.structure(
+        [_honoured(tool, is_free) for tool in callable_tools],
+        required=not is_free or structured is not None,
+        parallel=asked.parallel_tool_calls is not False and not is_named,  # a tool that is named is called once
+    )
+    if structured is not None:
+        form = {"type": "or", "elements": [form, _schema(structured)]}
+    return Shape(_tag(form), tools, is_named)
 
 
 def _checked(tool: Tool) -> dict[str, Any]:
-    if not _NAME.fullmatch(tool.function.name):
-        raise FieldError("tools", f"a tool is named {tool.function.name!r:.80}: names have up to 64 letters, digits, and . _ : -")
+    name, parameters = tool.function.name, tool.function.parameters or ANY_OBJECT
+    if not _NAME.fullmatch(name):
+        raise FieldError("tools", f"a tool is named {name!r:.80}: names have up to 64 letters, digits, and . _ : -")
+    if parameters.get("type", "object") != "object":
+        raise FieldError("tools", f"the parameters of the tool {name} must be a schema of type object")
     return msgspec.to_builtins(tool)
 
 
-def _calls(tools: list[dict[str, Any]], required: bool, parallel: bool, model: Model) -> dict[str, Any]:
-    """The grammar of calls. Where a call is the model's own idea, a schema no grammar honours may stay a hint, unless it is strict."""
-    honoured = []
-    for tool in tools:
-        function = tool["function"]
-        parameters = function.get("parameters") or ANY_OBJECT
-        try:
-            grammar_spec(StructuredOutputs(json=parameters))
-        except RequestError as error:
-            if required or function.get("strict"):
-                raise FieldError("tools", f"the parameters of the tool {function['name']}: {error}") from None
-            parameters = ANY_OBJECT
-        honoured.append({**tool, "function": {**function, "parameters": parameters}})
-    return model.tool_format.structure(honoured, required=required, parallel=parallel)
+def _honoured(tool: dict[str, Any], is_free: bool) -> dict[str, Any]:
+    """With a schema that grammars can take. Where a call is the model's own idea, another may stay a hint, unless it is strict."""
+    function = tool["function"]
+    parameters = function.get("parameters") or ANY_OBJECT
+    try:
+        grammar_spec(StructuredOutputs(json=parameters))
+    except RequestError as error:
+        if not is_free or function.get("strict"):
+            raise FieldError("tools", f"the parameters of the tool {function['name']}: {error}") from None
+        parameters = ANY_OBJECT
+    return {**tool, "function": {**function, "parameters": parameters}}
 
 
 def _schema(structured: StructuredOutputs) -> dict[str, Any]:
     """As part of a larger format."""
-    if structured.kind() not in ("json", "json_object") or isinstance(structured.json, str):
-        raise FieldError("structured_outputs", "together with tools an answer's format can only be a JSON schema")
-    return {"type": "json_schema", "json_schema": ANY_OBJECT if structured.json_object else structured.json}
+    spec = grammar_spec(structured)
+    if spec.kind != "json":
+        raise FieldError("tools", "together with tools an answer's format can only be a JSON schema")
+    return {"type": "json_schema", "json_schema": json.loads(spec.text)}
+
+
+def _tag(form: dict[str, Any]) -> StructuredOutputs:
+    tag = StructuredOutputs(structural_tag={"type": "structural_tag", "format": form})
+    try:
+        grammar_spec(tag)
+    except RequestError as error:
+        raise FieldError("tools", f"the tools together make too large a grammar: {error}") from None
+    return tag
 
 
 def parsers(model: Model, tools: list[dict[str, Any]], prompt_token_ids: list[int]) -> Callable[[], OutputParser] | None:
