@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import numpy
 
 from quire.errors import RequestError
-from quire.structured.base import Engine, Grammar, Vocabulary
+from quire.structured.base import Grammar, Vocabulary
 from quire.structured.formats import HONOURED
 from quire.structured.spec import GrammarSpec, check
-from quire.structured.trial import Setup, Trial
+from quire.structured.trial import Lowered, Setup, Trial
 
 DRAFTS = {"draft2020-12": "https://json-schema.org/draft/2020-12/schema", "draft7": "http://json-schema.org/draft-07/schema#"}
 MAX_TOKENS = 600
+AT_ONCE = 8  # schemas
 _ENDS = (b'"', b"}", b"]", b'"}', b'"]', b"}}", b"]}", b'"}]', b"e", b"l", b"0", b"1")
 
 
@@ -124,30 +125,41 @@ def judged(case: Case, texts: list[str | None]) -> Outcome:
     return Outcome(case, texts=finished, num_cut=len(texts) - len(finished), violations=violations)
 
 
-def by_random(case: Case, trial: Trial, engines: dict[str, Engine], sampler: RandomSampler, num_samples: int) -> Outcome:
+def lowered(case: Case, trial: Trial) -> Lowered:
     spec = GrammarSpec("json", json.dumps(case.schema))
     try:
         check(spec)
     except RequestError as error:
-        return Outcome(case, refused=str(error))
-    lowered = trial.run(spec)
-    if lowered.spec is None:
-        return Outcome(case, refused=lowered.error)
-    grammar = engines[lowered.engine].compile_lowered(lowered.spec)
-    return judged(case, [sampler.sample(grammar) for _ in range(num_samples)])
+        return Lowered(error=str(error))
+    return trial.run(spec)
 
 
-def by_model(case: Case, llm: Any, num_samples: int) -> Outcome:
-    from quire import SamplingParams, StructuredOutputs
+def by_random(accepted: list[tuple[Case, Lowered]], trial: Trial, num_samples: int) -> Iterator[Outcome]:
+    sampler = RandomSampler(trial.vocabulary)
+    for case, low in accepted:
+        grammar = trial.engines[low.engine].compile_lowered(low.spec)
+        yield judged(case, [sampler.sample(grammar) for _ in range(num_samples)])
+    print("fill: median {:.0f} us, p99 {:.0f} us, worst {:.1f} ms".format(*_quantiles(sampler.fill_s)))
 
-    prompt = [{"role": "user", "content": f"Answer with JSON for this schema, as short as you can: {json.dumps(case.schema)[:1500]}"}]
-    try:
-        shape = StructuredOutputs(json=case.schema)
-        params = SamplingParams(n=num_samples, temperature=1.0, max_tokens=MAX_TOKENS, seed=0, structured_outputs=shape)
-        outputs = llm.chat(prompt, params, use_tqdm=False)[0].outputs
-    except RequestError as error:
-        return Outcome(case, refused=str(error))
-    return judged(case, [output.text if output.finish_reason == "stop" else None for output in outputs])
+
+def by_model(accepted: list[tuple[Case, Lowered]], engine: str, num_samples: int) -> Iterator[Outcome]:
+    """Several schemas at a time, so that the batch is full."""
+    from tqdm import tqdm
+
+    from quire import LLM, SamplingParams, StructuredOutputs
+
+    with LLM("smollm2", structured_outputs_backend=engine) as llm, tqdm(total=len(accepted)) as bar:
+        for start in range(0, len(accepted), AT_ONCE):
+            batch = [case for case, _ in accepted[start : start + AT_ONCE]]
+            asks = [f"Answer with JSON for this schema, as short as you can: {json.dumps(case.schema)[:1500]}" for case in batch]
+            shapes = [StructuredOutputs(json=case.schema) for case in batch]
+            params = [
+                SamplingParams(n=num_samples, temperature=1.0, max_tokens=MAX_TOKENS, seed=0, structured_outputs=shape) for shape in shapes
+            ]
+            answers = llm.chat([[{"role": "user", "content": ask}] for ask in asks], params, use_tqdm=False)
+            for case, answer in zip(batch, answers):
+                yield judged(case, [output.text if output.finish_reason == "stop" else None for output in answer.outputs])
+            bar.update(len(batch))
 
 
 def report(outcomes: list[Outcome]) -> int:
@@ -180,17 +192,11 @@ def main() -> None:
     args = parser.parse_args()
     drafts = list(DRAFTS) if args.draft == "all" else [args.draft]
     chosen = [case for draft in drafts for case in cases(args.suite, draft) if args.group in (None, case.group)]
-    if args.sampler == "model":
-        from quire import LLM
-
-        llm = LLM("smollm2", structured_outputs_backend=args.engine)
-        outcomes = [by_model(case, llm, args.samples) for case in chosen]
-    else:
-        vocab = vocabulary()[1]
-        trial = Trial(Setup(args.engine, vocab, timeout_s=10.0))
-        sampler = RandomSampler(vocab)
-        outcomes = [by_random(case, trial, trial.engines, sampler, args.samples) for case in chosen]
-        print("fill: median {:.0f} us, p99 {:.0f} us, worst {:.1f} ms".format(*_quantiles(sampler.fill_s)))
+    trial = Trial(Setup(args.engine, vocabulary()[1], timeout_s=10.0))
+    tried = [(case, lowered(case, trial)) for case in chosen]
+    accepted = [(case, low) for case, low in tried if low.spec is not None]
+    sampled = by_model(accepted, args.engine, args.samples) if args.sampler == "model" else by_random(accepted, trial, args.samples)
+    outcomes = [*sampled, *(Outcome(case, refused=low.error) for case, low in tried if low.spec is None)]
     raise SystemExit(1 if report(outcomes) else 0)
 
 

@@ -66,7 +66,7 @@ def receive(pipe: BinaryIO, kind: type):
 
 class Trial:
     def __init__(self, setup: Setup) -> None:
-        self._setup = setup
+        self._setup, self.vocabulary = setup, setup.vocabulary
         self.engines = {kind.name: kind(setup.vocabulary) for kind in engines(setup.engine)}
 
     def run(self, spec: GrammarSpec) -> Lowered:
