@@ -142,6 +142,6 @@ def test_model_files_open_with_their_architectures_and_a_tiny_config():
 def test_public_names_are_these():
     import quire
 
-    assert quire.__all__ == ["AsyncLLM", "CompletionOutput", "EngineConfig", "LLM", "RequestOutput", "SamplingParams", "__version__"]
+    assert quire.__all__ == ["AsyncLLM", "CompletionOutput", "EngineConfig", "LLM", "LogitsProcessor", "RequestOutput", "SamplingParams", "StructuredOutputs", "__version__"]
     for name in quire.__all__:
         assert getattr(quire, name)

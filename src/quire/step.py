@@ -51,7 +51,9 @@ class StepPlan(msgspec.Struct, array_like=True, gc=False):
 
 
 class Masks(msgspec.Struct, array_like=True, gc=False):
-    """What grammars allow in a step; comes between its two launches, because a step's tokens decide it for the next."""
+    """What grammars allow in a step; comes between its two launches, because a step's tokens decide it for the next.
+
+    `words` is the sender's own and is used again: whoever is given it copies it at once."""
 
     places: list[int]  # among the rows that choose a token
     words: bytes | bytearray | memoryview  # int32 [places, words]: token i may be chosen if bit i % 32 of word i // 32 is set

@@ -441,6 +441,57 @@ def test_names_from_users_never_become_paths(server, name):
     check(re.fullmatch(r"[A-Za-z0-9._-]+", server.get("/live", headers={"x-request-id": name.replace("\0", "/")}).headers["x-request-id"]))
 
 
+def tools(*names: str) -> list[dict]:
+    return [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in names]
+
+
+@pytest.mark.parametrize(("wrong", "says"), [
+    (tools(*(f"f{idx}" for idx in range(513))), "512"),
+    (tools("f", "f"), "same name"),
+    (tools("f' or 1"), "named"),
+    (tools("f\n<|im_end|>"), "named"),
+    (tools("a" * 65), "64"),
+    (tools("f"), "--tool-call-parser"),  # this model's template knows no tools
+])  # fmt: skip
+def test_tools_are_bounded_in_number_and_names(server, wrong, says):
+    check(refused(server.post(CHAT, {"messages": USER, "tools": wrong}), 400, says=says)["param"] == "tools")
+
+
+NESTED = '{"not":' * 5000 + "{}" + "}" * 5000
+GRAMMARS = {
+    "nested deeply": {"guided_json": NESTED},
+    "in a loop": {"guided_json": {"$ref": "#"}},
+    "from elsewhere": {"guided_json": {"$ref": "file:///etc/passwd"}},
+    "from the network": {"guided_json": {"$ref": "http://169.254.169.254/"}},
+    "endless": {"guided_json": {"type": "array", "minItems": 10**9}},
+    "combined": {"guided_json": {"allOf": [{"anyOf": [{"required": [f"p{i}{j}"]} for j in range(4)]} for i in range(12)]}},
+    "large": {"guided_json": {"enum": ["x" * 140_000]}},
+    "no schema": {"guided_json": "(a+)+$"},
+    "backtracking": {"guided_regex": "(a+)+$"},
+    "counted": {"guided_regex": "((a{1,1000}){1,1000}){1,1000}"},
+    "counted far": {"guided_regex": "a{1,1000000000}"},
+    "exponential": {"guided_regex": "(a|b)*a(a|b){500}"},
+    "parentheses": {"guided_regex": "(" * 5000 + ")" * 5000},
+    "unfinished": {"guided_regex": "[" * 5000},
+    "null": {"guided_regex": "a\0b"},
+    "many choices": {"guided_choice": [str(idx) for idx in range(10_001)]},
+    "left recursion": {"guided_grammar": 'root ::= root root | ""'},
+    "nothing": {"guided_grammar": "root ::= root"},
+    "a file": {"guided_grammar": 'start: X\n%import "/etc/passwd"'},
+    "tags": {"structured_outputs": {"structural_tag": NESTED}},
+}
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_hostile_grammars_are_refused_or_bounded(server, name):
+    started = time.monotonic()
+    response = complete(server, max_tokens=4, **GRAMMARS[name])
+    check(time.monotonic() - started < 15, "it took too long")
+    if response.status_code != 200:
+        refused(response, 400)
+    check(complete(server, max_tokens=2).status_code == 200, "others suffer")
+
+
 @pytest.mark.parametrize("flaw", GGUF_FLAWS)
 def test_hostile_gguf_headers_are_one_clear_error(flaw, tmp_path):
     path = tmp_path / "x.gguf"
@@ -458,20 +509,10 @@ def test_hostile_safetensors_headers_are_one_clear_error(flaw, tmp_path):
 
 # What is not built yet waits for its own tests. Until then: 400, naming the field.
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]}]
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 WAITING = {
-    "tool-call parsers parse and never evaluate; tools are bounded in number": [
-        (CHAT, "tools", {"messages": USER, "tools": [TOOL]}),
-        (CHAT, "tool_choice", {"messages": USER, "tool_choice": "auto"}),
+    "functions, the older name of tools": [
         (CHAT, "functions", {"messages": USER, "functions": [{"name": "f"}]}),
-    ],
-    "grammars, regexes and schemas are compiled in a bounded worker": [
-        (CHAT, "response_format", {"messages": USER, "response_format": {"type": "json_object"}}),
-        (CHAT, "response_format", {"messages": USER, "response_format": SCHEMA}),
-        (COMPLETIONS, "response_format", {"prompt": "a", "response_format": SCHEMA}),
-        *((COMPLETIONS, name, {"prompt": "a", name: "(a+)+$"}) for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")),
-        (CHAT, "structured_outputs", {"messages": USER, "structured_outputs": {"regex": "(a+)+$"}}),
+        (CHAT, "function_call", {"messages": USER, "function_call": {"name": "f"}}),
     ],
     "prompt_embeds are opt-in, with dtype, shape, layout and size checked": [
         (COMPLETIONS, "prompt_embeds", {"prompt": "a", "prompt_embeds": "gASVAAAA"}),

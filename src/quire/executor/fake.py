@@ -48,7 +48,7 @@ class FakeExecutor(Executor):
         self.queue.append(_FakeStep(self, plan))
 
     def sample(self, plan: StepPlan, masks: Masks | None = None) -> "_FakeStep":
-        self.queue[-1].masks = masks
+        self.queue[-1].masks = Masks(masks.places, bytes(masks.words)) if masks is not None else None
         return self.queue[-1]
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class FakeExecutor(Executor):
     def _run(self, plan: StepPlan, masks: Masks | None) -> StepResult:
         allowed = {}
         if masks is not None:
-            words, width = bytes(masks.words), len(bytes(masks.words)) // len(masks.places)
+            words, width = masks.words, len(masks.words) // len(masks.places)
             allowed = {place: allowed_tokens(words[i * width : (i + 1) * width]) for i, place in enumerate(masks.places)}
         for start in plan.new_rows:
             self.rows[start.row] = _Row(start.token_ids, start.seed, start.choice_idx, len(self.groups))

@@ -11,6 +11,7 @@ from quire.structured.base import Matcher
 
 CONTRADICTION = "no token satisfies both the answer's grammar and logit_bias, bad_words or allowed_token_ids: drop one of them"
 TOO_SLOW = "following this grammar takes too long: make it simpler"
+MAX_PAUSE = 7
 ALL = -1  # a word in which every token is allowed
 
 
@@ -22,6 +23,8 @@ class Guide:
         self.is_thinking = thinking is not None and thinking.is_open
         self.is_fresh = True  # no token was seen: thinking may still begin
         self.num_thought = 0  # tokens
+        self.has_ended = False  # a stop token came
+        self.patience = self.pause = 0  # tokens until it is looked again for forced ones: looking in vain costs time
         self.tail: list[int] = []  # the last tokens thought, as many as close it
 
     # -- tokens come -----------------------------------------------------------------------------------------------------
@@ -38,6 +41,7 @@ class Guide:
             self.is_thinking = True
             return True
         if not self.is_thinking:
+            self.has_ended = token_id in self.stop_ids
             return self.matcher is None or self.matcher.accept(token_id)
         self.num_thought += 1
         end_ids = self.thinking.end_ids
@@ -54,7 +58,13 @@ class Guide:
             return self._closing()
         if self.matcher is None or (self.is_fresh and self._may_think):
             return []
-        return self.matcher.forced()
+        if self.pause:
+            self.pause -= 1
+            return []
+        found = self.matcher.forced()
+        self.patience = 0 if found else min(2 * self.patience + 1, MAX_PAUSE)
+        self.pause = self.patience
+        return found
 
     def fill(self, words: np.ndarray) -> None:
         """`words` becomes the mask of the next token."""
@@ -81,7 +91,7 @@ class Guide:
     @property
     def is_ruled(self) -> bool:
         """Whether the grammar alone says what comes next."""
-        return self.matcher is not None and not self.is_thinking and not (self.is_fresh and self._may_think) and not self.matcher.terminated
+        return self.matcher is not None and not self.is_thinking and not self.has_ended and not (self.is_fresh and self._may_think)
 
     @property
     def _may_think(self) -> bool:

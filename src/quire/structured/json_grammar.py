@@ -34,21 +34,30 @@ def _basics(compact: bool) -> dict[str, str]:
         "colon": '":"' if compact else '":" " "?',
         "escape": _ESCAPE,
         "string": r'''"\"" characters''',
-        "characters": r'''"\"" | [\u0020-\u0021\u0023-\u005b\u005d-\ud7ff\ue000-\U0010ffff] characters | "\\" escape characters''',
+        # What follows a string is said ahead: else every token with a quote in it is tried whenever a mask is made.
+        "characters": f"({characters('characters')}) (= [ \\n\\t]* [,}}\\]:])",
         "number": _NUMBER,
         "integer": _INTEGER,
         "value": 'string | number | object | array | "true" | "false" | "null"',
-        "member": "string colon value",
+        "member": r'''"\"" name colon value''',
+        "name": characters("name"),
         "object": '"{" (blank member ("," blank member)* blank)? "}"',
         "array": '"[" (blank value ("," blank value)* blank)? "]"',
     }
+
+
+def characters(rule: str) -> str:
+    """The body of a rule for the rest of a string."""
+    return rf'''"\"" | [\u0020-\u0021\u0023-\u005b\u005d-\ud7ff\ue000-\U0010ffff] {rule} | "\\" escape {rule}'''
 
 
 def json_grammar(schema_text: str, compact: bool = False) -> str:
     """GBNF whose every text is JSON that satisfies the schema; RequestError if it cannot be written, or is empty."""
     try:
         grammar = _Grammar(Schema(schema_text), compact)
-        text = grammar.rules.gbnf(grammar.value(grammar.schema.root))
+        root = grammar.value(grammar.schema.root)
+        grammar.rules.give_own("string", '"\\""', characters)
+        text = grammar.rules.gbnf(root)
     except RecursionError:
         raise RequestError("the schema is nested too deeply.") from None
     if text is None:
@@ -88,9 +97,9 @@ class _Grammar:
             if "number" in alternative.kinds:
                 result += self._number(alternative.number)
             if "array" in alternative.kinds:
-                result.append(('"["', self._array(alternative.array), '"]"'))
+                result.append(('"["', self._array(alternative.array)))
             if "object" in alternative.kinds:
-                result.append(('"{"', self._object(alternative.object), '"}"'))
+                result.append(('"{"', self._object(alternative.object)))
         return result
 
     def _string(self, node: Node | None) -> list[Alternative]:
@@ -140,14 +149,14 @@ class _Grammar:
 
     def _last(self, shape: Object, free: list[Alternative], count: int) -> list[Alternative]:
         """After the named properties. Free names may repeat, so that all of them together count as one."""
-        result: list[Alternative] = [_after(count)] if count >= shape.low else []
+        result: list[Alternative] = [_after(count, '"}"')] if count >= shape.low else []
         room = None if shape.high is None else shape.high - count
         if free and count + 1 >= shape.low and room != 0:
             name = self.rules.add(self.rules.new("f"), free)
             if room is None:
-                result.append((*_before(count), name, Many(('","', Ref("blank"), name)), Ref("blank")))
+                result.append((*_before(count), name, Many(('","', Ref("blank"), name)), Ref("blank"), '"}"'))
             for more in range(min(room or 0, MAX_FREE)):
-                result.append((*_before(count), name, *(('","', Ref("blank"), name) * more), Ref("blank")))
+                result.append((*_before(count), name, *(('","', Ref("blank"), name) * more), Ref("blank"), '"}"'))
         return result
 
     def _goal_of(self, shape: Object, name: str) -> Goal:
@@ -196,7 +205,7 @@ class _Grammar:
             return self._counting(shape, high)
         stem, length = self.rules.new("a"), len(shape.prefix)
         for position in range(length):
-            following: list[Alternative] = [_after(position)] if position >= shape.low else []
+            following: list[Alternative] = [_after(position, '"]"')] if position >= shape.low else []
             if high is None or position < high:
                 following.append((*_before(position), self._ref(shape.prefix[position]), Ref(f"{stem}_{position + 1}")))
             self.rules.add(f"{stem}_{position}", following)
@@ -211,7 +220,7 @@ class _Grammar:
         high = min(high, MAX_ITEMS + length) if high is not None else None
         last = max(length, shape.low, 1) if high is None else max(high, length)
         for position in range(length, last + 1):
-            following: list[Alternative] = [_after(position)] if position >= shape.low else []
+            following: list[Alternative] = [_after(position, '"]"')] if position >= shape.low else []
             if high is None or position < high:
                 following.append((*_before(position), item, Ref(f"{stem}_{min(position + 1, last)}")))
             self.rules.add(f"{stem}_{position}", following)
@@ -229,7 +238,7 @@ class _Grammar:
         for position in range(last + 1):
             for counts in pairs(*(range(limit + 1) for limit in limits)):
                 enough = position >= shape.low and all(n >= c.low for n, c in zip(counts, shape.contains))
-                following: list[Alternative] = [_after(position)] if enough else []
+                following: list[Alternative] = [_after(position, '"]"')] if enough else []
                 if high is None or position < high:
                     for goal, after in _choices(shape.contains, counts):
                         symbols: tuple[Symbol, ...] = (*_before(position), self._ref(goal | shape.at(position)))
@@ -249,7 +258,7 @@ class _Grammar:
         start = (0, frozenset())
         names, queue = {start: f"{stem}_0"}, [start]
         for count, used in queue:  # grows as it is read
-            following: list[Alternative] = [_after(count)] if count >= shape.low else []
+            following: list[Alternative] = [_after(count, '"]"')] if count >= shape.low else []
             for index, value in enumerate(values):
                 allowed = positions[min(count, len(shape.prefix))]
                 if value not in allowed or index in used or (high is not None and count >= high):
@@ -284,8 +293,9 @@ def _before(count: int) -> tuple[Symbol, ...]:
     return ('","', Ref("blank")) if count else (Ref("blank"),)
 
 
-def _after(count: int) -> Alternative:
-    return (Ref("blank"),) if count else ()
+def _after(count: int, close: str) -> Alternative:
+    """The end of an array or object. It belongs to the rules of what is inside, so that something always follows a value."""
+    return (Ref("blank"), close) if count else (close,)
 
 
 def _state(stem: str, position: int, counts: tuple[int, ...]) -> str:

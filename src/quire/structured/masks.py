@@ -17,13 +17,16 @@ class Masker:
     def __init__(self, num_words: int) -> None:
         self.num_words = num_words  # of a mask
         self.one_by_one = False  # so that whoever is slow is found out
+        self.words = np.empty((0, num_words), np.int32)  # used again in every step: the executor copies what it is given
 
     def masks(self, wanted: list[tuple[int, Guide]]) -> Masks | None:
         """Of the choosing rows at these places of the step; None where all of them are free."""
         bound = [(place, guide) for place, guide in wanted if not guide.is_free]
         if not bound:
             return None
-        words = np.empty((len(bound), self.num_words), np.int32)
+        if len(bound) > len(self.words):
+            self.words = np.empty((2 * len(bound), self.num_words), np.int32)
+        words = self.words[: len(bound)]
         together = defaultdict(list)
         for row, (_, guide) in enumerate(bound):
             if guide.is_ruled and not self.one_by_one:
@@ -35,4 +38,4 @@ class Masker:
             matchers, rows = zip(*pairs)
             kind.fill_all(matchers, words, rows)
         self.one_by_one = time.perf_counter() - started > SLOW_FILL_S
-        return Masks([place for place, _ in bound], words.data)
+        return Masks([place for place, _ in bound], words.data.cast("B"))

@@ -12,6 +12,7 @@ from quire.structured.regular import Node, automaton, without
 
 MAX_RULES = 20_000
 MAX_STRING_STATES = 300  # an engine spends milliseconds on each
+MAX_OWN = 16  # copies of a basic rule
 MAX_TEXT_CHARS = 4_000_000
 
 
@@ -34,6 +35,7 @@ class Rules:
         self._basics = basics or {}  # rules already written, which all end
         self._rules: dict[str, list[Alternative]] = {}
         self._languages: dict[tuple[Node, bool], Ref] = {}
+        self._num_own = 0
 
     def new(self, stem: str) -> str:
         return f"{stem}{len(self._rules)}"
@@ -69,6 +71,24 @@ class Rules:
             alternatives = [(spell(tuple(ranges)), Ref(f"{stem}_{target}")) for target, ranges in by_target.items()]
             self.add(f"{stem}_{state}", alternatives + ([end] if machine.accepting[state] else []))
         return Ref(f"{stem}_0")
+
+    def give_own(self, basic: str, opening: str, body: Callable[[str], str]) -> None:
+        """Where a basic rule is followed by something it becomes `opening` and a rule of its own, made by `body` from its name: an
+        engine that knows what must follow makes masks several times faster. Each costs time to compile, so only the first get one."""
+        aliases = {basic, *(name for name, found in self._rules.items() if found == [(Ref(basic),)])}
+        for name, alternatives in list(self._rules.items()):
+            for idx, alternative in enumerate(alternatives):
+                written: list[Symbol] = []
+                for place, symbol in enumerate(alternative):
+                    is_last = place == len(alternative) - 1
+                    if is_last or not isinstance(symbol, Ref) or symbol.rule not in aliases or self._num_own >= MAX_OWN:
+                        written.append(symbol)
+                        continue
+                    own = f"own{self._num_own}"
+                    self._num_own += 1
+                    self._basics[own] = body(own)
+                    written += [opening, Ref(own)]
+                alternatives[idx] = tuple(written)
 
     def gbnf(self, root: Ref) -> str | None:
         """The rules that the root needs; None if no finite text can be made."""

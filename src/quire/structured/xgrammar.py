@@ -5,6 +5,7 @@ engine is made, never on import of this file.
 """
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -35,7 +36,7 @@ class XGrammar(Engine):
         tokens = [b"" if token_id in hidden else token for token_id, token in enumerate(self.vocabulary.tokens)]
         raw, size, stop_ids = xgrammar.VocabType.RAW, self.vocabulary.size, self.vocabulary.stop_ids
         info = xgrammar.TokenizerInfo(tokens, raw, vocab_size=size, stop_token_ids=stop_ids)
-        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        return xgrammar.GrammarCompiler(info, max_threads=min(8, os.cpu_count() or 1), cache_enabled=False)
 
     def _compiler_for(self, spec: GrammarSpec) -> Any:
         """Special tokens are no text, except those that a structural tag spells: formats of tool calls are made of them."""
@@ -105,7 +106,10 @@ class _Matcher(Matcher):
 
     def may_be_forced(self) -> bool:
         """Where one token is possible the text that it begins is certain, unless it ends the output."""
-        return self.is_complete or bool(self._matcher.find_jump_forward_string())
+        try:
+            return self.is_complete or bool(self._matcher.find_jump_forward_string())
+        except UnicodeDecodeError:  # certain bytes, which are no whole characters yet
+            return True
 
     @property
     def is_complete(self) -> bool:
@@ -120,7 +124,7 @@ class _Matcher(Matcher):
 def _batch() -> Any:
     import xgrammar
 
-    return xgrammar.BatchGrammarMatcher(max_threads="auto")
+    return xgrammar.BatchGrammarMatcher(max_threads=min(16, os.cpu_count() or 1))
 
 
 def regex_grammar(pattern: str) -> str:

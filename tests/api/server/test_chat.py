@@ -367,14 +367,17 @@ def test_a_client_that_gives_up_waiting_frees_its_request(echo):
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 REFUSED = [
-    {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
+    {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},  # its template knows none
     {"tool_choice": "required"},
     {"functions": [{"name": "f"}]},
-    {"response_format": {"type": "json_object"}},
+    {"function_call": "auto"},
+    {"web_search_options": {}},
+    {"verbosity": "high"},
     {"audio": {"voice": "alloy", "format": "wav"}},
     {"modalities": ["text", "audio"]},
     {"chat_template": "{{ 1 }}"},
-    {"guided_regex": "a*"},
+    {"use_beam_search": True},
+    {"thinking_token_budget": 9},  # this model does not think
 ]
 WRONG = [
     {"temperature": -1},

@@ -165,7 +165,7 @@ def test_usage_of_a_stream_counts_all_prompts(client):
         {"prompt": [10**6]}, {"prompt": [10**30]}, {"prompt": [1.5]}, {"prompt": [True]}, {"prompt": None}, {"prompt": "a\0"},
         {"prompt": ["a"] * 300}, {"prompt": ["a"] * 100, "n": 3}, {"prompt": list(range(600))}, {"prompt": [-1], "echo": True},
         {"suffix": "end"}, {"best_of": 3}, {"logprobs": 1000}, {"logprobs": True}, {"logprobs": -1}, {"max_tokens": 0},
-        {"prompt_embeds": "AAAA"}, {"response_format": {"type": "json_object"}},
+        {"prompt_embeds": "AAAA"}, {"response_format": {"type": "xml"}}, {"guided_choice": []},
     ],
     ids=lambda fields: str(fields)[:30],
 )  # fmt: skip

@@ -167,6 +167,12 @@ def test_every_way_to_ask_for_a_shape_works_in_both_protocols(client, fields, pa
     assert all(re.fullmatch(pattern, text) for text in texts), texts
 
 
+def test_a_character_may_come_byte_by_byte(client, server):
+    first_byte = server.post("/tokenize", {"prompt": "\u0081"}).json()["tokens"][0]  # also that of the degree sign
+    answer = ask(client, extra_body={"guided_choice": ["°C", "°F"]}, logit_bias={str(first_byte): 100})
+    assert answer.choices[0].message.content in ("°C", "°F") and answer.usage.completion_tokens == 4
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fields", [{"response_format": in_format(PERSON)}, {"guided_regex": "[a-z]{100}"}, {"guided_choice": ["ab " * 50]}], ids=str)
 def test_an_answer_that_is_cut_says_so(client, fields, stream):

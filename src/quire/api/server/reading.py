@@ -107,8 +107,10 @@ class ParsedEvents(Events):
         parser, is_last = self.parsers[update.index], update.finish_reason is not None
         deltas = [parser.feed(update.text), *([parser.finish()] if is_last else [])]
         news = [fields for delta in deltas for fields in self._shown(update.index, delta)]
-        if is_last or (not news and not self.plain):
-            news.append({})  # its end, or what goes with tokens that make no text yet
+        if is_last:  # a message without calls has content, if empty
+            news.append({} if self.has_calls[update.index] else {"content": ""})
+        elif not news and not self.plain:
+            news.append({})  # what goes with tokens that make no text yet
         for idx, fields in enumerate(news):
             yield self._event(update, fields, is_first=idx == 0, is_end=is_last and idx == len(news) - 1)
 

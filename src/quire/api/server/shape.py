@@ -21,6 +21,8 @@ from quire.frontend.parse import OutputParser
 from quire.params import StructuredOutputs
 
 MAX_TOOLS = 512
+MAX_TOOLS_BYTES = 120_000  # in one grammar, whose own limit is a little higher
+TOOL_BYTES = 128  # what a format writes around each, roughly
 _NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,64}")
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -118,6 +120,10 @@ def of_chat(asked: ChatFields, model: Model) -> Shape:
     callable_tools = [tool for tool in tools if tool["function"]["name"] == choice.function.name] if is_named else tools
     if not callable_tools:
         raise FieldError("tool_choice", f"tool_choice names {choice.function.name!r:.80}, which is none of the tools")
+    if len(msgspec.json.encode(callable_tools)) + TOOL_BYTES * len(callable_tools) > MAX_TOOLS_BYTES:
+        if is_free and structured is None and not any(tool["function"].get("strict") for tool in tools):
+            return Shape(None, tools)  # told to the model, and its calls are read, but no grammar is that large
+        raise FieldError("tools", f"the tools have over {MAX_TOOLS_BYTES} characters, too many for a grammar: send fewer or shorter ones")
     form = model.tool_format.structure(
         [_honoured(tool, is_free) for tool in callable_tools],
         required=not is_free or structured is not None,
@@ -163,7 +169,7 @@ def _tag(form: dict[str, Any]) -> StructuredOutputs:
     try:
         grammar_spec(tag)
     except RequestError as error:
-        raise FieldError("tools", f"the tools together make too large a grammar: {error}") from None
+        raise FieldError("tools", f"the tools make no grammar: {error}") from None
     return tag
 
 
