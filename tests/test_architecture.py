@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "registry": {"errors"},
     "metrics": {"metrics", "messages", "outputs", "config"},
     "checkpoint": {"checkpoint", "errors", "env", "utils"},
-    "__init__": {"api", "frontend", "config", "outputs", "params"},
+    "__init__": {"api", "frontend", "config", "outputs", "params", "sampling.custom"},
     "__main__": {"api"},
 }
 DECIDES = {"api", "frontend", "core", "kv", "executor", "checkpoint", "config", "params", "outputs", "messages", "step", "errors", "env", "utils", "registry"}

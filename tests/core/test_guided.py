@@ -95,8 +95,8 @@ class Slow:
 
 def guided(polls: int = 0, **options) -> Core:
     core = Core(**options)
-    core.engine.guides = guides = Guides(VOCABULARY, Slow(polls))
-    core.engine.pipeline.masks = guides.masker.masks
+    core.engine.guides = guides = Guides(VOCABULARY, Slow(polls), core.executor)
+    core.engine.pipeline.masker = guides.masker
     return core
 
 

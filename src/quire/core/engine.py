@@ -62,6 +62,7 @@ class Engine:
                 self.guides.wait()
             return StepOutputs(refused, self.stats())
         step, result = self.pipeline.wait()
+        self.pipeline.look_ahead(step, result)
         deltas = refused + self.scheduler.apply(step, result)
         self.pipeline.sample()
         return StepOutputs(deltas, self.stats(step.plan.total_tokens))
@@ -76,8 +77,8 @@ class Engine:
             self.guides.add(request, message.constraint)
 
     def learn(self, vocabulary: Vocabulary) -> None:
-        self.guides = importlib.import_module(GUIDES).Guides.of(vocabulary, self.config.structured)
-        self.pipeline.masks = self.guides.masker.masks
+        self.guides = importlib.import_module(GUIDES).Guides.of(vocabulary, self.config.structured, self.executor)
+        self.pipeline.masker = self.guides.masker
 
     def _admit_guided(self) -> list[ChoiceDelta]:
         """Those whose grammar is there join the line; what became of those whose grammar is no good."""

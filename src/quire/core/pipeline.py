@@ -4,7 +4,6 @@ Used by the engine's loop. Knows order, not content: what a step means is the sc
 """
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +13,7 @@ from quire.step import Masks, StepPlan, StepResult
 from quire.utils.flight import NoRecorder
 
 if TYPE_CHECKING:
-    from quire.structured.guide import Guide
+    from quire.structured.masks import Ahead, Masker
 
 
 class Entry(NamedTuple):
@@ -32,6 +31,7 @@ class PlannedStep:
     plan: StepPlan
     entries: list[Entry]
     pending: PendingStep | None = None
+    ahead: "Ahead | None" = None  # masks that are being made
 
 
 class Pipeline:
@@ -39,7 +39,7 @@ class Pipeline:
         self.executor = executor
         self.depth = depth
         self.recorder = recorder  # told before a step is launched, so that a crash can be traced to its requests
-        self.masks: Callable[[list[tuple[int, Guide]]], Masks | None] | None = None  # set where requests have guides
+        self.masker: Masker | None = None  # set where requests have guides
         self.steps: deque[PlannedStep] = deque()
 
     @property
@@ -74,7 +74,23 @@ class Pipeline:
             (place, entry.request.guide) for place, entry in enumerate(choosing)
             if entry.request.guide is not None and not entry.request.finished and entry.position == len(entry.request.token_ids)
         ]  # fmt: skip
-        return self.masks(wanted) if wanted else None
+        return self.masker.masks(wanted, step.ahead) if wanted else None
+
+    def look_ahead(self, step: PlannedStep, result: StepResult) -> None:
+        """Grammars begin to see the tokens of a step that was waited for, on other cores, while the scheduler takes them in."""
+        if self.masker is None or not self.steps or self.steps[-1].pending is not None:
+            return
+        came = {
+            id(entry.request): token_ids[0]
+            for entry, token_ids in zip(step.entries, result.token_ids)
+            if entry.samples and entry.request.guide is not None and not entry.request.finished and entry.position == len(entry.request.token_ids)
+        }
+        choosing = [entry for entry in self.steps[-1].entries if entry.samples]
+        tokens = [
+            (place, entry.request.guide, came[id(entry.request)]) for place, entry in enumerate(choosing)
+            if id(entry.request) in came and entry.position == len(entry.request.token_ids) + 1
+        ]  # fmt: skip
+        self.steps[-1].ahead = self.masker.begin(tokens, len(choosing))
 
     def wait(self) -> tuple[PlannedStep, StepResult]:
         step = self.steps.popleft()

@@ -33,6 +33,9 @@ class InprocExecutor(Executor):
     def sample(self, plan: StepPlan, masks: Masks | None = None) -> PendingStep:
         return self.worker.sample(masks)
 
+    def mask_memory(self, num_rows: int, num_words: int) -> memoryview | None:
+        return self.worker.runner.mask_memory(num_rows, num_words)
+
     def close(self) -> None:
         if self.worker is not None:
             self.worker.close()

@@ -74,6 +74,11 @@ class Matcher(ABC):
         return self._num_slow >= MAX_SLOW_FILLS
 
     @classmethod
+    def accept_all(cls, matchers: "Sequence[Matcher]", token_ids: Sequence[int]) -> list[bool]:
+        """`accept` for many matchers of this kind, a token each."""
+        return [matcher.accept(token_id) for matcher, token_id in zip(matchers, token_ids)]
+
+    @classmethod
     def fill_all(cls, matchers: "Sequence[Matcher]", masks: numpy.ndarray, rows: Sequence[int]) -> None:
         """`fill` for many matchers of this kind: matcher i writes masks[rows[i]]. Nobody is timed."""
         for matcher, row in zip(matchers, rows):

@@ -116,6 +116,8 @@ class _Worker:
             self._start()
         except RequestError:
             pass  # logged; tried again for the next spec
+        except Exception:
+            logger.exception("the grammar engines cannot be loaded")
         while (ticket := self._owner._queue.get()) is not None:
             try:
                 grammar, error = self._work(ticket.spec), None

@@ -4,12 +4,17 @@ Held by the core's request. A guide sees every token once, in order: the schedul
 one fed with the tokens so far is in the same state, which is how a request survives a crash.
 """
 
+import logging
+
 import numpy as np
 
 from quire.messages import Thinking
 from quire.structured.base import Matcher
 
+log = logging.getLogger(__name__)
+
 CONTRADICTION = "no token satisfies both the answer's grammar and logit_bias, bad_words or allowed_token_ids: drop one of them"
+FAILED = "the grammar engine failed on this request: simplify the grammar, or choose another engine with --structured-outputs-backend"
 TOO_SLOW = "following this grammar takes too long: make it simpler"
 MAX_PAUSE = 7
 ALL = -1  # a word in which every token is allowed
@@ -25,14 +30,25 @@ class Guide:
         self.num_thought = 0  # tokens
         self.has_ended = False  # a stop token came
         self.patience = self.pause = 0  # tokens until it is looked again for forced ones: looking in vain costs time
+        self.is_ahead = False  # the matcher has seen the next token already, or is seeing it: hands off
+        self.is_broken = False  # it did not allow that token
         self.tail: list[int] = []  # the last tokens thought, as many as close it
 
     # -- tokens come -----------------------------------------------------------------------------------------------------
 
     def advance(self, token_ids: list[int]) -> str:
         """What is wrong, if that is so: a token came that was not allowed, or the grammar costs too much."""
-        if not all([self._accept(token_id) for token_id in token_ids]):
-            return CONTRADICTION
+        if self.is_broken and not self.is_ahead:
+            return CONTRADICTION  # found when the token before was seen ahead of time
+        if self.is_ahead:
+            self.is_ahead = False
+            return ""
+        try:
+            if not all([self._accept(token_id) for token_id in token_ids]):
+                return CONTRADICTION
+        except Exception:  # an engine's own fault is this request's alone
+            log.exception("a grammar engine failed")
+            return FAILED
         return TOO_SLOW if self.matcher is not None and self.matcher.too_slow else ""
 
     def _accept(self, token_id: int) -> bool:
@@ -61,13 +77,25 @@ class Guide:
         if self.pause:
             self.pause -= 1
             return []
-        found = self.matcher.forced()
+        try:
+            found = self.matcher.forced()
+        except Exception:
+            log.exception("a grammar engine failed")
+            found, self.is_broken = [], True
         self.patience = 0 if found else min(2 * self.patience + 1, MAX_PAUSE)
         self.pause = self.patience
         return found
 
     def fill(self, words: np.ndarray) -> None:
         """`words` becomes the mask of the next token."""
+        try:
+            self._fill(words)
+        except Exception:
+            log.exception("a grammar engine failed")
+            self.is_broken = True
+            words[:] = ALL
+
+    def _fill(self, words: np.ndarray) -> None:
         if self.is_thinking:
             closing = self._closing()
             words[:] = 0 if closing else ALL
@@ -87,6 +115,10 @@ class Guide:
     def is_free(self) -> bool:
         """Whether any token may come next: then there is nothing to fill."""
         return self.matcher is None and not (self.is_thinking and self._closing())
+
+    def can_see(self, token_id: int) -> bool:
+        """Whether this token may be seen ahead: it matters to the matcher alone, does not end it, and nobody looks for forced ones then."""
+        return self.pause > 0 and self.is_ruled and token_id not in self.stop_ids
 
     @property
     def is_ruled(self) -> bool:

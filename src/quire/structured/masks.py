@@ -1,41 +1,104 @@
 """The masks of a step: every row's in one array, grammars of one kind filled together, by several cores.
 
-Called by the core's pipeline while the device computes the step's forward pass. Knows guides and matchers, not requests.
+Called by the core's pipeline while the device computes the step's forward pass. Engines let go of Python's lock, so most rows' masks
+are made while the scheduler takes in the tokens they follow from. Knows guides and matchers, not requests.
 """
 
+import logging
+import os
 import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 
 from quire.step import Masks
-from quire.structured.base import SLOW_FILL_S
-from quire.structured.guide import Guide
+from quire.structured.base import SLOW_FILL_S, Matcher
+from quire.structured.guide import ALL, Guide
+
+log = logging.getLogger(__name__)
+
+PART = 32  # rows a thread takes at a time
+NUM_THREADS = min(8, os.cpu_count() or 1)
+
+Buffer = bytearray | memoryview
+
+
+class Ahead(NamedTuple):
+    """Rows whose masks are being made, the first of the array."""
+
+    words: np.ndarray
+    places: list[int]
+    guides: list[Guide]
+    parts: list[Future]
+    started: float
 
 
 class Masker:
-    def __init__(self, num_words: int) -> None:
+    def __init__(self, num_words: int, memory: Callable[[int, int], Buffer | None] = lambda num_rows, num_words: None) -> None:
+        """`memory(num_rows, num_words)` gives an array of int32 from which masks reach the device fastest; None: any will do."""
         self.num_words = num_words  # of a mask
+        self.memory = memory
+        self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="masks")
         self.one_by_one = False  # so that whoever is slow is found out
-        self.words = np.empty((0, num_words), np.int32)  # used again in every step: the executor copies what it is given
+        self.own = np.empty((0, num_words), np.int32)  # used again in every step: the executor copies what it is given
 
-    def masks(self, wanted: list[tuple[int, Guide]]) -> Masks | None:
-        """Of the choosing rows at these places of the step; None where all of them are free."""
-        bound = [(place, guide) for place, guide in wanted if not guide.is_free]
-        if not bound:
+    def begin(self, tokens: Sequence[tuple[int, Guide, int]], num_rows: int) -> Ahead | None:
+        """Guides see their next token, at these places of a step that chooses for `num_rows` rows; to be told to them once more by
+        `Guide.advance`, which then knows that it is old."""
+        able = [each for each in tokens if each[1].can_see(each[2])]
+        if not able or self.one_by_one:
             return None
-        if len(bound) > len(self.words):
-            self.words = np.empty((2 * len(bound), self.num_words), np.int32)
-        words = self.words[: len(bound)]
-        together = defaultdict(list)
-        for row, (_, guide) in enumerate(bound):
-            if guide.is_ruled and not self.one_by_one:
-                together[type(guide.matcher)].append((guide.matcher, row))
-            else:
-                guide.fill(words[row])
-        started = time.perf_counter()
-        for kind, pairs in together.items():
-            matchers, rows = zip(*pairs)
-            kind.fill_all(matchers, words, rows)
+        words = self._words(num_rows)
+        by_kind = defaultdict(list)
+        for row, (_, guide, token_id) in enumerate(able):
+            guide.is_ahead = True
+            by_kind[type(guide.matcher)].append((guide, token_id, row))
+        parts = [
+            self.threads.submit(_see, kind, rows[at : at + PART], words) for kind, rows in by_kind.items() for at in range(0, len(rows), PART)
+        ]
+        return Ahead(words, [place for place, _, _ in able], [guide for _, guide, _ in able], parts, time.perf_counter())
+
+    def masks(self, wanted: Sequence[tuple[int, Guide]], ahead: Ahead | None = None) -> Masks | None:
+        """Of the choosing rows at these places of the step; None where all of them are free."""
+        done = set(ahead.places) if ahead is not None else ()
+        rest = [(place, guide) for place, guide in wanted if place not in done and not guide.is_free]
+        words = ahead.words if ahead is not None else self._words(len(rest))
+        count, started = len(done), time.perf_counter()
+        for row, (_, guide) in enumerate(rest, count):
+            guide.fill(words[row])
+        for part in ahead.parts if ahead is not None else ():
+            part.result()
         self.one_by_one = time.perf_counter() - started > SLOW_FILL_S
-        return Masks([place for place, _ in bound], words.data.cast("B"))
+        places = [*(ahead.places if ahead is not None else ()), *(place for place, _ in rest)]
+        return Masks(places, words[: len(places)].data.cast("B")) if places else None
+
+    def _words(self, num_rows: int) -> np.ndarray:
+        memory = self.memory(num_rows, self.num_words)
+        if memory is not None:
+            return np.frombuffer(memory, np.int32).reshape(num_rows, self.num_words)
+        if num_rows > len(self.own):
+            self.own = np.empty((2 * num_rows, self.num_words), np.int32)
+        return self.own[:num_rows]
+
+    def close(self) -> None:
+        self.threads.shutdown(wait=False)
+
+
+def _see(kind: type[Matcher], rows: list[tuple[Guide, int, int]], words: np.ndarray) -> None:
+    """In a thread: the guides' matchers take their tokens, and their masks are filled."""
+    try:
+        _see_all(kind, rows, words)
+    except Exception:  # an engine's own fault: these requests end, others go on
+        log.exception("a grammar engine failed")
+        for guide, _, row in rows:
+            guide.is_broken, words[row] = True, ALL
+
+
+def _see_all(kind: type[Matcher], rows: list[tuple[Guide, int, int]], words: np.ndarray) -> None:
+    matchers = [guide.matcher for guide, _, _ in rows]
+    for (guide, _, _), accepted in zip(rows, kind.accept_all(matchers, [token_id for _, token_id, _ in rows])):
+        guide.is_broken = not accepted
+    kind.fill_all(matchers, words, [row for _, _, row in rows])

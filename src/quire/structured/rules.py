@@ -76,7 +76,7 @@ class Rules:
         """Where a basic rule is followed by something it becomes `opening` and a rule of its own, made by `body` from its name: an
         engine that knows what must follow makes masks several times faster. Each costs time to compile, so only the first get one."""
         aliases = {basic, *(name for name, found in self._rules.items() if found == [(Ref(basic),)])}
-        for name, alternatives in list(self._rules.items()):
+        for alternatives in self._rules.values():
             for idx, alternative in enumerate(alternatives):
                 written: list[Symbol] = []
                 for place, symbol in enumerate(alternative):

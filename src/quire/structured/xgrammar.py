@@ -19,6 +19,7 @@ from quire.structured.pattern import whole
 from quire.structured.rules import Rules, literal
 from quire.structured.spec import GrammarSpec, is_lark
 
+SIMPLE = {"type", "properties", "required", "enum", "const", "items", "additionalProperties", "description", "title", "default", "$schema"}
 MAX_COMPILERS = 4  # each holds the vocabulary, sorted
 
 
@@ -101,6 +102,10 @@ class _Matcher(Matcher):
         self._matcher.fill_next_token_bitmask(mask[None, :])
 
     @classmethod
+    def accept_all(cls, matchers: Sequence[Matcher], token_ids: Sequence[int]) -> list[bool]:
+        return _batch().batch_accept_token([matcher._matcher for matcher in matchers], list(token_ids))
+
+    @classmethod
     def fill_all(cls, matchers: Sequence[Matcher], masks: numpy.ndarray, rows: Sequence[int]) -> None:
         _batch().batch_fill_next_token_bitmask([matcher._matcher for matcher in matchers], masks, list(rows))
 
@@ -124,7 +129,7 @@ class _Matcher(Matcher):
 def _batch() -> Any:
     import xgrammar
 
-    return xgrammar.BatchGrammarMatcher(max_threads=min(16, os.cpu_count() or 1))
+    return xgrammar.BatchGrammarMatcher(max_threads=1)  # it would start its threads anew each time
 
 
 def regex_grammar(pattern: str) -> str:
@@ -149,12 +154,28 @@ def _lowered_tag(value: Any, compact: bool) -> Any:
         inner = {"type": "triggered_tags", "triggers": value.get("triggers"), "tags": tags}
         return {"type": "structural_tag", "format": inner}
     if value.get("type") in ("json_schema", "qwen_xml_parameter"):
-        if value["type"] != "json_schema" or value.get("style", "json") != "json" or value.keys() - {"type", "json_schema", "style"}:
-            raise RequestError("structural_tag: a json_schema takes no other style or option: leave them out.")
-        return _schema_format(value.get("json_schema"), compact)
+        if value["type"] != "json_schema" or value.keys() - {"type", "json_schema", "style", "max_whitespace_cnt"}:
+            raise RequestError("structural_tag: a json_schema takes no other option than its style: leave it out.")
+        if value.get("style", "json") == "json":
+            return _schema_format(value.get("json_schema"), compact)  # whose blanks are bounded anyway
+        _check_simple(value.get("json_schema"))
+        return value
     if value.get("type") == "regex" and isinstance(value.get("pattern"), str):
         return {"type": "grammar", "grammar": regex_grammar(value["pattern"])}
     return {name: _lowered_tag(v, compact) for name, v in value.items()}
+
+
+def _check_simple(schema: Any) -> None:
+    """In styles other than JSON the library's own reading of schemas is used: only of what it is known to honour."""
+    json_grammar(json.dumps(schema))  # is it a schema, and can it be satisfied?
+    schemas = [schema]
+    while schemas:
+        found = schemas.pop()
+        if not isinstance(found, dict):
+            continue
+        if unknown := found.keys() - SIMPLE:
+            raise RequestError(f"{min(unknown)!r:.60} is not supported in arguments that are not written as JSON: remove it.")
+        schemas += [found.get("items"), found.get("additionalProperties"), *(found.get("properties") or {}).values()]
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -100,6 +100,9 @@ class Runner:
             for group, table in zip(self.groups, tables)
         ]
 
+    def mask_memory(self, num_rows: int, num_words: int) -> None:
+        return None
+
     @torch.inference_mode()
     def sample(self, masks: Masks | None = None) -> "Ready":
         """Tokens for the rows of the last forward that ask for one."""

@@ -25,6 +25,7 @@ from quire.worker.gpu.batch import Batch
 from quire.worker.gpu.failure import told
 from quire.worker.gpu.graphs import Graphs, fit, ladder
 from quire.worker.gpu.inputs import Shape, StepInputs, decode_shape, mixed_shape
+from quire.worker.gpu.masks import MaskStaging
 from quire.worker.logprobs import LOGPROBS_AT_ONCE, entries, prompt_span
 
 FIRST_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # recorded before the first request is served
@@ -61,6 +62,7 @@ class Runner:
         self.samplings = Graphs(self._sample, self.device)
         self.row_sizes = ladder(num_rows, smallest=1, step=4, largest_step=16)
         self.token_sizes = ladder(max_tokens, smallest=64, step=64, largest_step=512)
+        self.staging = MaskStaging(num_rows, self.device)
         self.launched: _Launched | None = None
 
     # -- getting ready ---------------------------------------------------------------------------------------------------
@@ -157,6 +159,9 @@ class Runner:
             rows=rows, work=inputs.work(group_idx, shape), fresh=shape.fresh,
         )  # fmt: skip
 
+    def mask_memory(self, num_rows: int, num_words: int) -> memoryview | None:
+        return self.staging.memory(num_rows, num_words)
+
     # -- sample ----------------------------------------------------------------------------------------------------------
 
     @told
@@ -193,8 +198,7 @@ class Runner:
         asked_L = on_device(asked, self.device)
         raw_LV = logits_SV[asked_L].float() if asked else None
         if masks is not None:
-            words_MW = np.frombuffer(masks.words, np.int32).reshape(len(masks.places), -1)
-            mask_logits(logits_SV, on_device(masks.places, self.device), to_device(words_MW, self.device))
+            mask_logits(logits_SV, on_device(masks.places, self.device), self.staging.to_device(masks))
         if sampling.edits_sparsely(rows):
             logits_SV = self._edited(logits_SV.float(), rows)
         self._choose(
