@@ -31,7 +31,7 @@ class PlannedStep:
     plan: StepPlan
     entries: list[Entry]
     pending: PendingStep | None = None
-    ahead: "Ahead | None" = None  # masks that are being made
+    ahead: "Ahead | None" = None  # masks that are made before the rest
 
 
 class Pipeline:
@@ -77,7 +77,7 @@ class Pipeline:
         return self.masker.masks(wanted, step.ahead) if wanted else None
 
     def look_ahead(self, step: PlannedStep, result: StepResult) -> None:
-        """Grammars begin to see the tokens of a step that was waited for, on other cores, while the scheduler takes them in."""
+        """Grammars see the tokens of a step that was waited for, all at once, before the scheduler takes them in one by one."""
         if self.masker is None or not self.steps or self.steps[-1].pending is not None:
             return
         came = {

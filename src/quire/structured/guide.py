@@ -30,7 +30,7 @@ class Guide:
         self.num_thought = 0  # tokens
         self.has_ended = False  # a stop token came
         self.patience = self.pause = 0  # tokens until it is looked again for forced ones: looking in vain costs time
-        self.is_ahead = False  # the matcher has seen the next token already, or is seeing it: hands off
+        self.is_ahead = False  # the matcher has seen the next token already
         self.is_broken = False  # it did not allow that token
         self.tail: list[int] = []  # the last tokens thought, as many as close it
 

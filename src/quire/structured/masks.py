@@ -1,7 +1,6 @@
 """The masks of a step: every row's in one array, grammars of one kind filled together, by several cores.
 
-Called by the core's pipeline while the device computes the step's forward pass. Engines let go of Python's lock, so most rows' masks
-are made while the scheduler takes in the tokens they follow from. Knows guides and matchers, not requests.
+Called by the core's pipeline while the device computes the step's forward pass. Knows guides and matchers, not requests.
 """
 
 import logging
@@ -9,7 +8,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -27,13 +26,10 @@ Buffer = bytearray | memoryview
 
 
 class Ahead(NamedTuple):
-    """Rows whose masks are being made, the first of the array."""
+    """Rows whose masks are made already, the first of the array."""
 
     words: np.ndarray
     places: list[int]
-    guides: list[Guide]
-    parts: list[Future]
-    started: float
 
 
 class Masker:
@@ -46,32 +42,30 @@ class Masker:
         self.own = np.empty((0, num_words), np.int32)  # used again in every step: the executor copies what it is given
 
     def begin(self, tokens: Sequence[tuple[int, Guide, int]], num_rows: int) -> Ahead | None:
-        """Guides see their next token, at these places of a step that chooses for `num_rows` rows; to be told to them once more by
-        `Guide.advance`, which then knows that it is old."""
+        """Guides see their next token, on all cores, and the masks after it are made, at these places of a step that chooses for
+        `num_rows` rows. `Guide.advance` will hear of the token once more, from the scheduler, and knows that it is old."""
         able = [each for each in tokens if each[1].can_see(each[2])]
         if not able or self.one_by_one:
+            self.one_by_one = False
             return None
         words = self._words(num_rows)
         by_kind = defaultdict(list)
         for row, (_, guide, token_id) in enumerate(able):
             guide.is_ahead = True
             by_kind[type(guide.matcher)].append((guide, token_id, row))
-        parts = [
-            self.threads.submit(_see, kind, rows[at : at + PART], words) for kind, rows in by_kind.items() for at in range(0, len(rows), PART)
-        ]
-        return Ahead(words, [place for place, _, _ in able], [guide for _, guide, _ in able], parts, time.perf_counter())
+        parts = [(kind, rows[at : at + PART]) for kind, rows in by_kind.items() for at in range(0, len(rows), PART)]
+        started = time.perf_counter()
+        list(self.threads.map(lambda part: _see(*part, words), parts))  # engines let go of Python's lock
+        self.one_by_one = time.perf_counter() - started > SLOW_FILL_S
+        return Ahead(words, [place for place, _, _ in able])
 
     def masks(self, wanted: Sequence[tuple[int, Guide]], ahead: Ahead | None = None) -> Masks | None:
         """Of the choosing rows at these places of the step; None where all of them are free."""
         done = set(ahead.places) if ahead is not None else ()
         rest = [(place, guide) for place, guide in wanted if place not in done and not guide.is_free]
         words = ahead.words if ahead is not None else self._words(len(rest))
-        count, started = len(done), time.perf_counter()
-        for row, (_, guide) in enumerate(rest, count):
+        for row, (_, guide) in enumerate(rest, len(done)):
             guide.fill(words[row])
-        for part in ahead.parts if ahead is not None else ():
-            part.result()
-        self.one_by_one = time.perf_counter() - started > SLOW_FILL_S
         places = [*(ahead.places if ahead is not None else ()), *(place for place, _ in rest)]
         return Masks(places, words[: len(places)].data.cast("B")) if places else None
 
