@@ -42,6 +42,8 @@ class Sums(Matcher):
         at = len(self.seen)
         if at >= len(self.widths):
             return [EOS] if EOS not in self.seen else []
+        if self.widths[at] == 0:
+            raise RuntimeError("the engine fails here")
         first = (sum(self.seen) * 7 + at) % 90
         return list(range(first, first + self.widths[at]))
 
@@ -198,6 +200,18 @@ def test_asking_for_logprobs_forces_nothing():
     core.run()
     assert len(core.steps) >= 11
     assert core.tokens["a", 0] == oracle(core, "a", "5" + " 1" * 9)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("at", [0, 1, 3, 12])
+def test_an_engine_that_fails_ends_its_own_request_only(depth, at):
+    core = guided(pipeline_depth=depth)
+    core.add("failing", [1, 2, 3], max_tokens=30, constraint=constraint("9 " * at + "0"))
+    core.add("other", [1, 2, 3], max_tokens=20, eos=(EOS,), constraint=constraint("9 " * 18))
+    core.run()
+    assert core.reasons == {("failing", 0): "error", ("other", 0): "stop"}
+    assert core.tokens["other", 0] == oracle(core, "other", "9 " * 18)
+    core.assert_nothing_is_held()
 
 
 def test_a_grammar_that_costs_too_much_ends_its_own_request_only():

@@ -31,25 +31,27 @@ class Guide:
         self.has_ended = False  # a stop token came
         self.patience = self.pause = 0  # tokens until it is looked again for forced ones: looking in vain costs time
         self.is_ahead = False  # the matcher has seen the next token already
-        self.is_broken = False  # it did not allow that token
+        self.problem = ""  # why the request must end
         self.tail: list[int] = []  # the last tokens thought, as many as close it
 
     # -- tokens come -----------------------------------------------------------------------------------------------------
 
     def advance(self, token_ids: list[int]) -> str:
         """What is wrong, if that is so: a token came that was not allowed, or the grammar costs too much."""
-        if self.is_broken and not self.is_ahead:
-            return CONTRADICTION  # found when the token before was seen ahead of time
-        if self.is_ahead:
-            self.is_ahead = False
-            return ""
-        try:
-            if not all([self._accept(token_id) for token_id in token_ids]):
-                return CONTRADICTION
-        except Exception:  # an engine's own fault is this request's alone
-            log.exception("a grammar engine failed")
-            return FAILED
-        return TOO_SLOW if self.matcher is not None and self.matcher.too_slow else ""
+        was_seen, self.is_ahead = self.is_ahead, False
+        if not was_seen and not self.problem:
+            try:
+                self.problem = "" if all([self._accept(token_id) for token_id in token_ids]) else CONTRADICTION
+            except Exception:
+                self.fail()
+        if not self.problem and self.matcher is not None and self.matcher.too_slow:
+            self.problem = TOO_SLOW
+        return self.problem
+
+    def fail(self) -> None:
+        """To be called where an engine's exception is caught: its fault is this request's alone."""
+        log.exception("a grammar engine failed")
+        self.problem = FAILED
 
     def _accept(self, token_id: int) -> bool:
         is_first, self.is_fresh = self.is_fresh, False
@@ -80,8 +82,8 @@ class Guide:
         try:
             found = self.matcher.forced()
         except Exception:
-            log.exception("a grammar engine failed")
-            found, self.is_broken = [], True
+            self.fail()
+            return []
         self.patience = 0 if found else min(2 * self.patience + 1, MAX_PAUSE)
         self.pause = self.patience
         return found
@@ -91,8 +93,7 @@ class Guide:
         try:
             self._fill(words)
         except Exception:
-            log.exception("a grammar engine failed")
-            self.is_broken = True
+            self.fail()
             words[:] = ALL
 
     def _fill(self, words: np.ndarray) -> None:

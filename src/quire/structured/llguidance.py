@@ -165,4 +165,4 @@ def _as_lark(gbnf: str) -> str:
 
 
 def _sentence(message: str) -> str:
-    return (message.strip().splitlines() or ["unknown reason"])[0][:200].rstrip(".")
+    return " ".join(message.split())[:300].rstrip(".") or "unknown reason"

@@ -3,7 +3,6 @@
 Called by the core's pipeline while the device computes the step's forward pass. Knows guides and matchers, not requests.
 """
 
-import logging
 import os
 import time
 from collections import defaultdict
@@ -15,9 +14,7 @@ import numpy as np
 
 from quire.step import Masks
 from quire.structured.base import SLOW_FILL_S, Matcher
-from quire.structured.guide import ALL, Guide
-
-log = logging.getLogger(__name__)
+from quire.structured.guide import ALL, CONTRADICTION, Guide
 
 PART = 32  # rows a thread takes at a time
 NUM_THREADS = min(8, os.cpu_count() or 1)
@@ -83,16 +80,18 @@ class Masker:
 
 def _see(kind: type[Matcher], rows: list[tuple[Guide, int, int]], words: np.ndarray) -> None:
     """In a thread: the guides' matchers take their tokens, and their masks are filled."""
-    try:
-        _see_all(kind, rows, words)
-    except Exception:  # an engine's own fault: these requests end, others go on
-        log.exception("a grammar engine failed")
-        for guide, _, row in rows:
-            guide.is_broken, words[row] = True, ALL
-
-
-def _see_all(kind: type[Matcher], rows: list[tuple[Guide, int, int]], words: np.ndarray) -> None:
     matchers = [guide.matcher for guide, _, _ in rows]
-    for (guide, _, _), accepted in zip(rows, kind.accept_all(matchers, [token_id for _, token_id, _ in rows])):
-        guide.is_broken = not accepted
-    kind.fill_all(matchers, words, [row for _, _, row in rows])
+    try:
+        seen = kind.accept_all(matchers, [token_id for _, token_id, _ in rows])
+    except Exception:  # one of them, and nobody knows what the others have seen
+        for guide, _, row in rows:
+            guide.fail()
+            words[row] = ALL
+        return
+    for (guide, _, _), accepted in zip(rows, seen):
+        guide.problem = "" if accepted else CONTRADICTION
+    try:
+        kind.fill_all(matchers, words, [row for _, _, row in rows])
+    except Exception:  # whose fault it is shows one by one
+        for guide, _, row in rows:
+            guide.fill(words[row])
