@@ -165,4 +165,7 @@ def _as_lark(gbnf: str) -> str:
 
 
 def _sentence(message: str) -> str:
-    return " ".join(message.split())[:300].rstrip(".") or "unknown reason"
+    """The line that says why; others draw a picture of where."""
+    lines = [line.strip() for line in message.strip().splitlines()] or ["unknown reason"]
+    why = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    return why[:200].rstrip(".")
