@@ -16,7 +16,7 @@ class Thinking(msgspec.Struct, array_like=True):
     """How a model's thinking is told from its answer, in tokens."""
 
     is_open: bool  # the prompt ends in the middle of it
-    start_id: int | None  # opens it, where one token does
+    start_ids: list[int]  # open it, at the beginning of an answer; empty: only the prompt does
     end_ids: list[int]  # close it
     budget: int | None = None  # after so many tokens it is closed
 

@@ -16,7 +16,7 @@ from quire.structured.spec import GrammarSpec
 from tests.core.harness import HYBRID, Core
 
 EOS = 999
-START, END_A, END_B = 990, 991, 992  # of thinking
+START, START_B, END_A, END_B = 990, 993, 991, 992  # of thinking
 VOCABULARY = Vocabulary([b"x"] * VOCAB_SIZE, [EOS], [EOS], VOCAB_SIZE)
 
 
@@ -45,11 +45,12 @@ class Sums(Matcher):
         if self.widths[at] == 0:
             raise RuntimeError("the engine fails here")
         first = (sum(self.seen) * 7 + at) % 90
-        return list(range(first, first + self.widths[at]))
+        return [*range(first, first + self.widths[at]), *([START, START_B] if self.widths[at] == 2 else [])]
 
     def accept(self, token_id: int) -> bool:
         fits = token_id in self.allowed()
-        self.seen.append(token_id)
+        if fits:
+            self.seen.append(token_id)
         return fits
 
     def _fill(self, words) -> None:
@@ -108,6 +109,8 @@ def oracle(core: Core, name: str, text: str, choice_idx: int = 0, thinking: Thin
     history, sums, answer = list(message.prompt_token_ids), Sums(text), []
     is_open = thinking is not None and thinking.is_open
     thought: list[int] = []
+    start = thinking.start_ids if thinking is not None and not is_open else []
+    opening, may_answer = 0, True  # how much of `start` was written, and whether all that was written may be the answer's
     limit = min(len(history) + message.params.max_tokens, core.engine.config.model.max_model_len)
     while len(history) < limit:
         if is_open:
@@ -115,17 +118,20 @@ def oracle(core: Core, name: str, text: str, choice_idx: int = 0, thinking: Thin
             if thinking.budget is not None and len(thought) >= thinking.budget:
                 allowed = [END_B] if thought[-1:] == [END_A] else [END_A]
         else:
-            allowed = sums.allowed()
-            if thinking is not None and not answer:
-                allowed = sorted([*allowed, START])
+            allowed = sums.allowed() if may_answer else []
+            if opening < len(start) and opening == len(answer):
+                allowed = sorted({*allowed, start[opening]})
         token = next_token(history, message.seed, choice_idx, allowed)
         history.append(token)
         answer.append(token)
         if is_open:
             thought.append(token)
             is_open = thought[-2:] != [END_A, END_B]
-        elif thinking is not None and len(answer) == 1 and token == START:
-            is_open = True
+        elif opening < len(start) and opening == len(answer) - 1 and token == start[opening]:
+            opening += 1
+            may_answer = may_answer and sums.accept(token)
+            if opening == len(start):
+                is_open, may_answer, sums = True, True, Sums(text)
         else:
             sums.accept(token)
             if token == EOS:
@@ -228,7 +234,7 @@ def test_a_grammar_that_costs_too_much_ends_its_own_request_only():
 
 LANGUAGES = st.lists(st.sampled_from([1, 1, 1, 2, 30, 700]), min_size=1, max_size=25).map(lambda w: " ".join(map(str, w)))
 REQUESTS = st.lists(
-    st.tuples(st.integers(1, 20), st.integers(1, 30), LANGUAGES, st.integers(1, 2), st.sampled_from(["", "open", "may"]), st.integers(0, 4)),
+    st.tuples(st.integers(1, 20), st.integers(1, 30), LANGUAGES, st.integers(1, 2), st.sampled_from(["", "open", "may"]), st.integers(0, 4), st.integers(1, 2)),
     min_size=1, max_size=6,
 )  # fmt: skip
 
@@ -242,8 +248,8 @@ def test_no_schedule_changes_an_answer(requests, depth, blocks, budget, polls, h
     options = dict(pipeline_depth=depth, num_gpu_blocks_override=blocks, max_num_batched_tokens=budget, max_num_seqs=4)
     core = guided(polls, **(dict(options, specs=HYBRID) if hybrid else options))
     wanted = {}
-    for idx, (length, max_tokens, text, n, thinks, thoughts) in enumerate(requests):
-        thinking = Thinking(thinks == "open", START, [END_A, END_B], thoughts) if thinks else None
+    for idx, (length, max_tokens, text, n, thinks, thoughts, num_start) in enumerate(requests):
+        thinking = Thinking(thinks == "open", [START, START_B][:num_start], [END_A, END_B], thoughts) if thinks else None
         name = f"r{idx}"
         core.add(name, list(range(length)), n=n, max_tokens=max_tokens, eos=(EOS,), constraint=constraint(text, thinking))
         for choice_idx in range(n):

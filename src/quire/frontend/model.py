@@ -112,12 +112,14 @@ class Model:
         return StopStrings(sorted(filter(None, map(self.tokenizer.backend.id_to_token, self.tokenizer.special_ids))))
 
     @cached_property
-    def _thinking_ids(self) -> tuple[int | None, list[int]]:
+    def _thinking_ids(self) -> tuple[list[int], list[int]]:
+        """What opens and closes it, in tokens."""
         start_ids, end_ids = (
             self.tokenizer.encode(marker, add_special_tokens=False) if marker else []
             for marker in (self.reasoning_format.START, self.reasoning_format.END)
         )
-        return start_ids[0] if len(start_ids) == 1 else None, end_ids
+        # A marker that a model was trained on begins with a token of its own; else a bracket would be taken for the beginning of a thought.
+        return start_ids if start_ids and start_ids[0] in self.tokenizer.added_ids else [], end_ids
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:

@@ -26,7 +26,9 @@ class Guide:
         self.thinking = thinking
         self.stop_ids = stop_ids
         self.is_thinking = thinking is not None and thinking.is_open
-        self.is_fresh = True  # no token was seen: thinking may still begin
+        self.may_think = thinking is not None and not thinking.is_open and bool(thinking.start_ids)  # it may begin, or has half begun
+        self.num_opening = 0  # tokens of what opens it
+        self.num_undone = 0  # of these, seen by the matcher as well: they may be the answer's
         self.num_thought = 0  # tokens
         self.has_ended = False  # a stop token came
         self.patience = self.pause = 0  # tokens until it is looked again for forced ones: looking in vain costs time
@@ -54,10 +56,8 @@ class Guide:
         self.problem = FAILED
 
     def _accept(self, token_id: int) -> bool:
-        is_first, self.is_fresh = self.is_fresh, False
-        if is_first and not self.is_thinking and self.thinking is not None and token_id == self.thinking.start_id:
-            self.is_thinking = True
-            return True
+        if self.may_think:
+            return self._begin(token_id)
         if not self.is_thinking:
             self.has_ended = token_id in self.stop_ids
             return self.matcher is None or self.matcher.accept(token_id)
@@ -68,13 +68,29 @@ class Guide:
             self.is_thinking = False
         return True
 
+    def _begin(self, token_id: int) -> bool:
+        """While the answer may still turn out to be thinking, both are followed."""
+        could_answer = self.num_undone == self.num_opening
+        answers = could_answer and (self.matcher is None or self.matcher.accept(token_id))
+        if token_id != self.thinking.start_ids[self.num_opening]:
+            self.may_think = False
+            self.has_ended = token_id in self.stop_ids
+            return answers
+        self.num_opening += 1
+        self.num_undone += answers
+        if self.num_opening == len(self.thinking.start_ids):
+            self.may_think, self.is_thinking = False, True
+            if self.matcher is not None:
+                self.matcher.rollback(self.num_undone)
+        return True
+
     # -- what may come next ----------------------------------------------------------------------------------------------
 
     def forced(self) -> list[int]:
         """Tokens that follow for certain."""
         if self.is_thinking:
             return self._closing()
-        if self.matcher is None or (self.is_fresh and self._may_think):
+        if self.matcher is None or self.may_think:
             return []
         if self.pause:
             self.pause -= 1
@@ -107,10 +123,13 @@ class Guide:
                     _clear(words, token_id)
         elif self.matcher is None:
             words[:] = ALL
+        elif self.may_think:
+            words[:] = 0
+            if self.num_undone == self.num_opening:
+                self.matcher.fill(words)
+            _set(words, self.thinking.start_ids[self.num_opening])
         else:
             self.matcher.fill(words)
-            if self.is_fresh and self._may_think:
-                _set(words, self.thinking.start_id)
 
     @property
     def is_free(self) -> bool:
@@ -124,11 +143,7 @@ class Guide:
     @property
     def is_ruled(self) -> bool:
         """Whether the grammar alone says what comes next."""
-        return self.matcher is not None and not self.is_thinking and not self.has_ended and not (self.is_fresh and self._may_think)
-
-    @property
-    def _may_think(self) -> bool:
-        return self.thinking is not None and self.thinking.start_id is not None
+        return self.matcher is not None and not (self.is_thinking or self.may_think or self.has_ended)
 
     def _closing(self) -> list[int]:
         """What is left of the marker that closes the thinking, once the budget is used up."""

@@ -104,14 +104,14 @@ def of_chat(asked: ChatFields, model: Model) -> Shape:
     if not asked.tools:
         if choice not in ("none", "auto"):
             raise FieldError("tool_choice", "tool_choice needs tools to choose from")
-        return Shape(structured)
+        return _of_text(structured, model)
     tools = [_checked(tool) for tool in asked.tools]
     if len(tools) > MAX_TOOLS:
         raise FieldError("tools", f"there are {len(tools)} tools, one call may have {MAX_TOOLS}")
     if len({tool["function"]["name"] for tool in tools}) < len(tools):
         raise FieldError("tools", "two tools have the same name")
     if choice == "none":
-        return Shape(structured)
+        return _of_text(structured, model)
     if model.tool_format is None:
         raise FieldError("tools", "this model is not known to call tools: choose a format with --tool-call-parser, or leave tools out")
     is_named, is_free = isinstance(choice, NamedTool), choice == "auto"
@@ -130,7 +130,7 @@ def of_chat(asked: ChatFields, model: Model) -> Shape:
         parallel=asked.parallel_tool_calls is not False and not is_named,  # a tool that is named is called once
     )
     if structured is not None:
-        form = {"type": "or", "elements": [form, _schema(structured)]}
+        form = {"type": "or", "elements": [form, _answer(structured, model)]}
     return Shape(_tag(form), tools, is_named)
 
 
@@ -156,12 +156,29 @@ def _honoured(tool: dict[str, Any], is_free: bool) -> dict[str, Any]:
     return {**tool, "function": {**function, "parameters": parameters}}
 
 
-def _schema(structured: StructuredOutputs) -> dict[str, Any]:
-    """As part of a larger format."""
+def _of_text(structured: StructuredOutputs | None, model: Model) -> Shape:
+    """Without tools. Some models write a header before their answer, which is part of the grammar then."""
+    if structured is None or not hasattr(model.reasoning_format, "answer") or structured.structural_tag is not None:
+        return Shape(structured)
+    return Shape(_tag(_answer(structured, model)))
+
+
+def _answer(structured: StructuredOutputs, model: Model) -> dict[str, Any]:
+    """As part of a structural tag."""
     spec = grammar_spec(structured)
-    if spec.kind != "json":
-        raise FieldError("tools", "together with tools an answer's format can only be a JSON schema")
-    return {"type": "json_schema", "json_schema": json.loads(spec.text)}
+    match spec.kind:
+        case "json":
+            form = {"type": "json_schema", "json_schema": json.loads(spec.text)}
+        case "regex":
+            form = {"type": "regex", "pattern": spec.text}
+        case "choice":
+            form = {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in json.loads(spec.text)]}
+        case "grammar" if "::=" in spec.text:
+            form = {"type": "grammar", "grammar": spec.text}
+        case _:
+            raise FieldError(None, "together with tools an answer's format can be a JSON schema, regex, choice or GBNF grammar only")
+    wrap = getattr(model.reasoning_format, "answer", None)
+    return wrap(form) if wrap is not None else form
 
 
 def _tag(form: dict[str, Any]) -> StructuredOutputs:

@@ -4,12 +4,21 @@ Chosen by `reasoning.choose`, used by the server; the reading is in `frontend/ha
 `tools/harmony.py` as they are.
 """
 
+from typing import Any
+
 from quire.frontend.harmony import Harmony
 
 MODEL_TYPES = ("gpt_oss",)
 TEMPLATE_MARKS = ("<|channel|>analysis",)
 NEEDS_SPECIAL_TOKENS = True
 START, END = "<|channel|>analysis<|message|>", "<|end|>"
+
+
+def answer(form: dict[str, Any]) -> dict[str, Any]:
+    """A format of the answer with what the model writes before it, as a structural tag: a header, after thinking a new message's."""
+    start = {"type": "optional", "content": {"type": "const_string", "value": "<|start|>assistant"}}
+    header = {"type": "const_string", "value": "<|channel|>final<|message|>"}
+    return {"type": "sequence", "elements": [start, header, form]}
 
 
 class Parser(Harmony):
