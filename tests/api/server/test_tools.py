@@ -291,7 +291,7 @@ REFUSED = [
     ({"tools": [TIME], "tool_choice": "any"}, "tool_choice", "any"),
     ({"tools": [TIME], "tool_choice": {"type": "function"}}, "tool_choice", "function"),
     ({"tools": [TIME], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "response_format"),
-    ({"tools": [TIME], "guided_regex": "a"}, "tools", "JSON schema"),
+    ({"tools": [TIME], "guided_grammar": "start: \"a\""}, "guided_grammar", "GBNF"),
     ({"tools": [TIME], "min_tokens": 3}, "min_tokens", "min_tokens"),
     ({"tools": [TIME, TIME]}, "tools", "same name"),
     ({"tools": [tool("two words", "")]}, "tools", "two words"),

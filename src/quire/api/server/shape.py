@@ -176,7 +176,7 @@ def _answer(structured: StructuredOutputs, model: Model) -> dict[str, Any]:
         case "grammar" if "::=" in spec.text:
             form = {"type": "grammar", "grammar": spec.text}
         case _:
-            raise FieldError(None, "together with tools an answer's format can be a JSON schema, regex, choice or GBNF grammar only")
+            raise FieldError("guided_grammar", "here an answer's format can be a JSON schema, regex, choice or GBNF grammar only")
     wrap = getattr(model.reasoning_format, "answer", None)
     return wrap(form) if wrap is not None else form
 
