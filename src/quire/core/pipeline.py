@@ -62,7 +62,7 @@ class Pipeline:
         """Launches the newest step's second half, if that has not been done and all that it needs is known."""
         if not self.steps or (step := self.steps[-1]).pending is not None:
             return
-        guided = [entry for entry in step.entries if entry.samples and entry.request.guide is not None]
+        guided = [e for e in step.entries if e.samples and e.request.guide is not None] if self.masker is not None else ()
         if any(entry.position > len(entry.request.token_ids) for entry in guided if not entry.request.finished):
             return
         step.pending = self.executor.sample(step.plan, self._masks(step) if guided else None)
