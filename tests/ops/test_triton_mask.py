@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from quire.ops import mask
+from quire.ops.cpu import sampling
 from quire.ops.ref.mask import mask_logits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,3 +28,15 @@ def test_the_twin_reads_bits_as_integers_do():
     words = torch.tensor([[0b101, -(2**31), 1 << 5]], dtype=torch.int32)
     mask_logits(logits, torch.tensor([0]), words)
     assert (logits[0] == 0).nonzero().flatten().tolist() == [0, 2, 63, 69]
+
+
+@pytest.mark.parametrize("vocab_size", [31, 32, 50, 9001])
+def test_the_compiled_mask_is_the_twins(vocab_size):
+    logits = torch.randn(6, vocab_size)
+    places = torch.tensor([5, 0, 3])
+    words = torch.randint(-(2**31), 2**31, (3, -(-vocab_size // 32))).int()
+    words[:, ::3], words[:, 1::3] = 0, -1
+    expected = logits.clone()
+    mask_logits(expected, places, words)
+    sampling.mask_logits(logits, places, words)
+    assert torch.equal(logits, expected)

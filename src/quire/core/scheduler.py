@@ -20,6 +20,8 @@ from quire.kv.manager import KVManager
 from quire.messages import ChoiceDelta, EngineStats
 from quire.step import RowStart, StepPlan, StepResult, Told
 
+FEW = 8  # running requests, for which skipping steps pays
+
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, kv: KVManager, pipeline: Pipeline) -> None:
@@ -225,6 +227,8 @@ class Scheduler:
             delta.finish_reason, delta.error = "error", problem
         if delta.finish_reason is not None or request.params.logprobs is not None:
             return
+        if len(self.running) > FEW:
+            return guide.rest()  # a step in which some rows compute several tokens is slower for all
         forced = guide.forced()
         if len(forced) <= request.num_sampling and not request.eos_ids.intersection(forced):
             return  # the step in flight computes it anyway

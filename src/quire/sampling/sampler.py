@@ -20,9 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.ops.cpu.sampling import gumbel_argmax, row_argmax
+from quire.ops.cpu.sampling import gumbel_argmax, mask_logits, row_argmax
 from quire.ops.ref.gumbel import gumbel_argmax as gumbel_argmax_of_candidates
-from quire.ops.ref.mask import mask_logits
 from quire.ops.transfer import on_device
 from quire.sampling import processors
 from quire.sampling.custom import LogitsProcessor
@@ -69,9 +68,14 @@ def sample(
     (int64) are the places the new tokens will have. Logits are float32, or any float type if
     all rows are greedy; they are scratch afterwards.
     """
-    edited = mask is not None or batch.edits(rows)
     random = users(rows, batch.random)
     asked = users(rows, batch.num_logprobs)
+    edited = batch.edits(rows)
+    if mask is not None and not edited and not asked:  # nobody needs the raw logits, but rows that may choose nothing
+        live_M = (mask.words_MW != 0).any(1)
+        mask_logits(logits_RV, *(mask if bool(live_M.all()) else (mask.places_M[live_M], mask.words_MW[live_M])))
+        mask = None
+    edited = edited or mask is not None
     if edited or random:
         logits_RV = logits_RV.float().contiguous()
     top_R, ids_R = _repaired_argmax(logits_RV)

@@ -86,6 +86,10 @@ class Guide:
 
     # -- what may come next ----------------------------------------------------------------------------------------------
 
+    def rest(self) -> None:
+        """Nobody looks for forced tokens now."""
+        self.pause = 1
+
     def forced(self) -> list[int]:
         """Tokens that follow for certain."""
         if self.is_thinking:

@@ -1,4 +1,4 @@
-"""Choosing tokens on the CPU with compiled kernels: same functions, same ids as `ops/ref/vocab.py` and `ops/ref/gumbel.py`.
+"""Choosing tokens on the CPU with compiled kernels: same functions, same ids as `ops/ref/vocab.py`, `gumbel.py` and `mask.py`.
 
 Called by the sampler. What the kernels do not take (another dtype or device, no compiler), the twins do; so these functions
 take anything. Knows rows of numbers, nothing of requests.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.ops.cpu.build import load
 from quire.ops.cpu.tape import Rows, bind
-from quire.ops.ref import gumbel, vocab
+from quire.ops.ref import gumbel, mask, vocab
 
 _PTR, _INT = ctypes.c_void_p, ctypes.c_int64
 
@@ -26,6 +26,7 @@ class _Kernels(NamedTuple):
     argmax: Callable[..., None]
     topk: Callable[..., None]
     gumbel_argmax: Callable[..., None]
+    mask_logits: Callable[..., None]
 
 
 @functools.cache
@@ -37,6 +38,7 @@ def _kernels() -> _Kernels | None:
         bind(library, "quire_argmax", [_PTR, _INT, Rows, _INT, _PTR, _PTR]),
         bind(library, "quire_topk", [_PTR, _INT, Rows, _INT, _INT, _PTR, _PTR]),
         bind(library, "quire_gumbel_argmax", [_PTR, _INT, *[_PTR] * 3, Rows, _INT, _PTR]),
+        bind(library, "quire_mask_logits", [_PTR, _INT, _PTR, _PTR, Rows, _INT]),
     )
 
 
@@ -54,6 +56,15 @@ def row_argmax(x_RV: Tensor) -> tuple[Tensor, Tensor]:
     top_R, ids_R = x_RV.new_empty(rows), x_RV.new_empty(rows, dtype=torch.int64)
     _kernels().argmax(x_RV.data_ptr(), x_RV.stride(0), rows, width, top_R.data_ptr(), ids_R.data_ptr())
     return top_R, ids_R
+
+
+def mask_logits(logits_SV: Tensor, places_M: Tensor, words_MW: Tensor) -> None:
+    """Forbids, in rows `places_M`, the tokens whose bit is 0."""
+    width = logits_SV.shape[1]
+    if not supported(logits_SV) or words_MW.shape[1] != -(-width // 32):
+        return mask.mask_logits(logits_SV, places_M, words_MW)
+    places_M, words_MW = places_M.contiguous(), words_MW.contiguous()
+    _kernels().mask_logits(logits_SV.data_ptr(), logits_SV.stride(0), places_M.data_ptr(), words_MW.data_ptr(), len(places_M), width)
 
 
 def row_topk(x_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:

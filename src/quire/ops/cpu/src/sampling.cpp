@@ -150,6 +150,26 @@ void topk(std::vector<int64_t>& keys, const float* x, int64_t n, int64_t k) {
 
 extern "C" {
 
+// Tokens whose bit is 0 become -inf in the rows at `places`.
+void quire_mask_logits(float* x, int64_t stride, const int64_t* places, const uint32_t* words, int64_t rows, int64_t n) {
+    const int64_t num_words = (n + 31) / 32;
+    for_rows(rows, n, [=](int64_t row) {
+        float* logits = x + places[row] * stride;
+        for (int64_t w = 0; w < num_words; w++) {
+            uint32_t forbidden = ~words[row * num_words + w];
+            const int64_t count = std::min<int64_t>(32, n - 32 * w);
+            if (forbidden == ~0u) {
+                std::fill_n(logits + 32 * w, count, -INF);
+                continue;
+            }
+            for (; forbidden; forbidden &= forbidden - 1) {
+                const int64_t i = __builtin_ctz(forbidden);
+                if (i < count) logits[32 * w + i] = -INF;
+            }
+        }
+    });
+}
+
 void quire_argmax(const float* x, int64_t stride, int64_t rows, int64_t n, float* values, int64_t* ids) {
     for_rows(rows, n, [=](int64_t row) {
         Found found = argmax(x + row * stride, n);
