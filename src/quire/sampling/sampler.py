@@ -71,9 +71,8 @@ def sample(
     random = users(rows, batch.random)
     asked = users(rows, batch.num_logprobs)
     edited = batch.edits(rows)
-    if mask is not None and not edited and not asked:  # nobody needs the raw logits, but rows that may choose nothing
-        live_M = (mask.words_MW != 0).any(1)
-        mask_logits(logits_RV, *(mask if bool(live_M.all()) else (mask.places_M[live_M], mask.words_MW[live_M])))
+    if mask is not None and not edited and not asked and bool((mask.words_MW != 0).any(1).all()):  # nobody needs the raw logits
+        mask_logits(logits_RV, *mask)
         mask = None
     edited = edited or mask is not None
     if edited or random:
