@@ -40,16 +40,16 @@ class LLGuidance(Engine):
             if "x-guidance" in schema:
                 raise RequestError("x-guidance is not supported: remove it.")
             options: dict[str, Any] = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _BLANKS}
-            return GrammarSpec("lowered", make.grammar_from_json_schema(spec.text, overrides=options))
+            return GrammarSpec(spec.kind, make.grammar_from_json_schema(spec.text, overrides=options))
         if spec.kind == "regex":
-            return GrammarSpec("lowered", make.grammar_from_regex(spec.text))
+            return GrammarSpec(spec.kind, make.grammar_from_regex(spec.text))
         if spec.kind == "choice":
             choices = " | ".join(json.dumps(choice) for choice in dict.fromkeys(json.loads(spec.text)))
-            return GrammarSpec("lowered", make.grammar_from_lark(f"start: {choices}"))
+            return GrammarSpec(spec.kind, make.grammar_from_lark(f"start: {choices}"))
         if spec.kind == "grammar" and is_lark(spec.text):
-            return GrammarSpec("lowered", make.grammar_from_lark(spec.text))
+            return GrammarSpec(spec.kind, make.grammar_from_lark(spec.text))
         if spec.kind == "grammar":
-            return GrammarSpec("lowered", make.grammar_from_lark(_as_lark(spec.text)))
+            return GrammarSpec(spec.kind, make.grammar_from_lark(_as_lark(spec.text)))
         raise RequestError(f"{spec.kind} needs the xgrammar engine.")
 
     def compile_lowered(self, spec: GrammarSpec) -> Grammar:
@@ -57,9 +57,9 @@ class LLGuidance(Engine):
 
         matcher = llguidance.LLMatcher(self._tokenizer, spec.text, log_level=0)
         if matcher.is_error():
-            raise RequestError(f"the grammar cannot be compiled: {_sentence(matcher.get_error())}.")
+            raise RequestError(f"the {spec.kind} cannot be compiled: {_sentence(matcher.get_error())}.")
         if matcher.get_grammar_warnings():
-            raise RequestError(f"the grammar would not be honoured: {_sentence(matcher.get_grammar_warnings()[0])}.")
+            raise RequestError(f"the {spec.kind} would not be honoured: {_sentence(matcher.get_grammar_warnings()[0])}.")
         return _Grammar(matcher, self.vocabulary, len(spec.text))
 
 
