@@ -63,7 +63,8 @@ class Engine:
             return StepOutputs(refused, self.stats())
         step, result = self.pipeline.wait()
         self.pipeline.look_ahead(step, result)
-        deltas = refused + self.scheduler.apply(step, result)
+        deltas = self.scheduler.apply(step, result)
+        deltas += refused
         self.pipeline.sample()
         return StepOutputs(deltas, self.stats(step.plan.total_tokens))
 

@@ -85,22 +85,15 @@ class Request:
         return self.status is Status.FINISHED
 
     def extend(self, token_ids: list[int]) -> tuple[str | None, int | None]:
-        """Takes tokens in until one ends it, dropping the rest; (finish_reason, stop_reason)."""
+        """Takes tokens in until one ends it, dropping the rest; (finish_reason, stop_reason). Called for every token there is."""
+        known = self.token_ids
         for idx, token_id in enumerate(token_ids):
-            self.token_ids.append(token_id)
-            finish_reason, stop_reason = self._finish_reason(token_id)
-            if finish_reason is not None:
+            known.append(token_id)
+            if token_id in self.eos_ids or token_id in self.stop_ids:
+                if self.num_output_tokens >= self.params.min_tokens:
+                    del token_ids[idx + 1 :]
+                    return "stop", None if token_id in self.eos_ids else token_id
+            if len(known) >= self.max_total_tokens:
                 del token_ids[idx + 1 :]
-                return finish_reason, stop_reason
-        return None, None
-
-    def _finish_reason(self, token_id: int) -> tuple[str | None, int | None]:
-        """Now that `token_id` is the last token."""
-        if self.num_output_tokens >= self.params.min_tokens:
-            if token_id in self.eos_ids:
-                return "stop", None
-            if token_id in self.stop_ids:
-                return "stop", token_id
-        if len(self.token_ids) >= self.max_total_tokens:
-            return "length", None
+                return "length", None
         return None, None
