@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy
 
 from quire.errors import RequestError
-from quire.structured.base import Grammar, Vocabulary
+from quire.messages import Vocabulary
+from quire.structured.base import Grammar
 from quire.structured.formats import HONOURED
 from quire.structured.spec import GrammarSpec, check
 from quire.structured.trial import Lowered, Setup, Trial

@@ -50,6 +50,11 @@ class Vocabulary(msgspec.Struct, array_like=True, tag="vocabulary"):
     stop_ids: list[int]  # that end an answer
     size: int  # of the model's logits: at least as many as there are tokens
 
+    @property
+    def num_words(self) -> int:
+        """Of a mask, 32 tokens each."""
+        return -(-self.size // 32)
+
 
 class Abort(msgspec.Struct, array_like=True, tag="abort"):
     request_id: str

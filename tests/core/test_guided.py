@@ -10,7 +10,6 @@ from quire.core.guides import Guides
 from quire.errors import RequestError
 from quire.executor.fake import VOCAB_SIZE, next_token
 from quire.messages import Constraint, Thinking, Vocabulary
-from quire.structured import base
 from quire.structured.base import Matcher
 from quire.structured.spec import GrammarSpec
 from tests.core.harness import HYBRID, Core
@@ -24,7 +23,7 @@ class Sums(Matcher):
     """A toy language, written as "wide narrow wide …": how many tokens are possible at each place, which ones depends on all before."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(base.Vocabulary(VOCABULARY.tokens, [EOS], [EOS], VOCAB_SIZE))
+        super().__init__(VOCABULARY)
         self.widths = [int(width) for width in text.split()]
         self.seen: list[int] = []
         self.slow = False

@@ -3,7 +3,7 @@
 import pytest
 from benchmarks.json_schema_suite import vocabulary as of_the_default_model
 
-from quire.structured.base import Vocabulary
+from quire.messages import Vocabulary
 from quire.structured.trial import Setup, Trial
 
 

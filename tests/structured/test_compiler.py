@@ -6,8 +6,8 @@ import time
 import pytest
 
 from quire.errors import ConfigError
+from quire.messages import Vocabulary
 from quire.structured import compiler as module
-from quire.structured.base import Vocabulary
 from quire.structured.compiler import Compiler
 from quire.structured.spec import GrammarSpec
 

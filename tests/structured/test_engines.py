@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import RequestError
-from quire.structured.base import Vocabulary
+from quire.messages import Vocabulary
 from quire.structured.llguidance import LLGuidance
 from quire.structured.spec import GrammarSpec
 from quire.structured.xgrammar import XGrammar

@@ -9,7 +9,6 @@ from quire.config import StructuredConfig
 from quire.core.request import Request
 from quire.executor.base import Executor
 from quire.messages import Constraint, Vocabulary
-from quire.structured import base
 from quire.structured.compiler import Compiler, Ticket
 from quire.structured.guide import Guide
 from quire.structured.masks import Masker
@@ -20,14 +19,13 @@ PATIENCE_S = 0.005  # how long an idle core sleeps before it looks for new messa
 class Guides:
     def __init__(self, vocabulary: Vocabulary, compiler: Compiler, executor: Executor) -> None:
         self.stop_ids = vocabulary.stop_ids
-        self.masker = Masker(-(-vocabulary.size // 32), executor.mask_memory)
+        self.masker = Masker(vocabulary.num_words, executor.mask_memory)
         self.compiler = compiler
         self.waiting: deque[tuple[Request, Constraint, Ticket | None]] = deque()
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, config: StructuredConfig, executor: Executor) -> "Guides":
-        tokens = base.Vocabulary(vocabulary.tokens, vocabulary.special_ids, vocabulary.stop_ids, vocabulary.size)
-        return cls(vocabulary, Compiler(config.structured_outputs_backend, tokens, timeout_s=config.grammar_timeout_s), executor)
+        return cls(vocabulary, Compiler(config.structured_outputs_backend, vocabulary, timeout_s=config.grammar_timeout_s), executor)
 
     def add(self, request: Request, constraint: Constraint) -> None:
         ticket = self.compiler.submit(constraint.grammar) if constraint.grammar is not None else None

@@ -6,6 +6,7 @@ tokens or protocols. Time is linear in the text, and no result depends on how th
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable
 from typing import Protocol, TypeVar
 
@@ -54,7 +55,7 @@ class Malformed(Exception):
         self.text = text
 
 
-class Machine:
+class Machine(ABC):
     """A parser whose `run` reads the text from beginning to end, by the methods below, and says what it finds."""
 
     def __init__(self) -> None:
@@ -66,8 +67,8 @@ class Machine:
         self._reasoning: list[str] = []
         self._steps = self.run()
 
-    def run(self) -> Steps[None]:
-        raise NotImplementedError
+    @abstractmethod
+    def run(self) -> Steps[None]: ...
 
     def feed(self, text: str) -> Delta:
         self._text = self._text[self._at :] + text

@@ -8,26 +8,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
-import msgspec
 import numpy
 
-from quire.errors import RequestError
+from quire.messages import Vocabulary
 from quire.structured.spec import GrammarSpec
 
 SLOW_FILL_S = 0.1
 MAX_SLOW_FILLS = 3  # then a matcher counts as too slow
 MAX_FORCED = 64
-
-
-class Vocabulary(msgspec.Struct, frozen=True):
-    tokens: list[bytes]  # what each token id adds to the text
-    special_ids: list[int]  # never part of the text
-    stop_ids: list[int]  # any of these ends an output that may end
-    size: int  # of the logits: at least as many as tokens
-
-    @property
-    def num_words(self) -> int:
-        return (self.size + 31) // 32
 
 
 class Matcher(ABC):
@@ -137,15 +125,6 @@ class Engine(ABC):
 
     def compile(self, spec: GrammarSpec, compact: bool = False) -> Grammar:
         return self.compile_lowered(self.lower(spec, compact))
-
-    @classmethod
-    def supports(cls, spec: GrammarSpec) -> str | None:
-        """Why a spec cannot be honoured; None if it can. As slow as compiling may be."""
-        try:
-            cls.lower(spec)
-        except RequestError as error:
-            return str(error)
-        return None
 
 
 def only_token(mask: numpy.ndarray) -> int | None:

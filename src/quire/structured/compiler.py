@@ -12,7 +12,8 @@ import threading
 from collections import OrderedDict
 
 from quire.errors import ConfigError, RequestError
-from quire.structured.base import Engine, Grammar, Vocabulary
+from quire.messages import Vocabulary
+from quire.structured.base import Engine, Grammar
 from quire.structured.spec import GrammarSpec
 from quire.structured.trial import Lowered, Setup, engines, receive, send
 

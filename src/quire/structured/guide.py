@@ -30,7 +30,6 @@ class Guide:
         self.num_opening = 0  # tokens of what opens it
         self.num_undone = 0  # of these, seen by the matcher as well: they may be the answer's
         self.num_thought = 0  # tokens
-        self.has_ended = False  # a stop token came
         self.patience = self.pause = 0  # tokens until it is looked again for forced ones: looking in vain costs time
         self.is_ahead = False  # the matcher has seen the next token already
         self.problem = ""  # why the request must end
@@ -59,7 +58,6 @@ class Guide:
         if self.may_think:
             return self._begin(token_id)
         if not self.is_thinking:
-            self.has_ended = token_id in self.stop_ids
             return self.matcher is None or self.matcher.accept(token_id)
         self.num_thought += 1
         end_ids = self.thinking.end_ids
@@ -74,7 +72,6 @@ class Guide:
         answers = could_answer and (self.matcher is None or self.matcher.accept(token_id))
         if token_id != self.thinking.start_ids[self.num_opening]:
             self.may_think = False
-            self.has_ended = token_id in self.stop_ids
             return answers
         self.num_opening += 1
         self.num_undone += answers
@@ -147,7 +144,7 @@ class Guide:
     @property
     def is_ruled(self) -> bool:
         """Whether the grammar alone says what comes next."""
-        return self.matcher is not None and not (self.is_thinking or self.may_think or self.has_ended)
+        return self.matcher is not None and not (self.is_thinking or self.may_think)
 
     def _closing(self) -> list[int]:
         """What is left of the marker that closes the thinking, once the budget is used up."""

@@ -12,7 +12,8 @@ from typing import Any
 import numpy
 
 from quire.errors import RequestError
-from quire.structured.base import Engine, Grammar, Matcher, Vocabulary
+from quire.messages import Vocabulary
+from quire.structured.base import Engine, Grammar, Matcher
 from quire.structured.spec import GrammarSpec, is_lark
 
 _BLANKS = r"( |\n[ \t]{0,16})?"  # as in our own grammars: never blanks for ever

@@ -16,7 +16,8 @@ import msgspec
 import numpy
 
 from quire.errors import RequestError
-from quire.structured.base import SLOW_FILL_S, Engine, Grammar, Vocabulary
+from quire.messages import Vocabulary
+from quire.structured.base import SLOW_FILL_S, Engine, Grammar
 from quire.structured.errors import PatternError
 from quire.structured.spec import GrammarSpec, is_lark
 
@@ -73,11 +74,12 @@ class Trial:
         started = time.perf_counter()
         first: RequestError | None = None
         in_order = list(self.engines.values())
+        preferred = in_order[0]
         if _counts_far(spec):
             in_order.reverse()
         for engine in in_order:
             try:
-                if first is not None and engine.name != "xgrammar" and not _may_follow(spec, first):
+                if first is not None and engine is not preferred and not _may_follow(spec, first):
                     break
                 lowered = engine.lower(spec, self._setup.compact)
                 self._prove(engine.compile_lowered(lowered))

@@ -13,7 +13,8 @@ from typing import Any
 import numpy
 
 from quire.errors import RequestError
-from quire.structured.base import Engine, Grammar, Matcher, Vocabulary
+from quire.messages import Vocabulary
+from quire.structured.base import Engine, Grammar, Matcher
 from quire.structured.json_grammar import json_grammar
 from quire.structured.pattern import whole
 from quire.structured.rules import Rules, literal

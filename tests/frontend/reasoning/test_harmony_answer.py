@@ -5,7 +5,7 @@ import json
 import pytest
 
 from quire.frontend.reasoning import harmony
-from quire.structured.base import Vocabulary
+from quire.messages import Vocabulary
 from quire.structured.spec import GrammarSpec
 from quire.structured.xgrammar import XGrammar
 
