@@ -51,6 +51,8 @@ class Model:
         resolved = resolve(config, str(files.path), files.kind, hf_config, here, serving)
         if here.gpu_problem and config.device.device == "auto":
             log.warning("computing on the CPU: %s", here.gpu_problem)
+        _check_format("--tool-call-parser", tools, config.structured.tool_call_parser)
+        _check_format("--reasoning-parser", reasoning, config.structured.reasoning_parser)
         tokenizer = template = None
         if not options.skip_tokenizer_init:
             tokenizer = Tokenizer.from_path(options.tokenizer) if options.tokenizer else Tokenizer.from_files(files)
@@ -135,6 +137,12 @@ class Model:
         if self.tokenizer is None:
             raise RequestError(f"{what} needs a tokenizer, and skip_tokenizer_init is set: give token ids, or leave it out")
         return self.tokenizer
+
+
+def _check_format(flag: str, package: ModuleType, name: str) -> None:
+    known = ["auto", "none", *registry.names(package.__name__)]
+    if name not in known and "." not in name:  # a dotted path names a module from elsewhere
+        raise ConfigError(f"there is no {flag} {name!r:.80}: choose from {', '.join(known)}")
 
 
 def machine() -> Machine:
