@@ -25,7 +25,7 @@ SEED_LIMIT = 2**63
 LARGEST_INT = 2**63 - 1  # what messages and tensors hold
 
 
-class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True):
+class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What an answer must look like: one of these."""
 
     json: dict[str, Any] | bool | str | None = None  # a JSON schema, or its text
@@ -83,6 +83,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=Fals
         self.bad_words = list(self.bad_words or [])
         self.logit_bias = dict(self.logit_bias or {})
         self.top_k = 0 if self.top_k in (-1, None) else self.top_k
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
+            try:
+                self.structured_outputs = msgspec.convert(self.structured_outputs, StructuredOutputs)
+            except msgspec.ValidationError as error:
+                raise RequestError(f"structured_outputs: {error}") from None
         self.verify()
 
     @property
@@ -102,6 +107,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=Fals
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if not isinstance(self.extra_args, dict):
+            raise RequestError(f"extra_args must be an object, not {_shown(self.extra_args)}")
         if self.thinking_token_budget is not None:
             _whole("thinking_token_budget", self.thinking_token_budget, 0, LARGEST_INT)
         if self.seed is not None:
