@@ -129,6 +129,18 @@ def test_a_batch_of_masks_equals_one_by_one(engine):
     assert not masks[[2, 4, 6]].any()
 
 
+def test_a_batch_of_tokens_is_accepted_or_refused_one_by_one(engine):
+    grammars = [engine.compile(spec) for spec in SPECS.values()]
+    matchers = [grammar.matcher() for grammar in grammars for _ in range(TINY.size)]
+    token_ids = list(range(TINY.size)) * len(grammars)
+    alone = [grammar.matcher().accept(token_id) for grammar, token_id in zip([g for g in grammars for _ in range(TINY.size)], token_ids)]
+    refused = type(matchers[0]).accept_all(matchers, token_ids)
+    assert refused == [idx for idx, accepted in enumerate(alone) if not accepted] and 0 < len(refused) < len(matchers)
+    good = [idx for idx, accepted in enumerate(alone) if accepted]
+    fresh = [grammars[idx // TINY.size].matcher() for idx in good]
+    assert type(fresh[0]).accept_all(fresh, [token_ids[idx] for idx in good]) == []
+
+
 @pytest.mark.parametrize(
     "spec",
     [

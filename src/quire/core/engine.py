@@ -51,7 +51,8 @@ class Engine:
         self.guides: Guides | None = None  # made when the first request needs one
 
     def step(self) -> StepOutputs:
-        """One turn: fill the pipeline, then take in the oldest step."""
+        """One turn: fill the pipeline, then take in the oldest step. Grammars' masks are made from when their tokens are there until
+        the next step is planned."""
         refused = self._admit_guided() if self.guides is not None else []
         while self.pipeline.has_room and (step := self.scheduler.plan()) is not None:
             self.pipeline.submit(step)
@@ -65,7 +66,6 @@ class Engine:
         self.pipeline.look_ahead(step, result)
         deltas = self.scheduler.apply(step, result)
         deltas += refused
-        self.pipeline.sample()
         return StepOutputs(deltas, self.stats(step.plan.total_tokens))
 
     def add(self, message: AddRequest) -> None:

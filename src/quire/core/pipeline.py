@@ -44,7 +44,8 @@ class Pipeline:
 
     @property
     def has_room(self) -> bool:
-        return len(self.steps) < self.depth and (not self.steps or self.steps[-1].pending is not None)
+        """A step can be launched once the one before has chosen its tokens, or can: all steps before that are applied."""
+        return len(self.steps) < self.depth and (len(self.steps) < 2 or self.steps[-1].pending is not None)
 
     @property
     def newest_step(self) -> int | None:
@@ -53,6 +54,7 @@ class Pipeline:
 
     def submit(self, step: PlannedStep) -> None:
         """Two launches: where a grammar must see the tokens of the step before, the second waits for them."""
+        self.sample()
         self._record(*self.steps, step)
         self.executor.forward(step.plan)
         self.steps.append(step)
@@ -63,7 +65,7 @@ class Pipeline:
         if not self.steps or (step := self.steps[-1]).pending is not None:
             return
         guided = [e for e in step.entries if e.samples and e.request.guide is not None] if self.masker is not None else ()
-        if any(entry.position > len(entry.request.token_ids) for entry in guided if not entry.request.finished):
+        if len(self.steps) > 1 and any(e.position > len(e.request.token_ids) for e in guided if not e.request.finished):
             return
         step.pending = self.executor.sample(step.plan, self._masks(step) if guided else None)
 
@@ -74,25 +76,26 @@ class Pipeline:
             (place, entry.request.guide) for place, entry in enumerate(choosing)
             if entry.request.guide is not None and not entry.request.finished and entry.position == len(entry.request.token_ids)
         ]  # fmt: skip
-        return self.masker.masks(wanted, step.ahead) if wanted else None
+        return self.masker.masks(wanted, step.ahead) if wanted or step.ahead is not None else None
 
     def look_ahead(self, step: PlannedStep, result: StepResult) -> None:
         """Grammars see the tokens of a step that was waited for, all at once, before the scheduler takes them in one by one."""
         if self.masker is None or not self.steps or self.steps[-1].pending is not None:
             return
-        came = {
-            id(entry.request): token_ids[0]
-            for entry, token_ids in zip(step.entries, result.token_ids)
-            if entry.samples and entry.request.guide is not None and not entry.request.finished and entry.position == len(entry.request.token_ids)
-        }
+        came = {}
+        for (request, _, samples, position, _), token_ids in zip(step.entries, result.token_ids):
+            if samples and request.guide is not None and position == len(request.token_ids) and not request.finished:
+                came[request] = token_ids[0]
         choosing = [entry for entry in self.steps[-1].entries if entry.samples]
         tokens = [
-            (place, entry.request.guide, came[id(entry.request)]) for place, entry in enumerate(choosing)
-            if id(entry.request) in came and entry.position == len(entry.request.token_ids) + 1
+            (place, request.guide, came[request]) for place, (request, _, _, position, _) in enumerate(choosing)
+            if request in came and position == len(request.token_ids) + 1
         ]  # fmt: skip
         self.steps[-1].ahead = self.masker.begin(tokens, len(choosing))
 
     def wait(self) -> tuple[PlannedStep, StepResult]:
+        if len(self.steps) == 1:
+            self.sample()
         step = self.steps.popleft()
         result = step.pending.result()
         self._record(*self.steps)

@@ -14,9 +14,10 @@ BLOCK = 4096
 def _mask_kernel(logits, places, words, V, W, stride, BLOCK: tl.constexpr):
     row = tl.load(places + tl.program_id(0)).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    word = tl.load(words + tl.program_id(0).to(tl.int64) * W + token // 32, mask=token < V, other=-1)
+    mine = (token < V) & (row >= 0)
+    word = tl.load(words + tl.program_id(0).to(tl.int64) * W + token // 32, mask=mine, other=-1)
     is_forbidden = ((word >> (token % 32)) & 1) == 0
-    tl.store(logits + row * stride + token, float("-inf"), mask=is_forbidden & (token < V))
+    tl.store(logits + row * stride + token, float("-inf"), mask=is_forbidden & mine)
 
 
 def mask_logits(logits_SV: Tensor, places_M: Tensor, words_MW: Tensor) -> None:

@@ -62,9 +62,9 @@ class Matcher(ABC):
         return self._num_slow >= MAX_SLOW_FILLS
 
     @classmethod
-    def accept_all(cls, matchers: "Sequence[Matcher]", token_ids: Sequence[int]) -> list[bool]:
-        """`accept` for many matchers of this kind, a token each."""
-        return [matcher.accept(token_id) for matcher, token_id in zip(matchers, token_ids)]
+    def accept_all(cls, matchers: "Sequence[Matcher]", token_ids: Sequence[int]) -> list[int]:
+        """`accept` for many matchers of this kind, a token each; which of them refused theirs."""
+        return [idx for idx, (matcher, token_id) in enumerate(zip(matchers, token_ids)) if not matcher.accept(token_id)]
 
     @classmethod
     def fill_all(cls, matchers: "Sequence[Matcher]", masks: numpy.ndarray, rows: Sequence[int]) -> None:

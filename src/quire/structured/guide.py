@@ -139,7 +139,7 @@ class Guide:
 
     def can_see(self, token_id: int) -> bool:
         """Whether this token may be seen ahead: it matters to the matcher alone, does not end it, and nobody looks for forced ones then."""
-        return self.pause > 0 and self.is_ruled and token_id not in self.stop_ids
+        return self.pause > 0 and self.is_ruled and not self.problem and token_id not in self.stop_ids
 
     @property
     def is_ruled(self) -> bool:

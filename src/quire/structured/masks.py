@@ -4,29 +4,31 @@ Called by the core's pipeline while the device computes the step's forward pass.
 """
 
 import os
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 
 from quire.step import Masks
-from quire.structured.base import SLOW_FILL_S, Matcher
-from quire.structured.guide import ALL, CONTRADICTION, Guide
+from quire.structured.base import SLOW_FILL_S
+from quire.structured.guide import CONTRADICTION, Guide
 
-PART = 32  # rows a thread takes at a time
-NUM_THREADS = min(8, os.cpu_count() or 1)
+NUM_THREADS = max(1, min(2, (os.cpu_count() or 1) - 1))  # beside the one that asks
+MIN_PART = 16  # rows a thread takes, at least
 
 Buffer = bytearray | memoryview
 
 
 class Ahead(NamedTuple):
-    """Rows whose masks are made already, the first of the array."""
+    """Rows whose masks are being made already, the first of the array."""
 
     words: np.ndarray
     places: list[int]
+    parts: list[Future[float]]  # seconds that each took
 
 
 class Masker:
@@ -39,8 +41,8 @@ class Masker:
         self.own = np.empty((0, num_words), np.int32)  # used again in every step: the executor copies what it is given
 
     def begin(self, tokens: Sequence[tuple[int, Guide, int]], num_rows: int) -> Ahead | None:
-        """Guides see their next token, on all cores, and the masks after it are made, at these places of a step that chooses for
-        `num_rows` rows. `Guide.advance` will hear of the token once more, from the scheduler, and knows that it is old."""
+        """Guides see their next token, and other threads begin to make the masks after it, for these places of a step that chooses
+        for `num_rows` rows. `Guide.advance` will hear of the token once more, from the scheduler, and knows that it is old."""
         able = [each for each in tokens if each[1].can_see(each[2])]
         if not able or self.one_by_one:
             self.one_by_one = False
@@ -50,11 +52,17 @@ class Masker:
         for row, (_, guide, token_id) in enumerate(able):
             guide.is_ahead = True
             by_kind[type(guide.matcher)].append((guide, token_id, row))
-        parts = [(kind, rows[at : at + PART]) for kind, rows in by_kind.items() for at in range(0, len(rows), PART)]
         started = time.perf_counter()
-        list(self.threads.map(lambda part: _see(*part, words), parts))  # engines let go of Python's lock
+        for rows in by_kind.values():
+            _see(rows)
         self.one_by_one = time.perf_counter() - started > SLOW_FILL_S
-        return Ahead(words, [place for place, _, _ in able])
+        size = max(MIN_PART, -(-len(able) // NUM_THREADS))
+        parts = [rows[at : at + size] for rows in by_kind.values() for at in range(0, len(rows), size)]
+        begun = threading.Semaphore(0)
+        futures = [self.threads.submit(_fill, part, words, begun) for part in parts]
+        for _ in parts[:NUM_THREADS]:  # a thread that has not begun would wait for Python's lock until this one rests
+            begun.acquire()
+        return Ahead(words, [place for place, _, _ in able], futures)
 
     def masks(self, wanted: Sequence[tuple[int, Guide]], ahead: Ahead | None = None) -> Masks | None:
         """Of the choosing rows at these places of the step; None where all of them are free."""
@@ -63,6 +71,8 @@ class Masker:
         words = ahead.words if ahead is not None else self._words(len(rest))
         for row, (_, guide) in enumerate(rest, len(done)):
             guide.fill(words[row])
+        if ahead is not None:
+            self.one_by_one |= max(part.result() for part in ahead.parts) > SLOW_FILL_S
         places = [*(ahead.places if ahead is not None else ()), *(place for place, _ in rest)]
         return Masks(places, words[: len(places)].data.cast("B")) if places else None
 
@@ -78,20 +88,28 @@ class Masker:
         self.threads.shutdown(wait=False)
 
 
-def _see(kind: type[Matcher], rows: list[tuple[Guide, int, int]], words: np.ndarray) -> None:
-    """In a thread: the guides' matchers take their tokens, and their masks are filled."""
-    matchers = [guide.matcher for guide, _, _ in rows]
+def _see(rows: list[tuple[Guide, int, int]]) -> None:
+    """Matchers of one kind take their tokens."""
+    guides, token_ids, _ = zip(*rows)
+    matchers = [guide.matcher for guide in guides]
     try:
-        seen = kind.accept_all(matchers, [token_id for _, token_id, _ in rows])
+        refused = type(matchers[0]).accept_all(matchers, token_ids)
     except Exception:  # one of them, and nobody knows what the others have seen
-        for guide, _, row in rows:
+        for guide in guides:
             guide.fail()
-            words[row] = ALL
         return
-    for (guide, _, _), accepted in zip(rows, seen):
-        guide.problem = "" if accepted else CONTRADICTION
+    for idx in refused:
+        guides[idx].problem = CONTRADICTION
+
+
+def _fill(rows: list[tuple[Guide, int, int]], words: np.ndarray, begun: threading.Semaphore) -> float:
+    """In a thread: the masks of matchers of one kind. Engines let go of Python's lock."""
+    started = time.perf_counter()
+    matchers, places = [guide.matcher for guide, _, _ in rows], [row for _, _, row in rows]
+    begun.release()
     try:
-        kind.fill_all(matchers, words, [row for _, _, row in rows])
+        type(matchers[0]).fill_all(matchers, words, places)
     except Exception:  # whose fault it is shows one by one
         for guide, _, row in rows:
             guide.fill(words[row])
+    return time.perf_counter() - started

@@ -103,12 +103,14 @@ class _Matcher(Matcher):
         self._matcher.fill_next_token_bitmask(mask[None, :])
 
     @classmethod
-    def accept_all(cls, matchers: Sequence[Matcher], token_ids: Sequence[int]) -> list[bool]:
-        return _batch().batch_accept_token([matcher._matcher for matcher in matchers], list(token_ids))
+    def accept_all(cls, matchers: Sequence[Matcher], token_ids: Sequence[int]) -> list[int]:
+        # Below the library's wrapper, which fetches the results one by one, at two calls and two turns of Python's lock each.
+        accepted = _batch()._handle.batch_accept_token([matcher._matcher._handle for matcher in matchers], list(token_ids), False)
+        return [idx for idx, each in enumerate(accepted) if not each] if 0 in accepted or False in accepted else []
 
     @classmethod
     def fill_all(cls, matchers: Sequence[Matcher], masks: numpy.ndarray, rows: Sequence[int]) -> None:
-        _batch().batch_fill_next_token_bitmask([matcher._matcher for matcher in matchers], masks, list(rows))
+        _batch()._handle.batch_fill_next_token_bitmask([matcher._matcher._handle for matcher in matchers], masks, list(rows), False)
 
     def may_be_forced(self) -> bool:
         """Where one token is possible the text that it begins is certain, unless it ends the output."""

@@ -10,10 +10,11 @@ from torch import Tensor
 
 
 def mask_logits(logits_SV: Tensor, places_M: Tensor, words_MW: Tensor) -> None:
-    """Forbids, in rows `places_M`, the tokens whose bit is 0; token i is bit i % 32 of int32 word i // 32."""
+    """Forbids, in rows `places_M`, the tokens whose bit is 0; token i is bit i % 32 of int32 word i // 32. Place -1: nobody's."""
     forbidden_MV = _forbidden(logits_SV.device)[words_MW.contiguous().view(torch.uint8).long()].view(torch.bool)
     for place, forbidden_V in zip(places_M.tolist(), forbidden_MV.view(len(words_MW), -1)):
-        logits_SV[place].masked_fill_(forbidden_V[: logits_SV.shape[1]], -torch.inf)
+        if place >= 0:
+            logits_SV[place].masked_fill_(forbidden_V[: logits_SV.shape[1]], -torch.inf)
 
 
 @functools.cache

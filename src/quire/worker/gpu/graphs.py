@@ -58,6 +58,11 @@ class Graphs:
             for _ in range(now):
                 self.capture(self.wanted.pop())
 
+    def ask(self, key: Hashable) -> None:
+        """To be recorded next, if it is not there: a shape that only some users meet."""
+        if self.enabled and key not in self.graphs and key not in self.wanted:
+            self.wanted.append(key)
+
     def record_next(self) -> None:
         """Records one that is wanted: some 20 ms of the host's time, none of the device's. Where it cannot be, steps go on without."""
         if not self.wanted:

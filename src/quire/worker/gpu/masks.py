@@ -1,4 +1,4 @@
-"""Where grammar masks are written so that the device can fetch them: pinned memory, in turns, because a fetch may still be under way.
+"""How grammar masks reach the device: from pinned memory, in turns, because a fetch may still be under way, into buffers that stay.
 
 Owned by the runner.
 """
@@ -10,12 +10,16 @@ from torch import Tensor
 from quire.ops.transfer import to_device
 from quire.step import Masks
 
+NOBODY = -1
+
 
 class MaskStaging:
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.num_rows, self.device = num_rows, device
-        self.turns: list[Tensor] = []  # made when the first mask comes
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.num_rows, self.num_words, self.device = num_rows, -(-vocab_size // 32), device
+        self.turns: list[Tensor] = []  # made when the first mask comes, as all of it is: most never need one
         self.turn = 0
+        self.places: Tensor | None = None  # of the step's masks, in order; the rest are nobody's
+        self.words: Tensor | None = None
 
     def memory(self, num_rows: int, num_words: int) -> memoryview | None:
         """For a step's masks. Those of the step before the last have arrived: its tokens were waited for."""
@@ -26,9 +30,17 @@ class MaskStaging:
         self.turn = (self.turn + 1) % len(self.turns)
         return memoryview(self.turns[self.turn][:num_rows].numpy()).cast("B")
 
-    def to_device(self, masks: Masks) -> Tensor:
+    def bring(self, masks: Masks) -> None:
+        """Into `places` and `words`, in the order of the device's work."""
+        if self.places is None:
+            self.places = torch.full((self.num_rows,), NOBODY, dtype=torch.int32, device=self.device)
+            self.words = torch.zeros(self.num_rows, self.num_words, dtype=torch.int32, device=self.device)
+        places = np.full(self.num_rows, NOBODY, np.int32)
+        places[: len(masks.places)] = masks.places
+        to_device(places, self.device, out=self.places)
         words = np.frombuffer(masks.words, np.int32).reshape(len(masks.places), -1)
-        for pinned in self.turns:
-            if words.ctypes.data == pinned.data_ptr():
-                return pinned[: len(words)].to(self.device, non_blocking=True)
-        return to_device(words, self.device)
+        pinned = next((turn[: len(words)] for turn in self.turns if words.ctypes.data == turn.data_ptr()), None)
+        if pinned is not None:
+            self.words[: len(words)].copy_(pinned, non_blocking=True)
+        else:
+            to_device(words, self.device, out=self.words[: len(words)])

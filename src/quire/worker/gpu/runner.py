@@ -6,7 +6,6 @@ runs already. Knows rows and tensors; not requests, not why a step looks as it d
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +15,7 @@ from quire.ops.mask import mask_logits
 from quire.ops.ref.attention import AttentionTables
 from quire.ops.sampling import SamplerColumns, Scratch, sample
 from quire.ops.step import place_slots, place_tokens
-from quire.ops.transfer import ToHost, on_device, to_device
+from quire.ops.transfer import ToHost, on_device
 from quire.sampling.logprobs import TokenLogprobs, token_logprobs
 from quire.sampling.rows import users
 from quire.sampling.sampler import edit_sparsely
@@ -25,7 +24,7 @@ from quire.worker.gpu.batch import Batch
 from quire.worker.gpu.failure import told
 from quire.worker.gpu.graphs import Graphs, fit, ladder
 from quire.worker.gpu.inputs import Shape, StepInputs, decode_shape, mixed_shape
-from quire.worker.gpu.masks import MaskStaging
+from quire.worker.gpu.masks import NOBODY, MaskStaging
 from quire.worker.logprobs import LOGPROBS_AT_ONCE, entries, prompt_span
 
 FIRST_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # recorded before the first request is served
@@ -35,6 +34,7 @@ FIRST_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # recorded before the first req
 class SampleShape:
     num_samples: int
     random: bool
+    masked: bool = False  # grammars have a say
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Runner:
         self.samplings = Graphs(self._sample, self.device)
         self.row_sizes = ladder(num_rows, smallest=1, step=4, largest_step=16)
         self.token_sizes = ladder(max_tokens, smallest=64, step=64, largest_step=512)
-        self.staging = MaskStaging(num_rows, self.device)
+        self.masks = MaskStaging(num_rows, vocab_size, self.device)
         self.launched: _Launched | None = None
 
     # -- getting ready ---------------------------------------------------------------------------------------------------
@@ -77,8 +77,8 @@ class Runner:
         for random in (True, False):
             self._sample(SampleShape(self.num_rows, random))
         logits_SV = self.model.logits(self.last_hidden)
-        nobody, everything = on_device([0], self.device), np.full((1, -(-logits_SV.shape[1] // 32)), -1, np.int32)
-        mask_logits(logits_SV, nobody, to_device(everything, self.device))
+        nobody = torch.full((1,), NOBODY, dtype=torch.int32, device=self.device)
+        mask_logits(logits_SV, nobody, nobody.expand(-(-logits_SV.shape[1] // 32))[None])
         self._choose(logits_SV, random=True, restricted=True, penalized=True)
         copies = [logits_SV.float() for _ in range(3)]  # what editing and logprobs hold at once
         del copies
@@ -160,7 +160,7 @@ class Runner:
         )  # fmt: skip
 
     def mask_memory(self, num_rows: int, num_words: int) -> memoryview | None:
-        return self.staging.memory(num_rows, num_words)
+        return self.masks.memory(num_rows, num_words)
 
     # -- sample ----------------------------------------------------------------------------------------------------------
 
@@ -175,35 +175,45 @@ class Runner:
             self._prompt_logprobs(launched, pending)
         if launched.num_samples:
             rows = [row for row, samples in zip(plan.rows, plan.samples) if samples]
-            key = SampleShape(fit(self.row_sizes, len(rows)), random=not sampling.random.isdisjoint(rows))
-            if key in self.samplings and masks is None and not sampling.special(rows):
+            size, random, special = fit(self.row_sizes, len(rows)), not sampling.random.isdisjoint(rows), sampling.special(rows)
+            key = SampleShape(size, random, masked=masks is not None)
+            if masks is not None:
+                self.masks.bring(masks)
+            if key in self.samplings and not special:
                 self.samplings.replay(key)
             else:
-                self._sample_specially(rows, masks, key.random, pending)
+                self._sample_specially(rows, key, pending)
+            if key.masked and not special:
+                self.samplings.ask(key)
         pending.token_ids = ToHost(self.out_ids[: launched.num_samples])
         for graphs in (self.samplings, self.forwards):
             graphs.record_next()
         return pending
 
     def _sample(self, shape: SampleShape) -> None:
-        """For rows that ask for no more than a temperature."""
+        """For rows that ask for no more than a temperature and a grammar."""
         logits_SV = self.model.logits(self.last_hidden[: shape.num_samples])
+        if shape.masked:
+            self._mask(logits_SV)
         self._choose(logits_SV, random=shape.random, restricted=False, penalized=False)
 
-    def _sample_specially(self, rows: list[int], masks: Masks | None, random: bool, pending: "Pending") -> None:
+    def _mask(self, logits_SV: Tensor) -> None:
+        mask_logits(logits_SV, self.masks.places[: len(logits_SV)], self.masks.words)
+
+    def _sample_specially(self, rows: list[int], shape: SampleShape, pending: "Pending") -> None:
         """With whatever the rows ask for; nothing here waits for the device either."""
         sampling, count = self.batch.sampling, len(rows)
         logits_SV = self.model.logits(self.last_hidden[:count])
         asked = users(rows, sampling.num_logprobs)
         asked_L = on_device(asked, self.device)
         raw_LV = logits_SV[asked_L].float() if asked else None
-        if masks is not None:
-            mask_logits(logits_SV, on_device(masks.places, self.device), self.staging.to_device(masks))
+        if shape.masked:
+            self._mask(logits_SV)
         if sampling.edits_sparsely(rows):
             logits_SV = self._edited(logits_SV.float(), rows)
         self._choose(
             logits_SV,
-            random=random,
+            random=shape.random,
             restricted=not sampling.restricted.isdisjoint(rows),
             penalized=not sampling.penalized.isdisjoint(rows),
         )
