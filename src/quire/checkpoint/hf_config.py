@@ -33,6 +33,15 @@ _LIMITS = {
 }
 
 
+_OLD_NAMES = {
+    "n_embd": "hidden_size",
+    "n_inner": "intermediate_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+}
+
+
 def read_config(files: ModelFiles) -> dict[str, Any]:
     """config.json's dict, or what it would be for a GGUF file.
 
@@ -77,13 +86,16 @@ def _use_one_spelling(config: dict[str, Any]) -> None:
     """config.json has changed its vocabulary over the years: readers behind us meet one."""
     if "torch_dtype" in config:
         config.setdefault("dtype", config.pop("torch_dtype"))
+    for theirs, ours in _OLD_NAMES.items():
+        if theirs in config:
+            config.setdefault(ours, config.pop(theirs))
     rope = config.get("rope_parameters")
     # A model with several kinds of layers has one dict per kind instead: its model file reads those.
     if isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values()):
         del config["rope_parameters"]
-        config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
-        if "rope_theta" in rope:
-            config["rope_theta"] = rope["rope_theta"]
+        apart = ("rope_theta", "partial_rotary_factor")
+        config["rope_scaling"] = {key: value for key, value in rope.items() if key not in apart}
+        config.update({key: rope[key] for key in apart if key in rope})
     scaling = config.get("rope_scaling")
     if isinstance(scaling, dict):
         if "type" in scaling:

@@ -23,6 +23,31 @@ class Full(msgspec.Struct, frozen=True, tag="full"):
         """The earliest token, after any sinks, that a query at `position` or later still reads."""
         return 0
 
+    def shape(self, block_size: int) -> tuple[int, ...]:
+        """Of one block."""
+        return 2, block_size, self.num_kv_heads, self.head_size
+
+    @property
+    def num_sinks(self) -> int:
+        return 0
+
+
+class Latent(msgspec.Struct, frozen=True, tag="latent"):
+    """One vector of every token, from which keys and values of all heads are made."""
+
+    latent_size: int
+    dtype_bytes: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.latent_size * self.dtype_bytes
+
+    def first_needed(self, position: int) -> int:
+        return 0
+
+    def shape(self, block_size: int) -> tuple[int, ...]:
+        return block_size, self.latent_size
+
     @property
     def num_sinks(self) -> int:
         return 0
@@ -44,12 +69,15 @@ class Sliding(msgspec.Struct, frozen=True, tag="sliding"):
     def first_needed(self, position: int) -> int:
         return max(0, position - self.window + 1)
 
+    def shape(self, block_size: int) -> tuple[int, ...]:
+        return 2, block_size, self.num_kv_heads, self.head_size
+
     @property
     def num_sinks(self) -> int:
         return self.sinks
 
 
-KVSpec = Full | Sliding
+KVSpec = Full | Latent | Sliding
 
 
 class Group(msgspec.Struct, frozen=True):

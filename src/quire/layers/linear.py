@@ -6,6 +6,7 @@ Used by models. Must not know how weights are stored.
 import torch
 from torch import Tensor, nn
 
+from quire.layers.activation import activation
 from quire.ops.ref import elementwise as reference
 from quire.quant.base import LinearMethod
 
@@ -26,15 +27,19 @@ class Linear(nn.Module):
 
 
 class GatedLinear(Linear):
-    """silu(gate) * up: both projections, and what is between them and the next one."""
+    """act(gate) * up: both projections, and what is between them and the next one. SiLU has kernels of its own."""
 
     kernels = reference  # attached by worker/build.py
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, act: str = "silu") -> None:
         super().__init__(in_features, out_features, out_features, bias=bias)
+        self.act = None if act == "silu" else activation(act)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.method.apply_silu_mul(x, self.bias, self.kernels.silu_mul)
+        if self.act is None:
+            return self.method.apply_silu_mul(x, self.bias, self.kernels.silu_mul)
+        gate, up = self.method.apply(x, self.bias).chunk(2, -1)
+        return self.act(gate) * up
 
 
 class LMHead(Linear):

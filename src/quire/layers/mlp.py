@@ -1,15 +1,31 @@
-"""The gated MLP of Llama and most families since: down(silu(gate(x)) * up(x))."""
+"""What a layer does to each token by itself: the gated MLP of Llama and most families since, and the plain one before it."""
 
 from torch import Tensor, nn
 
+from quire.layers.activation import activation
 from quire.layers.linear import GatedLinear, Linear
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
+    """down(act(gate(x)) * up(x))"""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False, act: str = "silu") -> None:
         super().__init__()
-        self.gate_up_proj = GatedLinear(hidden_size, intermediate_size, bias=bias)
+        self.gate_up_proj = GatedLinear(hidden_size, intermediate_size, bias=bias, act=act)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.down_proj(self.gate_up_proj(x_TD))
+
+
+class MLP(nn.Module):
+    """down(act(up(x)))"""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = True, act: str = "gelu") -> None:
+        super().__init__()
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+        self.act = activation(act)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.up_proj(x_TD)))

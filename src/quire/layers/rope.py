@@ -19,10 +19,13 @@ class Rope(nn.Module):
 
     cos_sin: Tensor
 
-    def __init__(self, rotary_dim: int, theta: float, scaling: dict[str, Any] | None, max_positions: int) -> None:
-        """`max_positions`: what the model was trained for (config.json's max_position_embeddings)."""
+    def __init__(
+        self, rotary_dim: int, theta: float, scaling: dict[str, Any] | None, max_positions: int, interleaved: bool = False
+    ) -> None:
+        """`max_positions`: what the model was trained for (config.json's max_position_embeddings). `interleaved`: neighbours
+        rotate together, not the halves of a head."""
         super().__init__()
-        self.rotary_dim, self.theta, self.max_positions = rotary_dim, theta, max_positions
+        self.rotary_dim, self.theta, self.max_positions, self.interleaved = rotary_dim, theta, max_positions, interleaved
         self.scaling = scaling or {"rope_type": "default"}
         if self.scaling.get("rope_type") not in SCALINGS:
             raise UnsupportedModelError(
@@ -37,6 +40,11 @@ class Rope(nn.Module):
             raise UnsupportedModelError(f"rope_scaling lacks {error.args[0]!r}: the model's config.json is incomplete") from None
         table = torch.cat((angles.cos() * magnitude, angles.sin() * magnitude), 1)
         self.register_buffer("cos_sin", table.to(torch.float32).to(device), persistent=False)
+
+    @staticmethod
+    def none() -> "Rope":
+        """One that leaves everything where it is, for layers without positions."""
+        return Rope(16, 1.0, {"rope_type": "none"}, 0)
 
     def inverse_frequencies(self, theta: float | None = None) -> Tensor:
         exponents = torch.arange(0, self.rotary_dim, 2, dtype=torch.int64).float() / self.rotary_dim
@@ -53,6 +61,10 @@ def _outer(positions: Tensor, frequencies: Tensor) -> Tensor:
 
 def _default(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
     return _outer(positions, rope.inverse_frequencies()), 1.0
+
+
+def _none(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
+    return torch.zeros(len(positions), rope.rotary_dim // 2), 1.0
 
 
 def _linear(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
@@ -113,6 +125,19 @@ def _yarn_magnitude(scaling: dict[str, Any], factor: float) -> float:
     return magnitude(1.0)
 
 
+def _longrope(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
+    """A divisor per pair, from one of two lists: that for long contexts if the engine takes any (the original switches when a context
+    grows past the trained length, and keeps what it has cached with the other)."""
+    scaling = rope.scaling
+    trained = scaling.get("original_max_position_embeddings") or rope.max_positions
+    factors = torch.tensor(scaling["long_factor" if len(positions) > trained else "short_factor"])
+    factor = scaling.get("factor") or rope.max_positions / trained
+    magnitude = scaling.get("attention_factor")
+    if magnitude is None:
+        magnitude = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+    return _outer(positions, rope.inverse_frequencies() / factors), magnitude
+
+
 def _gguf_factors(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
     """GGUF files carry llama3 scaling as one divisor per pair."""
     return _outer(positions, rope.inverse_frequencies() / torch.tensor(rope.scaling["factors"])), 1.0
@@ -120,9 +145,11 @@ def _gguf_factors(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
 
 SCALINGS: dict[str, Scaling] = {
     "default": _default,
+    "none": _none,
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
     "gguf_factors": _gguf_factors,
 }

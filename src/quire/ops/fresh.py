@@ -15,9 +15,9 @@ MIN_TOKENS = 2048
 STEP = 512  # cuDNN prepares itself for every length it has not seen: only multiples of this
 
 
-def supports(like: Tensor, head_size: int, window: int) -> bool:
+def supports(like: Tensor, head_size: int) -> bool:
     fits = like.dtype in (torch.bfloat16, torch.float16) and head_size <= 128 and head_size % 8 == 0
-    return like.is_cuda and fits and not window and torch.backends.cudnn.is_available()
+    return like.is_cuda and fits and torch.backends.cudnn.is_available()
 
 
 def fresh_attention(

@@ -6,7 +6,7 @@ that decides how a layer is computed.
 
 import dataclasses
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -41,14 +41,15 @@ def build(config: EngineConfig, hf_config: dict[str, Any]) -> nn.Module:
     module = model_module(hf_config)
     with torch.device("meta"):
         model = module.MODEL(_config(module, hf_config))
-    model.shards = module.SHARDS
     attach(model, config)
     return model
 
 
 def _config(module: ModuleType, hf_config: dict[str, Any]) -> Any:
     fields = {f.name: f for f in dataclasses.fields(module.Config)}
-    given = {name: hf_config[name] for name in fields if hf_config.get(name) is not None}
+    # A null means "none" where the family knows that, elsewhere the default.
+    nullable = {name for name, field in fields.items() if type(None) in get_args(field.type)}
+    given = {name: hf_config[name] for name in fields if name in hf_config and (hf_config[name] is not None or name in nullable)}
     missing = [n for n, f in fields.items() if n not in given and f.default is dataclasses.MISSING]
     if missing:
         raise UnsupportedModelError(f"the model's config.json lacks {missing[0]!r}: it is incomplete")

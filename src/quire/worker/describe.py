@@ -13,7 +13,7 @@ from quire.checkpoint.hf_config import gguf_name_to_hf, read_config
 from quire.checkpoint.safetensors import SafetensorsFolder
 from quire.config import EngineConfig
 from quire.kv.groups import form_layout
-from quire.layers.attention import Attention
+from quire.layers.attention import CacheLayer
 from quire.layers.linear import Linear
 from quire.worker.build import DTYPES, build
 from quire.worker.kv_cache import kv_specs
@@ -33,7 +33,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
     layout = form_layout(specs, config.cache.block_size, 0)
     shapes = {name: math.prod(shape) for name, shape in wanted_shapes(model).items() if name not in model.tied}
     weight_bytes = _weight_bytes(files, config, model, shapes, dtype.itemsize)
-    attention = next(m for m in model.modules() if isinstance(m, Attention))
+    attention = next(m for m in model.modules() if isinstance(m, CacheLayer))
     return {
         "architecture": hf_config["architectures"][0],
         "num_parameters": sum(shapes.values()),

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from quire.kv.specs import KVLayout, KVSpec
-from quire.layers.attention import Attention, reference
+from quire.layers.attention import CacheLayer, native, reference
 
 
 def kv_specs(model: nn.Module, dtype: torch.dtype) -> dict[str, KVSpec]:
-    return {name: m.kv_spec(dtype.itemsize) for name, m in model.named_modules() if isinstance(m, Attention)}
+    return {name: m.kv_spec(dtype.itemsize) for name, m in model.named_modules() if isinstance(m, CacheLayer)}
 
 
 def attach_kv(model: nn.Module, layout: KVLayout, dtype: torch.dtype, device: torch.device) -> None:
-    """Gives every attention layer its group and its cache [num_blocks, 2, block_size, kv heads, head size]."""
+    """Gives every layer with a cache its group and its cache, [num_blocks, *what its spec says]."""
     shape = layout.num_blocks, layout.plane_bytes
     on_host = device.type == "cpu"
     planes = [_zero_pages(*shape) if on_host else torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(layout.num_planes)]
@@ -26,7 +26,7 @@ def attach_kv(model: nn.Module, layout: KVLayout, dtype: torch.dtype, device: to
             layer = model.get_submodule(name)
             layer.group_idx = group_idx
             layer.cache = _view(plane, group.block_size, group.spec, dtype)
-            if on_host and not layer.cache.is_contiguous():
+            if on_host and layer.backend is native and not layer.cache.is_contiguous():
                 layer.backend = reference  # compiled kernels take blocks without padding
 
 
@@ -40,4 +40,4 @@ def _zero_pages(num_blocks: int, block_bytes: int) -> Tensor:
 
 def _view(plane: Tensor, block_size: int, spec: KVSpec, dtype: torch.dtype) -> Tensor:
     used = plane[:, : block_size * spec.bytes_per_token]  # the rest of a plane pads groups to equal bytes
-    return used.view(dtype).unflatten(1, (2, block_size, spec.num_kv_heads, spec.head_size))
+    return used.view(dtype).unflatten(1, spec.shape(block_size))

@@ -25,6 +25,7 @@ DUMMY_STD = 0.02
 
 
 def load_weights(model: nn.Module, tensors: Iterator[tuple[str, RawTensor]], dtype: torch.dtype, device: torch.device) -> None:
+    """`tensors`: under the model's own names, as `translated` gives them."""
     takers = _takers(model, dtype, device)
     pending = set(takers)
     tied = {source: target for target, source in model.tied.items()}
@@ -40,6 +41,15 @@ def load_weights(model: nn.Module, tensors: Iterator[tuple[str, RawTensor]], dty
             pending.discard(tied[name])
     if pending:
         raise BadModelFileError(f"the checkpoint lacks {min(pending)} and {len(pending) - 1} other tensors: it is incomplete")
+    for module in model.modules():
+        if hasattr(module, "derive"):
+            module.derive()
+
+
+def translated(model: nn.Module, tensors: Iterator[tuple[str, RawTensor]]) -> Iterator[tuple[str, RawTensor]]:
+    """A checkpoint's tensors under the model's names: a family may rename, reorder or divide them."""
+    for name, tensor in tensors:
+        yield from model.translate(name, tensor)
 
 
 def wanted_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -61,7 +71,7 @@ def _tie(model: nn.Module, target: str, takers: dict[str, Taker], tensor: RawTen
 
 
 def _takers(model: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Taker]:
-    """Every tensor the model wants, by its name in a Hugging Face checkpoint."""
+    """Every tensor the model wants, by its name in a checkpoint."""
     parts: dict[str, dict[int, str]] = {}  # fused module's name -> shard -> checkpoint's name
     for name, (fused, shard_idx) in model.shards.items():
         parts.setdefault(fused, {})[shard_idx] = name
@@ -69,28 +79,39 @@ def _takers(model: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[
     for path, module in model.named_modules():
         parent, _, own_name = path.rpartition(".")
         if isinstance(module, Linear):
-            for shard_idx, size in enumerate(module.shard_sizes):
-                shard_name = parts.get(own_name, {}).get(shard_idx, own_name)
+            shards = [range(i, i + 1) for i in range(len(module.shard_sizes))]
+            if own_name not in parts:
+                shards = [range(len(module.shard_sizes))]  # the checkpoint has them as one
+            for shard in shards:
+                shard_name = parts.get(own_name, {}).get(shard.start, own_name)
                 full = f"{parent}.{shard_name}" if parent else shard_name
-                takers[f"{full}.weight"] = (size, module.in_features), _weight_taker(module, shard_idx)
+                size = sum(module.shard_sizes[i] for i in shard)
+                takers[f"{full}.weight"] = (size, module.in_features), _weight_taker(module, shard)
                 if module.bias is not None:
-                    takers[f"{full}.bias"] = (size,), _bias_taker(module, shard_idx, dtype, device)
+                    takers[f"{full}.bias"] = (size,), _bias_taker(module, shard.start, size, dtype, device)
+        elif hasattr(module, "takers"):
+            takers.update(module.takers(path, dtype, device))
         else:
             for name, parameter in module.named_parameters(recurse=False):
                 takers[f"{path}.{name}"] = tuple(parameter.shape), _parameter_taker(module, name, dtype, device)
     return takers
 
 
-def _weight_taker(module: Linear, shard_idx: int) -> Callable[[RawTensor], None]:
-    return lambda tensor: module.method.load(shard_idx, tensor)
+def _weight_taker(module: Linear, shards: range) -> Callable[[RawTensor], None]:
+    def take(tensor: RawTensor) -> None:
+        rows = tensor.raw.view(tensor.shape[0], -1).split([module.shard_sizes[i] for i in shards])
+        for shard_idx, part in zip(shards, rows):
+            module.method.load(shard_idx, RawTensor(tensor.type_name, part.flatten(), (len(part), *tensor.shape[1:])))
+
+    return take
 
 
-def _bias_taker(module: Linear, shard_idx: int, dtype: torch.dtype, device: torch.device) -> Callable[[RawTensor], None]:
+def _bias_taker(module: Linear, shard_idx: int, size: int, dtype: torch.dtype, device: torch.device) -> Callable[[RawTensor], None]:
     def take(tensor: RawTensor) -> None:
         if module.bias.is_meta:
             module.bias = nn.Parameter(torch.empty(module.bias.shape, dtype=dtype, device=device), requires_grad=False)
         start = sum(module.shard_sizes[:shard_idx])
-        module.bias[start : start + module.shard_sizes[shard_idx]] = tensor.dense(dtype, device)
+        module.bias[start : start + size] = tensor.dense(dtype, device)
 
     return take
 

@@ -23,7 +23,7 @@ from quire.step import Masks, StepPlan
 from quire.utils.memory import available_bytes
 from quire.worker.build import DTYPES, build, runs_on_triton
 from quire.worker.kv_cache import attach_kv, kv_specs
-from quire.worker.load import checkpoint_tensors, dummy_tensors, load_weights, uploaded
+from quire.worker.load import checkpoint_tensors, dummy_tensors, load_weights, translated, uploaded
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,8 @@ class Worker:
         tensors = dummy_tensors(self.model, config.model.seed, self.device) if dummy else checkpoint_tensors(files, hf_config)
         if self.device.type == "cuda" and not dummy:
             tensors = uploaded(tensors, self.device)
+        if not dummy:
+            tensors = translated(self.model, tensors)
         with self._capacity("loading the weights"):
             load_weights(self.model, tensors, self.dtype, self.device)
         log.info("weights loaded: %.0f MB in %.2f s", self.weight_bytes / 1e6, time.monotonic() - started)

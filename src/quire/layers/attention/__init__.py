@@ -7,10 +7,10 @@ tables, not by work lists, and gets no `fresh` rows; and `RECORDABLE = False`: s
 """
 
 from quire.layers.attention import reference
-from quire.layers.attention.base import Attention, StepContext
+from quire.layers.attention.base import Attention, CacheLayer, StepContext
 
 PREFERRED = {"cpu": ("native", "reference"), "cuda": ("triton",)}
 # Others' libraries, for GPUs: only where they are named.
 ON_REQUEST = ("flash_attn", "flashinfer")
 
-__all__ = ["ON_REQUEST", "PREFERRED", "Attention", "StepContext", "reference"]
+__all__ = ["ON_REQUEST", "PREFERRED", "Attention", "CacheLayer", "StepContext", "reference"]

@@ -8,6 +8,7 @@ Shape letters: T tokens of the step, H query heads, K key/value heads, D head si
 from dataclasses import dataclass, field
 from types import ModuleType
 
+import torch
 from torch import Tensor, nn
 
 from quire.kv.specs import Full, KVSpec, Sliding
@@ -29,28 +30,48 @@ class StepContext:
         return x_TD if self.wanted is None else x_TD.index_select(0, self.wanted)
 
 
-class Attention(nn.Module):
+class CacheLayer(nn.Module):
+    """A layer with a cache: it says what it keeps of each token, and reads the tables of its group."""
+
     # Attached by the worker: how to compute, where the cache is, which group's tables to read.
     backend: ModuleType
     context = StepContext()
     group_idx: int
     cache: Tensor
+    # What backends are chosen by, and how work is cut.
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    window: int = 0
+    is_plain: bool = True  # ordinary attention within a prompt, which others' kernels can compute
+
+    def kv_spec(self, dtype_bytes: int) -> KVSpec:
+        raise NotImplementedError
+
+
+class Attention(CacheLayer):
+    """`sinks`: a learned logit per head that takes part in the softmax. `softcap`: scores are bent to stay below. `rope` None: no positions."""
 
     def __init__(
         self,
         num_heads: int,
         num_kv_heads: int,
         head_size: int,
-        rope: Rope,
+        rope: Rope | None,
         *,
         scale: float | None = None,
         window: int | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
-        self.rope = rope
+        self.rope = rope or Rope.none()
         self.scale = head_size**-0.5 if scale is None else scale
         self.window = window or 0
+        self.softcap = softcap or 0.0
+        self.sinks = nn.Parameter(torch.empty(num_heads), requires_grad=False) if sinks else None
+        self.is_plain = not (self.window or self.softcap or sinks)
 
     def kv_spec(self, dtype_bytes: int) -> KVSpec:
         if self.window:
@@ -64,11 +85,13 @@ class Attention(nn.Module):
         heads = qkv_TX.view(qkv_TX.shape[0], -1, self.head_size)
         q_THD, k_TKD, v_TKD = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), 1)
         norms = {} if q_norm is None else {"q_norm_D": q_norm.weight, "k_norm_D": k_norm.weight, "eps": q_norm.eps}
+        slots_T, tables = self.context.slots_T[self.group_idx], self.context.tables[self.group_idx]
         self.backend.rope_and_write(
-            q_THD, k_TKD, v_TKD, self.rope.cos_sin, positions_T, self.cache, self.context.slots_T[self.group_idx], **norms
+            q_THD, k_TKD, v_TKD, self.rope.cos_sin, positions_T, self.cache, slots_T, self.rope.interleaved, **norms
         )
-        tables = self.context.tables[self.group_idx]
-        out = self.backend.paged_attention(q_THD, self.cache, tables, scale=self.scale, window=self.window)
+        out = self.backend.paged_attention(
+            q_THD, self.cache, tables, scale=self.scale, window=self.window, sinks_H=self.sinks, softcap=self.softcap
+        )
         if tables.fresh:
             self.backend.fresh_attention(q_THD, k_TKD, v_TKD, tables.fresh, out, scale=self.scale)
         return out.view(qkv_TX.shape[0], self.num_heads * self.head_size)

@@ -62,11 +62,12 @@ def paged_attention(
     softcap: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As the twin. q and out are rows of contiguous heads, maybe strided along T; `sinks_H` is float32."""
+    """As the twin. q and out are rows of contiguous heads, maybe strided along T."""
     if out is None:
         out = torch.empty(q_THD.shape, dtype=q_THD.dtype)
     _, num_heads, head_size = q_THD.shape
     _, _, block_size, num_kv_heads, _ = cache.shape
+    sinks_H = None if sinks_H is None else sinks_H.float()
     _kernels().paged_attention(
         cache.dtype == torch.bfloat16, q_THD.data_ptr(), out.data_ptr(), cache.data_ptr(),
         tables.query_starts.data_ptr(), tables.context_lens.data_ptr(), tables.block_table.data_ptr(),

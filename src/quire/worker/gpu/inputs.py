@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kv.specs import Group
-from quire.layers.attention import Attention
+from quire.layers.attention import CacheLayer
 from quire.ops import fresh
 from quire.ops.attention import AttentionWork, config, max_split_units, max_units, plan_units
 from quire.ops.launch import num_multiprocessors
@@ -45,7 +45,7 @@ class Shape:
 class GroupWork:
     """The attention work of one KV group and kind of row: how it is cut into units, and the room its launches share."""
 
-    def __init__(self, layer: Attention, like: Tensor, max_tokens: int, max_rows: int, *, decode: bool) -> None:
+    def __init__(self, layer: CacheLayer, like: Tensor, max_tokens: int, max_rows: int, *, decode: bool) -> None:
         K, G = layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
         tile = config(like.dtype, layer.head_size, G, decode=decode)
         num_programs = tile.programs_per_multiprocessor * num_multiprocessors(like)
@@ -85,7 +85,7 @@ class StepInputs:
         ]
         self.reads_work = [getattr(layer.backend, "READS_WORK", True) for layer in layers]
         self.recordable = all(getattr(layer.backend, "RECORDABLE", True) for layer in layers)
-        can_be_fresh = all(self.reads_work) and all(fresh.supports(like, layer.head_size, layer.window) for layer in layers)
+        can_be_fresh = all(self.reads_work) and all(layer.is_plain and fresh.supports(like, layer.head_size) for layer in layers)
         self.fresh_from = fresh.MIN_TOKENS if can_be_fresh else max_tokens + 1
         sizes = {
             "rows": num_rows + 1,  # one more than requests: the padding's tokens are a row of their own

@@ -1,0 +1,176 @@
+"""The frame of a decoder: an embedding, layers over a residual stream, a norm, a head; and the orders in which layers norm.
+
+Used by models. The stream is handed on as (x, residual), whose sum it is: the next norm adds them on its way. The last layer is
+given the step's `context`: behind its attention only the tokens that are wanted go on.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from quire.layers.attention import StepContext
+from quire.layers.config import DecoderConfig
+from quire.layers.embedding import Embedding
+from quire.layers.linear import LMHead
+from quire.layers.weights import SHARDS, RawTensor
+
+Norm = Callable[[], nn.Module]  # makes one
+
+
+class PreNormLayer(nn.Module):
+    """x += attention(norm(x)); x += mlp(norm(x)). `residual_scale`: on what is added."""
+
+    def __init__(self, self_attn: nn.Module, mlp: nn.Module, norm: Norm, residual_scale: float = 1.0) -> None:
+        super().__init__()
+        self.input_layernorm = norm()
+        self.self_attn = self_attn
+        self.post_attention_layernorm = norm()
+        self.mlp = mlp
+        self.residual_scale = residual_scale
+
+    def forward(
+        self, x_TD: Tensor, residual_TD: Tensor | None, positions_T: Tensor, context: StepContext | None = None
+    ) -> tuple[Tensor, Tensor]:
+        x_TD, residual_TD = self.input_layernorm(x_TD, residual_TD)
+        x_TD = scaled(self.self_attn(x_TD, positions_T), self.residual_scale)
+        x_TD, residual_TD = only_wanted(context, x_TD, residual_TD)
+        x_TD, residual_TD = self.post_attention_layernorm(x_TD, residual_TD)
+        return scaled(self.mlp(x_TD), self.residual_scale), residual_TD
+
+
+class PostNormLayer(nn.Module):
+    """x += norm(attention(x)); x += norm(mlp(x))."""
+
+    def __init__(self, self_attn: nn.Module, mlp: nn.Module, norm: Norm) -> None:
+        super().__init__()
+        self.self_attn = self_attn
+        self.post_attention_layernorm = norm()
+        self.mlp = mlp
+        self.post_feedforward_layernorm = norm()
+
+    def forward(
+        self, x_TD: Tensor, residual_TD: Tensor | None, positions_T: Tensor, context: StepContext | None = None
+    ) -> tuple[Tensor, Tensor]:
+        stream_TD = x_TD if residual_TD is None else x_TD + residual_TD
+        x_TD = self.post_attention_layernorm(self.self_attn(stream_TD, positions_T))[0]
+        x_TD, stream_TD = only_wanted(context, x_TD, stream_TD)
+        stream_TD = stream_TD + x_TD
+        return self.post_feedforward_layernorm(self.mlp(stream_TD))[0], stream_TD
+
+
+class SandwichLayer(nn.Module):
+    """x += norm(attention(norm(x))); x += norm(mlp(norm(x)))."""
+
+    def __init__(self, self_attn: nn.Module, mlp: nn.Module, norm: Norm) -> None:
+        super().__init__()
+        self.input_layernorm = norm()
+        self.self_attn = self_attn
+        self.post_attention_layernorm = norm()
+        self.pre_feedforward_layernorm = norm()
+        self.mlp = mlp
+        self.post_feedforward_layernorm = norm()
+
+    def forward(
+        self, x_TD: Tensor, residual_TD: Tensor | None, positions_T: Tensor, context: StepContext | None = None
+    ) -> tuple[Tensor, Tensor]:
+        x_TD, residual_TD = self.input_layernorm(x_TD, residual_TD)
+        x_TD, residual_TD = only_wanted(context, self.self_attn(x_TD, positions_T), residual_TD)
+        x_TD = self.post_attention_layernorm(x_TD)[0]
+        x_TD, residual_TD = self.pre_feedforward_layernorm(x_TD, residual_TD)
+        return self.post_feedforward_layernorm(self.mlp(x_TD))[0], residual_TD
+
+
+class ParallelLayer(nn.Module):
+    """x += attention(norm(x)) + mlp(norm(x)); the norm is the same unless the mlp has one of its own."""
+
+    def __init__(self, self_attn: nn.Module, mlp: nn.Module, norm: Norm, mlp_norm: Norm | None = None) -> None:
+        super().__init__()
+        self.input_layernorm = norm()
+        self.self_attn = self_attn
+        self.mlp_layernorm = None if mlp_norm is None else mlp_norm()
+        self.mlp = mlp
+
+    def forward(
+        self, x_TD: Tensor, residual_TD: Tensor | None, positions_T: Tensor, context: StepContext | None = None
+    ) -> tuple[Tensor, Tensor]:
+        x_TD, residual_TD = self.input_layernorm(x_TD, residual_TD)
+        attended_TD, x_TD, residual_TD = only_wanted(context, self.self_attn(x_TD, positions_T), x_TD, residual_TD)
+        if self.mlp_layernorm is not None:
+            x_TD = self.mlp_layernorm(residual_TD)[0]
+        return attended_TD + self.mlp(x_TD), residual_TD
+
+
+class Decoder(nn.Module):
+    context = StepContext()  # attached by worker/build.py
+
+    def __init__(self, embed_tokens: Embedding, layers: Iterable[nn.Module], norm: nn.Module, embed_scale: float) -> None:
+        super().__init__()
+        self.embed_tokens = embed_tokens
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+        self.embed_scale = embed_scale
+
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        x_TD, residual_TD = self.embed(token_ids_T, positions_T), None
+        *layers, last = self.layers
+        for layer in layers:
+            x_TD, residual_TD = layer(x_TD, residual_TD, positions_T)
+        x_TD, residual_TD = last(x_TD, residual_TD, positions_T, self.context)
+        return self.norm(x_TD, residual_TD)[0]
+
+    def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        return scaled(self.embed_tokens(token_ids_T), self.embed_scale)
+
+
+class CausalLM(nn.Module):
+    """What the runner runs. A family says in class attributes how its checkpoints differ from the names here."""
+
+    shards = SHARDS  # checkpoint's module name -> (module here, shard of it)
+    renames: tuple[tuple[str, str], ...] = ()  # (part of a checkpoint's name, what it is here), in order
+    unused: tuple[str, ...] = ()  # ends of names of tensors that checkpoints hold and nobody needs
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layers: Iterable[nn.Module],
+        norm: nn.Module,
+        *,
+        embed_scale: float = 1.0,
+        logit_scale: float = 1.0,
+        logit_softcap: float | None = None,
+        head_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.model = self.decoder(Embedding(config.vocab_size, config.hidden_size), layers, norm, embed_scale)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=head_bias)
+        self.logit_scale, self.logit_softcap = logit_scale, logit_softcap
+        self.tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
+
+    decoder = Decoder
+
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """Final hidden states of the tokens the step's context wants; the runner asks `logits` for the rows it needs."""
+        return self.model(token_ids_T, positions_T)
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        logits_RV = scaled(self.lm_head(hidden_RD), self.logit_scale)
+        if self.logit_softcap:
+            logits_RV = self.logit_softcap * torch.tanh(logits_RV / self.logit_softcap)
+        return logits_RV
+
+    def translate(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, RawTensor]]:
+        """A checkpoint's tensor under the names here, and in the order of rows here; a family may make several of it."""
+        for theirs, ours in self.renames:
+            name = name.replace(theirs, ours)
+        if not name.endswith(self.unused):
+            yield name, tensor
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor
+
+
+def only_wanted(context: StepContext | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tensors if context is None else tuple(map(context.only_wanted, tensors))

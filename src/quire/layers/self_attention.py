@@ -1,0 +1,38 @@
+"""Grouped-query attention as most decoders have it: projections around the attention over the cache."""
+
+from torch import Tensor, nn
+
+from quire.layers.attention import Attention
+from quire.layers.config import DecoderConfig
+from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
+from quire.layers.rope import Rope
+
+
+class SelfAttention(nn.Module):
+    """Sizes are the config's. `qk_norm`: an RMSNorm of each head of q and k before they are rotated. `rope` None: nothing rotates."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        rope: Rope | None,
+        *,
+        bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: bool = False,
+        window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+    ) -> None:
+        super().__init__()
+        num_heads, num_kv_heads, head_size = config.num_attention_heads, config.num_kv_heads, config.head_size
+        q_size, kv_size = num_heads * head_size, num_kv_heads * head_size
+        self.qkv_proj = Linear(config.hidden_size, q_size, kv_size, kv_size, bias=bias)
+        self.o_proj = Linear(q_size, config.hidden_size, bias=out_bias)
+        self.q_norm = RMSNorm(head_size, config.rms_norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(head_size, config.rms_norm_eps) if qk_norm else None
+        self.attn = Attention(num_heads, num_kv_heads, head_size, rope, scale=scale, window=window, softcap=softcap, sinks=sinks)
+
+    def forward(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
+        return self.o_proj(self.attn(self.qkv_proj(x_TD), positions_T, self.q_norm, self.k_norm))

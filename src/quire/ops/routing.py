@@ -1,0 +1,98 @@
+"""Which experts a token goes to, in Triton, in one launch for every rule; twin: `ops/ref/routing.py`.
+
+Called by the Triton expert backend. Knows router logits only. Whatever the logits are, ids name experts that exist.
+
+Shape letters: T tokens, E experts, K experts of a token, G groups; in the kernel X = places for experts: groups and experts of a
+group, each filled up to a power of two; S = K filled up likewise.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.launch import options, pdl, wait_turn
+from quire.ops.ref.routing import Routing
+
+__all__ = ["Routing", "route"]
+
+INFINITY = tl.constexpr(float("inf"))
+
+
+def route(logits_TE: Tensor, routing: Routing, correction_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(weights_TK float32, expert_ids_TK int32), best first; of equals the first expert. The bias chooses, but does not weigh."""
+    (num_tokens, num_experts), top_k = logits_TE.shape, routing.num_experts_per_token
+    weights_TK = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits_TE.device)
+    ids_TK = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits_TE.device)
+    group_size = num_experts // routing.num_groups
+    num_places = triton.next_power_of_2(routing.num_groups) * triton.next_power_of_2(group_size)
+    dependent = pdl(logits_TE)
+    if num_tokens:
+        _route_kernel[(num_tokens,)](
+            weights_TK, ids_TK, logits_TE, correction_bias_E, routing.scale, logits_TE.stride(0),
+            TOP_K=top_k, SIGMOID=routing.score == "sigmoid", RENORMALIZE=routing.renormalize, NUM_GROUPS=routing.num_groups,
+            GROUP_SIZE=group_size, KEPT=routing.num_groups_kept, SUMMED=routing.group_score_size, PDL=dependent,
+            num_warps=1 if num_places <= 256 else 2, **options(dependent),
+        )  # fmt: skip
+    return weights_TK, ids_TK
+
+
+@triton.jit
+def _route_kernel(
+    weights_ptr, ids_ptr, logits_ptr, bias_ptr, scale, logits_stride,
+    TOP_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    KEPT: tl.constexpr, SUMMED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program per token."""
+    G: tl.constexpr = triton.next_power_of_2(NUM_GROUPS)
+    PLACES: tl.constexpr = triton.next_power_of_2(GROUP_SIZE)  # of a group
+    S: tl.constexpr = triton.next_power_of_2(TOP_K)
+    token = tl.program_id(0).to(tl.int64)
+    place_X = tl.arange(0, G * PLACES)
+    inside_X = (place_X // PLACES < NUM_GROUPS) & (place_X % PLACES < GROUP_SIZE)
+    expert_X = place_X // PLACES * GROUP_SIZE + place_X % PLACES
+    wait_turn(PDL)
+    logits_X = tl.load(logits_ptr + token * logits_stride + expert_X, inside_X, -INFINITY).to(tl.float32)
+    if SIGMOID:
+        scores_X = 1.0 / (1.0 + tl.exp(-logits_X))
+    else:
+        scores_X = tl.exp(logits_X - tl.max(logits_X, 0))
+        scores_X = scores_X / tl.sum(scores_X, 0)
+    choice_X = scores_X
+    if bias_ptr is not None:
+        choice_X += tl.load(bias_ptr + expert_X, inside_X, 0.0).to(tl.float32)
+    # NaN is never the best: a maximum could then be anywhere, also outside.
+    choice_X = tl.where(inside_X & (choice_X == choice_X), choice_X, -INFINITY)
+    if NUM_GROUPS > 1:
+        choice_X = _in_best_groups(choice_X, G, PLACES, KEPT, SUMMED)
+
+    s_S = tl.arange(0, S)
+    weights_S, ids_S = tl.zeros((S,), tl.float32), tl.zeros((S,), tl.int32)
+    for s in tl.static_range(TOP_K):
+        best = tl.argmax(choice_X, 0, tie_break_left=True)
+        weight = tl.sum(tl.where(place_X == best, scores_X, 0.0), 0)
+        weights_S = tl.where(s_S == s, weight, weights_S)
+        ids_S = tl.where(s_S == s, best // PLACES * GROUP_SIZE + best % PLACES, ids_S)
+        choice_X = tl.where(place_X == best, -INFINITY, choice_X)
+    if RENORMALIZE:
+        weights_S /= tl.sum(weights_S, 0) + 1e-20
+    tl.store(weights_ptr + token * TOP_K + s_S, weights_S * scale, s_S < TOP_K)
+    tl.store(ids_ptr + token * TOP_K + s_S, ids_S, s_S < TOP_K)
+
+
+@triton.jit
+def _in_best_groups(choice_X, G: tl.constexpr, PLACES: tl.constexpr, KEPT: tl.constexpr, SUMMED: tl.constexpr):
+    """Minus infinity outside of them. Empty places hold it already, so groups that do not exist are the worst."""
+    choice_GX = tl.reshape(choice_X, (G, PLACES))
+    rest_GX, best_G = choice_GX, tl.zeros((G,), tl.float32)
+    for _ in tl.static_range(SUMMED):
+        best_G += tl.max(rest_GX, 1)
+        first_G = tl.argmax(rest_GX, 1, tie_break_left=True)
+        rest_GX = tl.where(tl.arange(0, PLACES)[None, :] == first_G[:, None], -INFINITY, rest_GX)
+    g_G = tl.arange(0, G)
+    kept_G = tl.zeros((G,), tl.int32)
+    for _ in tl.static_range(KEPT):
+        best = tl.argmax(best_G, 0, tie_break_left=True)
+        kept_G = tl.where(g_G == best, 1, kept_G)
+        best_G = tl.where(g_G == best, -INFINITY, best_G)
+    return tl.reshape(tl.where(kept_G[:, None] != 0, choice_GX, -INFINITY), (G * PLACES,))
