@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops import attention, blocks, elementwise, linear, sampling
+from quire.ops import attention, blocks, elementwise, linear, mla, sampling
 from quire.ops.ref import attention as twin_attention
 from quire.ops.ref import elementwise as twin_elementwise
 from quire.ops.ref import linear as twin_linear
+from quire.ops.ref import mla as twin_mla
 from quire.ops.ref import sampling as twin_sampling
 from quire.ops.ref.attention import AttentionTables
 
@@ -111,6 +112,32 @@ def test_keys_and_values_are_written_to_blocks() -> None:
     twin_elementwise.rope_and_write(*given, cos_sin, positions, expected, slots)
     elementwise.rope_and_write(q, k, v, cos_sin, positions, far.whole, slots + far.first * SIZE)
     torch.testing.assert_close(attention.cache_view(far.end).transpose(2, 3), expected, **TOLERANCE)
+
+
+LATENT, ROPE = 64, 16
+
+
+@pytest.mark.parametrize("rows", [((1, 40), (1, 70)), ((20, 30), (9, 0))], ids=["decode", "prefill"])
+def test_latent_attention_finds_blocks(rows: tuple[tuple[int, int], ...]) -> None:
+    far, lens = Far(8, SIZE, LATENT + ROPE), [count + before for count, before in rows]
+    table = torch.randperm(8, device=DEVICE).int().view(2, 4).repeat(1, 2)  # of `end`
+    starts = [0, *np.cumsum([count for count, _ in rows]).tolist()]
+    tables = AttentionTables(ints(*starts), ints(*lens), table + far.first, SIZE, max(count for count, _ in rows), max(lens))
+    q_THL, q_THR = (torch.randn(starts[-1], 4, size).to(DTYPE).to(DEVICE) for size in (LATENT, ROPE))
+    found = mla.latent_attention(q_THL, q_THR, far.whole, tables, scale=0.1)
+    near = AttentionTables(ints(*starts), ints(*lens), table, SIZE, tables.max_query_len, max(lens))
+    expected = twin_mla.latent_attention(q_THL.float(), q_THR.float(), far.end.float(), near, scale=0.1)
+    torch.testing.assert_close(found.float(), expected, **TOLERANCE)
+
+
+def test_latents_are_written_to_blocks() -> None:
+    far, T = Far(3, SIZE, LATENT + ROPE), 5
+    q, kv, norm = (torch.randn(shape).to(DTYPE).to(DEVICE) for shape in ((T, 4, ROPE), (T, LATENT + ROPE), (LATENT,)))
+    cos_sin, positions = torch.randn(50, ROPE, device=DEVICE), torch.randint(50, (T,), device=DEVICE)
+    slots, expected = torch.randperm(3 * SIZE, device=DEVICE)[:T], far.end.clone()
+    twin_mla.norm_rope_and_write(q.clone(), kv.clone(), norm, 1e-6, cos_sin, positions, expected, slots)
+    mla.norm_rope_and_write(q, kv, norm, 1e-6, cos_sin, positions, far.whole, slots + far.first * SIZE)
+    torch.testing.assert_close(far.end, expected, **TOLERANCE)
 
 
 def test_blocks_are_copied_there_and_from_there() -> None:

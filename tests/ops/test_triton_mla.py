@@ -177,13 +177,31 @@ def test_every_head_is_in_one_tile_that_its_config_has_room_for(num_heads: int, 
 def test_latents_are_normed_rotated_and_written_as_by_the_twin(dtype: torch.dtype, interleaved: bool) -> None:
     random = torch.Generator().manual_seed(1)
     T, H, L, R, size = 5, 20, 64, 24, 16
-    fused, kv = (torch.randn(shape, generator=random).to(dtype).to(DEVICE) for shape in ((T, H, R + 16), (T, L + R + 8)))
+    fused, kv = (
+        torch.randn(shape, generator=random).to(dtype).to(DEVICE) for shape in ((T, H, R + 16), (T, L + R + 8))
+    )
     norm_L = torch.rand(L, generator=random).add(0.5).to(dtype).to(DEVICE)
     cos_sin = torch.randn((64, R), generator=random).to(DEVICE)
     positions, slots = torch.tensor([3, 0, 63, 7, 9], device=DEVICE), torch.tensor([37, 0, 63, -1, 16], device=DEVICE)
-    ours, theirs = ([x.clone() for x in (fused, kv, torch.full((4, size, L + R), math.nan, dtype=dtype, device=DEVICE))] for _ in range(2))
+    ours, theirs = (
+        [x.clone() for x in (fused, kv, torch.full((4, size, L + R), math.nan, dtype=dtype, device=DEVICE))]
+        for _ in range(2)
+    )
     for module, (q, kv, cache) in ((mla, ours), (twin, theirs)):
         module.norm_rope_and_write(q[..., 16:], kv[:, 8:], norm_L, 1e-6, cos_sin, positions, cache, slots, interleaved)
     for actual, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[dtype], equal_nan=True)
     assert theirs[2].isfinite().all(2).sum() == 4  # slots written: not the padding's
+
+
+@pytest.mark.parametrize("sizes", [(24, 40), (512, 128)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 33, mla.FEW_TOKENS + 1])
+def test_each_head_is_multiplied_by_its_own_matrix(sizes: tuple[int, int], dtype: torch.dtype, num_tokens: int) -> None:
+    random, (K, N) = torch.Generator().manual_seed(1), sizes
+    x = torch.randn((num_tokens, 3, K + 8), generator=random).to(dtype).to(DEVICE)[..., 8:]
+    wide = torch.randn((3, K + N, max(K, N)), generator=random).div(K**0.5).to(dtype).to(DEVICE)
+    for weight in (wide[:, :K, :N], wide[:, K:, :K].mT):  # as keys' and as values' lie
+        expected = torch.einsum("thk,hkn->thn", x.double(), weight.double()).float()
+        torch.testing.assert_close(mla.head_linear(x, weight).float(), expected, rtol=0, atol=TOLERANCE[dtype])
+        torch.testing.assert_close(twin.head_linear(x, weight).float(), expected, rtol=0, atol=TOLERANCE[dtype])

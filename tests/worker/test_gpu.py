@@ -34,7 +34,7 @@ def model(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(0)
-    config = {**TINY, "num_hidden_layers": 2}
+    config = {**TINY, "num_hidden_layers": 2, "use_sliding_window": False}
     net = Qwen3ForCausalLM(Qwen3Config(**{k: v for k, v in config.items() if k not in ("architectures", "model_type")})).float()
     with torch.no_grad():
         for parameter in net.parameters():
@@ -68,7 +68,7 @@ def test_tokens_equal_the_cpus_with_chunked_prompts_and_prefix_hits(model, depth
 def test_prompts_that_skip_the_cache_give_the_same_tokens(model, monkeypatch):
     monkeypatch.setattr(fresh, "MIN_TOKENS", 16)
     monkeypatch.setattr(fresh, "STEP", 1)
-    monkeypatch.setattr(fresh, "supports", lambda like, head_size, window: True)
+    monkeypatch.setattr(fresh, "supports", lambda like, head_size, value_size: True)
     called = []
     monkeypatch.setattr(triton, "fresh_attention", lambda *args, **options: called.append(args[3]) or fresh.fresh_attention(*args, **options))
     monkeypatch.setattr(fresh, "sdpa_kernel", lambda backend: contextlib.nullcontext())  # cuDNN itself takes no float32

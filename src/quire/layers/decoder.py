@@ -129,6 +129,8 @@ class CausalLM(nn.Module):
     shards = SHARDS  # checkpoint's module name -> (module here, shard of it)
     renames: tuple[tuple[str, str], ...] = ()  # (part of a checkpoint's name, what it is here), in order
     unused: tuple[str, ...] = ()  # ends of names of tensors that checkpoints hold and nobody needs
+    has_drafts = False  # layers past the last predict further tokens, which is not done here
+    reads: tuple[str, ...] = ()  # quantizations, by the quant_method of config.json, that `translate` makes plain
 
     def __init__(
         self,
@@ -164,7 +166,9 @@ class CausalLM(nn.Module):
         """A checkpoint's tensor under the names here, and in the order of rows here; a family may make several of it."""
         for theirs, ours in self.renames:
             name = name.replace(theirs, ours)
-        if not name.endswith(self.unused):
+        layer = name.removeprefix("model.layers.").split(".")[0]
+        is_draft = self.has_drafts and layer.isdigit() and int(layer) >= self.config.num_hidden_layers
+        if not is_draft and not name.endswith(self.unused):
             yield name, tensor
 
 

@@ -38,6 +38,8 @@ class Rope(nn.Module):
             angles, magnitude = SCALINGS[self.scaling["rope_type"]](self, positions)
         except KeyError as error:
             raise UnsupportedModelError(f"rope_scaling lacks {error.args[0]!r}: the model's config.json is incomplete") from None
+        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+            raise UnsupportedModelError(f"rope_scaling makes no sense: {str(error).splitlines()[0]:.200}") from None
         table = torch.cat((angles.cos() * magnitude, angles.sin() * magnitude), 1)
         self.register_buffer("cos_sin", table.to(torch.float32).to(device), persistent=False)
 
@@ -131,11 +133,20 @@ def _longrope(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
     scaling = rope.scaling
     trained = scaling.get("original_max_position_embeddings") or rope.max_positions
     factors = torch.tensor(scaling["long_factor" if len(positions) > trained else "short_factor"])
+    if len(factors) != rope.rotary_dim // 2:
+        raise ValueError(f"it has {len(factors)} factors for {rope.rotary_dim // 2} pairs")
     factor = scaling.get("factor") or rope.max_positions / trained
     magnitude = scaling.get("attention_factor")
     if magnitude is None:
         magnitude = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
     return _outer(positions, rope.inverse_frequencies() / factors), magnitude
+
+
+def _proportional(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
+    """Only the first pairs turn, a share of all; frequencies are those they would have if all did."""
+    frequencies = rope.inverse_frequencies() / rope.scaling.get("factor", 1.0)
+    frequencies[int(rope.scaling.get("partial_rotary_factor", 1.0) * rope.rotary_dim // 2) :] = 0
+    return _outer(positions, frequencies), 1.0
 
 
 def _gguf_factors(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
@@ -151,5 +162,6 @@ SCALINGS: dict[str, Scaling] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
     "gguf_factors": _gguf_factors,
 }

@@ -1,5 +1,8 @@
 """Grouped-query attention as most decoders have it: projections around the attention over the cache."""
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from quire.layers.attention import Attention
@@ -36,3 +39,21 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
         return self.o_proj(self.attn(self.qkv_proj(x_TD), positions_T, self.q_norm, self.k_norm))
+
+
+class JointNormAttention(SelfAttention):
+    """Norms all heads of q together, and all of k, before they are rotated. Options are those of SelfAttention."""
+
+    def __init__(self, config: DecoderConfig, rope: Rope | None, **options: Any) -> None:
+        super().__init__(config, rope, **options)
+        q_size, kv_size, _ = self.qkv_proj.shard_sizes
+        self.q_norm = RMSNorm(q_size, config.rms_norm_eps)
+        self.k_norm = RMSNorm(kv_size, config.rms_norm_eps)
+
+    def forward(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
+        return self.o_proj(self.attn(self.qkv(x_TD), positions_T))
+
+    def qkv(self, x_TD: Tensor) -> Tensor:
+        """What is rotated, cached and attended to: q, k and v side by side."""
+        q_TX, k_TX, v_TX = self.qkv_proj(x_TD).split(self.qkv_proj.shard_sizes, -1)
+        return torch.cat((self.q_norm(q_TX)[0], self.k_norm(k_TX)[0], v_TX), -1)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
-from quire.layers.config import DecoderConfig
+from quire.layers.config import SwitchedWindowConfig
 from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
@@ -20,16 +20,9 @@ TINY = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
+class Config(SwitchedWindowConfig):
     head_dim: int = 128
     max_position_embeddings: int = 32768
-    sliding_window: int | None = 4096  # counts only where `use_sliding_window` says so
-    use_sliding_window: bool = False
-    max_window_layers: int = 28  # how many layers, from the first, see everything, where there are no layer_types
-
-    def window(self, layer_idx: int) -> int | None:
-        slides = self.slides(layer_idx) if self.layer_types else layer_idx >= self.max_window_layers
-        return self.sliding_window if self.use_sliding_window and slides else None
 
 
 class Qwen3(CausalLM):

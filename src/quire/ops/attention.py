@@ -42,10 +42,11 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     programs_per_multiprocessor: int  # for how many the planner splits long contexts
+    most_splits: int = 0  # of a tile; 0: as many as a merge can take
 
     @property
     def max_splits(self) -> int:
-        return max_splits(self.tile_m)
+        return self.most_splits or max_splits(self.tile_m)
 
 
 def config(dtype: torch.dtype, head_size: int, group_size: int, *, decode: bool) -> Tile:
@@ -53,13 +54,29 @@ def config(dtype: torch.dtype, head_size: int, group_size: int, *, decode: bool)
     lowest = max(16, triton.next_power_of_2(group_size))
     if dtype == torch.float32:  # exactness checks: no tensor cores, speed does not matter
         return Tile(lowest, 32, 4, 2, 4)
+    if head_size > 256:
+        return Tile(lowest, 32, 4, 2, 4) if decode else Tile(max(64, lowest), 32, 8, 2, 1)
     if decode:
         return Tile(lowest, 64, 4, 3, 4) if lowest == 16 and head_size <= 128 else Tile(lowest, 32, 4, 4, 4)
     return Tile(max(128, lowest), 64, 8, 3 if head_size <= 128 else 2, 2)
 
 
+class WorkShape(NamedTuple):
+    """How the work of a kind of layer is cut."""
+
+    tile: Tile
+    num_kv_heads: int
+    group_size: int  # query heads of one
+    size: int  # of a head's result
+
+
+def work_shape(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_size: int, *, decode: bool) -> WorkShape:
+    group_size = num_heads // num_kv_heads
+    return WorkShape(config(dtype, head_size, group_size, decode=decode), num_kv_heads, group_size, head_size)
+
+
 def supports(dtype: torch.dtype, head_size: int, block_size: int) -> bool:
-    fits = head_size % 8 == 0 and head_size <= 256 and block_size >= 16  # rows of 16 bytes
+    fits = head_size % 8 == 0 and head_size <= 512 and block_size >= 16  # rows of 16 bytes
     return dtype in (torch.float32, torch.float16, torch.bfloat16) and fits
 
 
@@ -102,6 +119,7 @@ def plan_units(
     num_kv_heads: int,
     window: int,
     num_programs: int,
+    most_splits: int = 0,
 ) -> np.ndarray:
     """The units of a step, int32 [U, 8]: longest tiles first, so that ragged contexts end together.
 
@@ -125,7 +143,7 @@ def plan_units(
 
     chunk = -(-int(np.add.reduce(length)) // max(1, num_programs // num_kv_heads))
     longest = int(length[0]) if len(length) else 0
-    chunk = _round_up(max(MIN_CHUNK, chunk, -(-longest // max_splits(tile_m))), CHUNK_STEP)
+    chunk = _round_up(max(MIN_CHUNK, chunk, -(-longest // (most_splits or max_splits(tile_m)))), CHUNK_STEP)
     units[:, 7] = np.arange(len(units))
     return _splits(units, length, chunk) if longest > chunk else units
 

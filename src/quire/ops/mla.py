@@ -5,7 +5,8 @@ heads of a token as its registers hold (`cut_heads`), and reads each vector once
 of heads were a key/value head. Knows tensors and block tables; nothing of requests, schedulers or models.
 
 Shape letters: T query tokens of the step, H heads, L latent size (a power of two), R size of the rotated part, X = L + R; in a
-program: G heads of a tile, M tile rows (row m is head m % G of its query token m // G), N keys at a time; C heads, P pairs.
+program: G heads of a tile, M tile rows (row m is head m % G of its query token m // G), N keys at a time; C heads, P pairs; in a
+product: K inputs, N outputs, M tokens at a time.
 """
 
 import numpy as np
@@ -14,14 +15,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.attention import LOG2_E, LOWEST, MERGE_ROWS, AttentionWork, Tile, _merge, plan_units
+from quire.ops.attention import LOG2_E, LOWEST, MERGE_ROWS, AttentionWork, Tile, WorkShape, _merge, plan_units
 from quire.ops.elementwise import _place, _scaled
 from quire.ops.launch import num_multiprocessors, options, pdl
+from quire.ops.ref import mla as reference
 from quire.ops.ref.attention import AttentionTables
 
 # A split tile is merged in so many columns at a time: what its loads fit in registers with.
 MERGE_COLUMNS = 128
+# Of a decoding row: one program merges them, all heads of it, 512 columns wide, and takes longer the more there might be.
+DECODE_SPLITS = 16
 ROPE_HEADS, ROPE_WARPS = 16, 4
+# Up to so many tokens heads are multiplied here, in tiles of 16 of them; more by cuBLAS.
+FEW_TOKENS = 64
+LINEAR_TILE_BYTES = 16 << 10  # of a weight, that a program has in registers before its input exists
 
 
 def supports(dtype: torch.dtype, latent_size: int, rope_size: int, block_size: int) -> bool:
@@ -42,8 +49,13 @@ def config(dtype: torch.dtype, latent_size: int, group_size: int, *, decode: boo
     if dtype == torch.float32:  # exactness checks: no tensor cores, speed does not matter
         return Tile(lowest, 16, 4, 1, 2)
     if decode and lowest < 64:
-        return Tile(lowest, 32, 4, 3, 2)
+        return Tile(lowest, 32, lowest // 4, 3, 2, DECODE_SPLITS)
     return Tile(max(64, lowest), 64, 8, 2, 1)
+
+
+def work_shape(dtype: torch.dtype, num_heads: int, latent_size: int, *, decode: bool) -> WorkShape:
+    num_tiles, heads = cut_heads(dtype, num_heads)
+    return WorkShape(config(dtype, latent_size, heads, decode=decode), num_tiles, heads, latent_size)
 
 
 # ---- before attention -----------------------------------------------------------------------------------------------
@@ -84,8 +96,7 @@ def _norm_rope_and_write_kernel(
     l_L, p_1P = tl.arange(0, L), tl.arange(0, P)[None, :]
     i1_1P = 2 * p_1P if INTERLEAVED else p_1P
     i2_1P = i1_1P + (1 if INTERLEAVED else R // 2)
-    if chunk == 0:
-        norm_L = tl.load(norm + l_L)
+    norm_L = tl.load(norm + l_L)
     if PDL:
         tl.extra.cuda.gdc_wait()
     angles = cos_sin + tl.load(positions + token).to(tl.int64) * R
@@ -126,19 +137,56 @@ def _turned(x1_ptr, x2_ptr, angles, p_1P, inside, R: tl.constexpr):
     return x1 * cos_1P - x2 * sin_1P, x2 * cos_1P + x1 * sin_1P
 
 
+def head_linear(x_THK: Tensor, weight_HKN: Tensor, out: Tensor | None = None) -> Tensor:
+    """As the twin. x and out may be strided along T and H, the weight as it likes."""
+    (T, H, K), N = x_THK.shape, weight_HKN.shape[2]
+    if T > FEW_TOKENS:
+        return reference.head_linear(x_THK, weight_HKN, out)
+    out = x_THK.new_empty(T, H, N) if out is None else out
+    block_k = max(16, triton.next_power_of_2(K))
+    block_n = min(max(16, LINEAR_TILE_BYTES // (block_k * x_THK.itemsize)), max(16, triton.next_power_of_2(N)))
+    if T:
+        _head_linear_kernel[H, triton.cdiv(N, block_n), triton.cdiv(T, 16)](
+            x_THK, weight_HKN, out, T, x_THK.stride(0), x_THK.stride(1), *weight_HKN.stride(), out.stride(0), out.stride(1),
+            K, N, 16, block_k, block_n, pdl(x_THK), num_warps=4, **options(pdl(x_THK)),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _head_linear_kernel(
+    x, weight, out, T, x_token_stride, x_head_stride, weight_head_stride, weight_k_stride, weight_n_stride, out_token_stride, out_head_stride,
+    K: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    head = tl.program_id(0).to(tl.int64)
+    k_K, n_N = tl.arange(0, BLOCK_K), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_M = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    weight += head * weight_head_stride
+    inside_KN = (k_K < K)[:, None] & (n_N < N)[None, :]
+    weight_KN = tl.load(weight + k_K[:, None] * weight_k_stride + n_N[None, :] * weight_n_stride, inside_KN, 0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x_M1 = x + head * x_head_stride + m_M.to(tl.int64)[:, None] * x_token_stride
+    x_MK = tl.load(x_M1 + k_K[None, :], (m_M < T)[:, None] & (k_K < K)[None, :], 0.0)
+    y_MN = tl.dot(x_MK, weight_KN, input_precision="ieee").to(out.dtype.element_ty)
+    out_M1 = out + head * out_head_stride + m_M.to(tl.int64)[:, None] * out_token_stride
+    tl.store(out_M1 + n_N[None, :], y_MN, (m_M < T)[:, None] & (n_N < N)[None, :])
+
+
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 
 def plan(q_THL: Tensor, tables: AttentionTables) -> AttentionWork:
     """The work of a step, from tables that must come back to the host first: for tests and simple callers."""
-    _, H, L = q_THL.shape
-    num_tiles, G = cut_heads(q_THL.dtype, H)
-    tile = config(q_THL.dtype, L, G, decode=tables.max_query_len == 1)
+    tile, num_tiles, G, L = work_shape(q_THL.dtype, *q_THL.shape[1:], decode=tables.max_query_len == 1)
     rows = None if tables.rows is None else tables.rows.cpu().numpy()
     query_starts = tables.query_starts.cpu().numpy()
     units = plan_units(
         query_starts[:-1], np.diff(query_starts), tables.context_lens.cpu().numpy(), rows, tile_m=tile.tile_m, group_size=G,
         num_kv_heads=num_tiles, window=0, num_programs=tile.programs_per_multiprocessor * num_multiprocessors(q_THL),
+        most_splits=tile.most_splits,
     )  # fmt: skip
     num_split_units = int(np.count_nonzero(units[:, 6] > 1))
     return AttentionWork.of(torch.from_numpy(units).to(q_THL.device), tile, num_split_units, num_tiles, L)

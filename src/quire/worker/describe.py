@@ -1,21 +1,26 @@
-"""What a model would take on this machine, from its headers alone: no weights are read.
+"""What a model would take on this machine, from its headers alone, and which models there are: no weights are read.
 
-Called by `quire info`, by dotted path. Plain numbers out.
+Called by `quire info` and `quire models`, by dotted path. Plain numbers and words out.
 """
 
+import json
 import math
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
+from quire import registry
 from quire.checkpoint.find import ModelFiles, find
-from quire.checkpoint.hf_config import gguf_name_to_hf, read_config
+from quire.checkpoint.hf_config import GGUF_ARCHITECTURES, gguf_name_to_hf, read_config
 from quire.checkpoint.safetensors import SafetensorsFolder
 from quire.config import EngineConfig
 from quire.kv.groups import form_layout
 from quire.layers.attention import CacheLayer
 from quire.layers.linear import Linear
-from quire.worker.build import DTYPES, build
+from quire.models._parity import LARGEST_ERROR
+from quire.worker.build import DTYPES, FALLBACK, build, empty, model_module
 from quire.worker.kv_cache import kv_specs
 from quire.worker.load import wanted_shapes
 from quire.worker.worker import device_module, kv_memory_bytes
@@ -36,8 +41,9 @@ def describe(config: EngineConfig) -> dict[str, Any]:
     attention = next(m for m in model.modules() if isinstance(m, CacheLayer))
     return {
         "architecture": hf_config["architectures"][0],
+        "model_file": _model_file(model_module(hf_config).__name__),
         "num_parameters": sum(shapes.values()),
-        "num_layers": len(specs),
+        "num_layers": hf_config["num_hidden_layers"],
         "dtype": config.model.dtype,
         "quantization": config.model.quantization,
         "weight_types": {} if config.model.load_format == "dummy" else _weight_types(files),
@@ -49,6 +55,33 @@ def describe(config: EngineConfig) -> dict[str, Any]:
         "attention": attention.backend.__name__.rsplit(".", 1)[1],
         "linear": type(next(m for m in model.modules() if isinstance(m, Linear)).method).__name__.lower(),
     }
+
+
+def library() -> list[dict[str, Any]]:
+    """Every architecture that has a model file. `parity`: the largest difference of a logprob from transformers' that
+    tests/models/report.py found; None: not measured."""
+    from_gguf = {row.architecture for row in GGUF_ARCHITECTURES.values()}
+    tiny = registry.literals("quire.models", "TINY")
+    found = []
+    for name, architectures in registry.literals("quire.models", "ARCHITECTURES").items():
+        kv = kv_kinds(tiny[name])
+        for architecture in architectures:
+            row = {"architecture": architecture, "file": _model_file(f"quire.models.{name}"), "kv": kv}
+            found.append({**row, "gguf": not from_gguf.isdisjoint(architectures), "parity": LARGEST_ERROR.get(architecture)})
+    return found
+
+
+def kv_kinds(fields: dict[str, Any]) -> list[str]:
+    """Of a config.json: full, sliding, latent, …"""
+    with TemporaryDirectory() as folder:  # so that it is read as any other
+        (Path(folder) / "config.json").write_text(json.dumps(fields))
+        model = empty(read_config(find(folder)), "bfloat16")
+    return sorted({type(spec).__name__.lower() for spec in kv_specs(model, torch.bfloat16).values()})
+
+
+def _model_file(module_name: str) -> str | None:
+    """None: the fallback."""
+    return None if module_name == FALLBACK else f"{module_name.removeprefix('quire.').replace('.', '/')}.py"
 
 
 def _kv_memory_bytes(config: EngineConfig, weight_bytes: int) -> int:

@@ -13,7 +13,8 @@ from quire.layers.attention import CacheLayer, native, reference
 
 
 def kv_specs(model: nn.Module, dtype: torch.dtype) -> dict[str, KVSpec]:
-    return {name: m.kv_spec(dtype.itemsize) for name, m in model.named_modules() if isinstance(m, CacheLayer)}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, CacheLayer)}
+    return {name: layer.kv_spec(dtype.itemsize) for name, layer in layers.items() if layer.shares is None}
 
 
 def attach_kv(model: nn.Module, layout: KVLayout, dtype: torch.dtype, device: torch.device) -> None:
@@ -28,6 +29,10 @@ def attach_kv(model: nn.Module, layout: KVLayout, dtype: torch.dtype, device: to
             layer.cache = _view(plane, group.block_size, group.spec, dtype)
             if on_host and layer.backend is native and not layer.cache.is_contiguous():
                 layer.backend = reference  # compiled kernels take blocks without padding
+    for layer in model.modules():
+        if isinstance(layer, CacheLayer) and layer.shares is not None:
+            owner = model.get_submodule(layer.shares)
+            layer.group_idx, layer.cache, layer.backend = owner.group_idx, owner.cache, owner.backend
 
 
 def _zero_pages(num_blocks: int, block_bytes: int) -> Tensor:

@@ -4,6 +4,7 @@ Called by the worker after `build`. Strict: every tensor has a taker, every take
 `checkpoint/`'s business, storage is the quantization method's.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from quire.checkpoint.find import ModelFiles
-from quire.checkpoint.hf_config import gguf_architecture, gguf_name_to_hf, unpermute_rows
+from quire.checkpoint.gguf import BLOCK
+from quire.checkpoint.gguf_architectures import gguf_architecture
 from quire.checkpoint.safetensors import SafetensorsFolder
 from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.layers.linear import Linear
@@ -58,6 +60,8 @@ def wanted_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def _take(name: str, taker: Taker, tensor: RawTensor) -> None:
     shape, take = taker
+    if tensor.type_name not in BLOCK:
+        raise UnsupportedModelError(f"{name} has type {tensor.type_name}, which is not supported yet")
     if tuple(tensor.shape) != shape:
         raise BadModelFileError(f"{name} has shape {list(tensor.shape)}, its config says {list(shape)}: files do not match")
     take(tensor)
@@ -131,20 +135,17 @@ def checkpoint_tensors(files: ModelFiles, hf_config: dict[str, Any]) -> Iterator
 
 
 def _from_gguf(files: ModelFiles, hf_config: dict[str, Any]) -> Iterator[tuple[str, RawTensor]]:
-    heads = {"q_proj": hf_config["num_attention_heads"], "k_proj": hf_config["num_key_value_heads"]}
+    """Under the model's own names: what a family's `translate` does to a Hugging Face checkpoint, converters have done here."""
     with files.gguf as gguf:
-        permutes = gguf_architecture(gguf).permutes_qk
+        row = gguf_architecture(gguf)
         for tensor in gguf.tensors.values():
-            name = gguf_name_to_hf(tensor.name, gguf.metadata["general.architecture"])
-            if name is None:
-                continue
-            raw = _bytes(gguf.data(tensor))
-            num_heads = heads.get(name.split(".")[-2])
-            if permutes and num_heads:
-                order = torch.tensor(unpermute_rows(tensor.shape[0], num_heads))
-                raw = raw.view(tensor.shape[0], -1)[order].flatten()
-            yield name, RawTensor(tensor.type_name, raw, tensor.shape)
-            del raw
+            shape = tensor.shape[-1:] if tensor.name.endswith(".bias") else tensor.shape  # some are matrices of one row
+            columns = shape[1:][-1:]  # none, if it is a vector
+            rows_RX = _bytes(gguf.data(tensor)).view(math.prod(shape) // math.prod(columns), -1)
+            for name, rows in row.pieces(tensor.name, shape, hf_config):
+                part_RX = rows_RX[rows]
+                yield name, RawTensor(tensor.type_name, part_RX.flatten(), (len(part_RX), *columns))
+            del rows_RX
             gguf.forget(tensor)
 
 
@@ -153,17 +154,16 @@ def _from_safetensors(files: ModelFiles) -> Iterator[tuple[str, RawTensor]]:
         for tensor in checkpoint.tensors.values():
             if tensor.name.endswith("rotary_emb.inv_freq"):
                 continue  # derived; old checkpoints hold it
-            if tensor.dtype not in ("F32", "F16", "BF16"):
-                raise UnsupportedModelError(f"{tensor.name} has type {tensor.dtype}, which is not supported yet")
             yield tensor.name, RawTensor(tensor.dtype, _bytes(checkpoint.data(tensor)), tensor.shape)
             checkpoint.forget(tensor)
 
 
 def uploaded(tensors: Iterator[tuple[str, RawTensor]], device: torch.device) -> Iterator[tuple[str, RawTensor]]:
-    """The same, what needs no decoding lying on the GPU already."""
+    """The same, what is not decoded on the CPU lying on the GPU already."""
     upload = Upload(device)
     for name, tensor in tensors:
-        yield name, RawTensor(tensor.type_name, upload(tensor.raw), tensor.shape) if tensor.type_name in PLAIN else tensor
+        fast = tensor.type_name in (*PLAIN, "U8")  # bytes become numbers in `translate`
+        yield name, RawTensor(tensor.type_name, upload(tensor.raw), tensor.shape) if fast else tensor
 
 
 def dummy_tensors(model: nn.Module, seed: int, device: torch.device) -> Iterator[tuple[str, RawTensor]]:

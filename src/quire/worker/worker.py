@@ -17,7 +17,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kv.groups import form_layout
 from quire.kv.specs import KVLayout, KVSpec
-from quire.layers.linear import Linear
+from quire.layers.linear import Linear, LMHead
 from quire.sampling.custom import load as load_processors
 from quire.step import Masks, StepPlan
 from quire.utils.memory import available_bytes
@@ -56,9 +56,10 @@ class Worker:
         started = time.monotonic()
         files = find(config.model.model)
         hf_config = read_config(files)
-        self.vocab_size, self.hidden_size = hf_config["vocab_size"], hf_config["hidden_size"]
+        self.vocab_size = hf_config["vocab_size"]
         self.processors = load_processors(config.structured.logits_processors, self.vocab_size, self.device)
         self.model = build(config, hf_config)
+        self.hidden_size = next(m.in_features for m in self.model.modules() if isinstance(m, LMHead))
         dummy = config.model.load_format == "dummy"
         tensors = dummy_tensors(self.model, config.model.seed, self.device) if dummy else checkpoint_tensors(files, hf_config)
         if self.device.type == "cuda" and not dummy:

@@ -41,9 +41,11 @@ def _table(facts: dict[str, Any]) -> str:
     kept = "packed as in the file" if facts["quantization"] == "gguf" else f"as {facts['dtype']}"
     types = ", ".join(f"{name} ×{count}" for name, count in facts["weight_types"].items()) or "none (config only)"
     requests = facts["kv_tokens"] / facts["max_model_len"]
+    path = facts["model_file"] or "the fallback: transformers' own layers around our attention and cache"
     rows = [
         ("model", facts["model"]),
         ("architecture", f"{facts['architecture']}, {facts['num_layers']} layers"),
+        ("runs through", path),
         ("parameters", f"{facts['num_parameters'] / 1e6:,.1f} million"),
         ("checkpoint", types),
         ("dtype", f"{facts['dtype']}, weights kept {kept}"),

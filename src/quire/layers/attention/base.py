@@ -42,15 +42,22 @@ class CacheLayer(nn.Module):
     num_heads: int
     num_kv_heads: int
     head_size: int
+    value_size: int | None = None  # None: as the keys'
     window: int = 0
     is_plain: bool = True  # ordinary attention within a prompt, which others' kernels can compute
+    shares: str | None = None  # path of the layer whose cache this one reads, of the same spec, instead of having its own
 
     def kv_spec(self, dtype_bytes: int) -> KVSpec:
         raise NotImplementedError
 
+    def work_shape(self, dtype: torch.dtype, *, decode: bool) -> tuple:
+        """On GPUs: the backend's `WorkShape` for steps that decode, or for others."""
+        return self.backend.work_shape(dtype, self.num_heads, self.num_kv_heads, self.head_size, decode=decode)
+
 
 class Attention(CacheLayer):
-    """`sinks`: a learned logit per head that takes part in the softmax. `softcap`: scores are bent to stay below. `rope` None: no positions."""
+    """`sinks`: a learned logit per head that takes part in the softmax. `softcap`: scores are bent to stay below. `rope` None: no positions.
+    `shares`: see CacheLayer; the layer has queries only."""
 
     def __init__(
         self,
@@ -63,6 +70,7 @@ class Attention(CacheLayer):
         window: int | None = None,
         softcap: float | None = None,
         sinks: bool = False,
+        shares: str | None = None,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
@@ -71,7 +79,14 @@ class Attention(CacheLayer):
         self.window = window or 0
         self.softcap = softcap or 0.0
         self.sinks = nn.Parameter(torch.empty(num_heads), requires_grad=False) if sinks else None
-        self.is_plain = not (self.window or self.softcap or sinks)
+        self.shares = shares
+        self.is_plain = not (self.window or self.softcap or sinks or shares)
+
+    def limit(self, max_len: int) -> None:
+        """Contexts are never longer: a window that holds all of one is none."""
+        if self.window >= max_len:
+            self.window = 0
+            self.is_plain = not (self.softcap or self.sinks is not None or self.shares)
 
     def kv_spec(self, dtype_bytes: int) -> KVSpec:
         if self.window:
@@ -81,13 +96,15 @@ class Attention(CacheLayer):
     def forward(
         self, qkv_TX: Tensor, positions_T: Tensor, q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None
     ) -> Tensor:
-        """`qkv_TX`: q, k and v of each token side by side; returns [T, H * D]. Norms, both or none, are over each head."""
+        """`qkv_TX`: q, k and v of each token side by side; returns [T, H * D]. Norms, of all there is or none, are over each head."""
         heads = qkv_TX.view(qkv_TX.shape[0], -1, self.head_size)
-        q_THD, k_TKD, v_TKD = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), 1)
-        norms = {} if q_norm is None else {"q_norm_D": q_norm.weight, "k_norm_D": k_norm.weight, "eps": q_norm.eps}
+        # With another's cache all the same, for no heads of k and v: queries are rotated, nothing is written.
+        num_written, written = (self.num_kv_heads, self.cache) if self.shares is None else (0, self.cache[..., :0, :])
+        q_THD, k_TKD, v_TKD = heads.split((self.num_heads, num_written, num_written), 1)
+        norms = {} if q_norm is None else {"q_norm_D": q_norm.weight, "k_norm_D": k_norm and k_norm.weight, "eps": q_norm.eps}
         slots_T, tables = self.context.slots_T[self.group_idx], self.context.tables[self.group_idx]
         self.backend.rope_and_write(
-            q_THD, k_TKD, v_TKD, self.rope.cos_sin, positions_T, self.cache, slots_T, self.rope.interleaved, **norms
+            q_THD, k_TKD, v_TKD, self.rope.cos_sin, positions_T, written, slots_T, self.rope.interleaved, **norms
         )
         out = self.backend.paged_attention(
             q_THD, self.cache, tables, scale=self.scale, window=self.window, sinks_H=self.sinks, softcap=self.softcap

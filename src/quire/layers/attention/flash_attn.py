@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.ops.attention import cache_view
+from quire.ops.attention import cache_view, work_shape
 from quire.ops.elementwise import rope_and_write
 from quire.ops.ref.attention import AttentionTables
 
-__all__ = ["READS_WORK", "paged_attention", "rope_and_write", "supports"]
+__all__ = ["READS_WORK", "paged_attention", "rope_and_write", "supports", "work_shape"]
 
 READS_WORK = False
 

@@ -3,7 +3,8 @@
 Called by `layers/mla.py`. A token's cache is one vector for all heads: what keys and values are made of, then the key's rotated
 part. Knows tensors and block tables; nothing of requests, schedulers or models.
 
-Shape letters: T query tokens of the step, H heads, L latent size, R size of the rotated part, X = L + R.
+Shape letters: T query tokens of the step, H heads, L latent size, R size of the rotated part, X = L + R; K inputs and N outputs of
+a product.
 """
 
 import torch
@@ -41,6 +42,13 @@ def norm_rope_and_write(
     c_TL.copy_(rms_norm(c_TL, norm_L, eps)[0])
     rope(q_THR, k_TR[:, None], cos_sin, positions_T, interleaved)
     write_latent(cache, kv_TX, slots_T)
+
+
+def head_linear(x_THK: Tensor, weight_HKN: Tensor, out: Tensor | None = None) -> Tensor:
+    """Each head by its own matrix: [T, H, N]."""
+    out = x_THK.new_empty(*x_THK.shape[:2], weight_HKN.shape[2]) if out is None else out
+    torch.bmm(x_THK.transpose(0, 1), weight_HKN, out=out.transpose(0, 1))
+    return out
 
 
 def latent_attention(

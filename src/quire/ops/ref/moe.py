@@ -11,7 +11,7 @@ from torch.nn import functional
 
 # Of the activation "clamped_swiglu": (up + 1) * gate * sigmoid(ALPHA * gate), gate below LIMIT, up within it.
 ALPHA, LIMIT = 1.702, 7.0
-ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "clamped_swiglu")
 
 
 def experts(
@@ -46,7 +46,7 @@ def gated(x_A2F: Tensor, activation: str) -> Tensor:
     gate, up = x_A2F.float().chunk(2, -1)
     if activation == "silu":
         gate = functional.silu(gate)
-    elif activation == "gelu_tanh":
+    elif activation == "gelu_pytorch_tanh":
         gate = functional.gelu(gate, approximate="tanh")
     else:
         gate = gate.clamp(max=LIMIT)

@@ -32,7 +32,7 @@ def route(logits_TE: Tensor, routing: Routing, correction_bias_E: Tensor | None 
     if routing.num_groups > 1:
         choice_TE = _in_best_groups(choice_TE, routing)
     # A stable sort, as top-k leaves it open which of equals it takes: in bfloat16 logits often are equal.
-    ids_TK = choice_TE.sort(-1, descending=True, stable=True).indices[:, : routing.num_experts_per_token]
+    ids_TK = choice_TE.argsort(dim=-1, descending=True, stable=True)[:, : routing.num_experts_per_token]
     weights_TK = scores_TE.gather(1, ids_TK)
     if routing.renormalize:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
@@ -43,6 +43,6 @@ def _in_best_groups(choice_TE: Tensor, routing: Routing) -> Tensor:
     """Minus infinity outside of them."""
     choice_TGX = choice_TE.unflatten(1, (routing.num_groups, -1))
     best_TG = choice_TGX.topk(routing.group_score_size, -1).values.sum(-1)
-    kept_TG = best_TG.sort(-1, descending=True, stable=True).indices[:, : routing.num_groups_kept]
+    kept_TG = best_TG.argsort(dim=-1, descending=True, stable=True)[:, : routing.num_groups_kept]
     dropped_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter_(1, kept_TG, False)
     return choice_TGX.masked_fill(dropped_TG[..., None], -torch.inf).flatten(1)

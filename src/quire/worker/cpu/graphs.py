@@ -57,6 +57,7 @@ class DecodeGraphs:
         rows = RECORDED_ROWS
         self._fill_context(self.model.context, rows)
         inputs = torch.from_numpy(self.token_ids[:rows]), torch.from_numpy(self.positions[:rows])
+        self.model(*inputs)  # methods make at first use what they keep
         with Recording() as recording:
             hidden = self.model(*inputs)
         self.tape = recording.tape(hidden, self.max_rows)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from quire.kv.specs import Group
 from quire.layers.attention import CacheLayer
 from quire.ops import fresh
-from quire.ops.attention import AttentionWork, config, max_split_units, max_units, plan_units
+from quire.ops.attention import AttentionWork, max_split_units, max_units, plan_units
 from quire.ops.launch import num_multiprocessors
 from quire.ops.transfer import to_device
 from quire.step import StepPlan
@@ -46,21 +46,21 @@ class GroupWork:
     """The attention work of one KV group and kind of row: how it is cut into units, and the room its launches share."""
 
     def __init__(self, layer: CacheLayer, like: Tensor, max_tokens: int, max_rows: int, *, decode: bool) -> None:
-        K, G = layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
-        tile = config(like.dtype, layer.head_size, G, decode=decode)
+        tile, K, G, size = layer.work_shape(like.dtype, decode=decode)
         num_programs = tile.programs_per_multiprocessor * num_multiprocessors(like)
         self.geometry = dict(tile_m=tile.tile_m, group_size=G, num_kv_heads=K, num_programs=num_programs)
         self.window = layer.window
         self.max_units = self.num_units(max_tokens, max_rows)
         num_split = max_split_units(self.max_units, num_kv_heads=K, num_programs=num_programs)
-        self.room = AttentionWork.of(like.new_empty(0, dtype=torch.int32), tile, num_split, K, layer.head_size)
+        self.room = AttentionWork.of(like.new_empty(0, dtype=torch.int32), tile, num_split, K, size)
 
     def num_units(self, num_tokens: int, num_rows: int) -> int:
         """No step of so many tokens in so many rows has more."""
         return max_units(num_tokens, num_rows, **self.geometry)
 
     def plan(self, starts: np.ndarray, counts: np.ndarray, context_lens: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        return plan_units(starts, counts, context_lens, rows, window=self.window, **self.geometry)
+        most_splits = self.room.tile.most_splits
+        return plan_units(starts, counts, context_lens, rows, window=self.window, most_splits=most_splits, **self.geometry)
 
 
 class StepInputs:
@@ -85,7 +85,10 @@ class StepInputs:
         ]
         self.reads_work = [getattr(layer.backend, "READS_WORK", True) for layer in layers]
         self.recordable = all(getattr(layer.backend, "RECORDABLE", True) for layer in layers)
-        can_be_fresh = all(self.reads_work) and all(layer.is_plain and fresh.supports(like, layer.head_size) for layer in layers)
+        cached = [module for module in model.modules() if isinstance(module, CacheLayer)]
+        can_be_fresh = all(self.reads_work) and all(
+            layer.is_plain and fresh.supports(like, layer.head_size, layer.value_size) for layer in cached
+        )
         self.fresh_from = fresh.MIN_TOKENS if can_be_fresh else max_tokens + 1
         sizes = {
             "rows": num_rows + 1,  # one more than requests: the padding's tokens are a row of their own

@@ -1,0 +1,65 @@
+"""Which values of a model's config are believed, whichever file they come from.
+
+Called by the readers of config.json and of GGUF before anybody multiplies or loops over what a stranger wrote.
+"""
+
+import math
+from typing import Any
+
+from quire.errors import BadModelFileError
+
+# The largest value of each count that is believed, far above real models: the builder loops over and multiplies these.
+_LIMITS = {
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 31,
+    "sliding_window": 1 << 31,
+    "sliding_window_pattern": 1 << 12,
+    "num_kv_heads": 1 << 14,
+    "ffn_hidden_size": 1 << 22,
+    "num_experts": 1 << 14,
+    "n_routed_experts": 1 << 14,
+    "moe_num_experts": 1 << 14,
+    "num_experts_per_tok": 1 << 10,
+    "moe_intermediate_size": 1 << 22,
+    "q_lora_rank": 1 << 16,
+    "kv_lora_rank": 1 << 16,
+    "qk_nope_head_dim": 1 << 14,
+    "qk_rope_head_dim": 1 << 14,
+    "v_head_dim": 1 << 14,
+}
+_POSITIVE = (
+    "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar",
+)  # fmt: skip
+
+
+def checked(config: dict[str, Any], source: str) -> dict[str, Any]:
+    for key, limit in _LIMITS.items():
+        value = config.get(key)
+        if value is not None and (type(value) is not int or not 0 < value <= limit):
+            raise BadModelFileError(f"{source} gives {key} as {value!r:.80}, not a whole number from 1 to {limit}.")
+    for key in _POSITIVE:
+        value = config.get(key)
+        if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
+            raise BadModelFileError(f"{source} gives {key} as {value!r:.80}, not a positive number.")
+    scaling = config.get("rope_scaling") or {}
+    if type(scaling) is not dict:
+        raise BadModelFileError(f"{source} gives rope_scaling as {scaling!r:.80}, not an object.")
+    for key in ("factor", "original_max_position_embeddings"):
+        value = scaling.get(key)
+        if value is not None and (type(value) not in (int, float) or not 0 < value < _LIMITS["max_position_embeddings"]):
+            raise BadModelFileError(f"{source} gives the {key} of rope_scaling as {value!r:.80}, not a positive number.")
+    full_layers, layer_types = config.get("max_window_layers"), config.get("layer_types")
+    if full_layers is not None and (type(full_layers) is not int or full_layers < 0):
+        raise BadModelFileError(f"{source} gives max_window_layers as {full_layers!r:.80}, not a whole number.")
+    if layer_types is not None and (type(layer_types) is not list or len(layer_types) < config.get("num_hidden_layers", 0)):
+        raise BadModelFileError(f"{source} does not give every layer its own of the layer_types.")
+    num_heads, num_kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if num_heads and num_kv_heads and num_heads % num_kv_heads:
+        raise BadModelFileError(f"{source} gives {num_heads} heads, not a multiple of its {num_kv_heads} KV heads.")
+    return config

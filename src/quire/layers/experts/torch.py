@@ -1,0 +1,12 @@
+"""Plain torch, an expert after the other: any dtype, any device, but it waits for the device and cannot be recorded."""
+
+import torch
+
+from quire.ops.ref.moe import experts as run
+from quire.ops.ref.routing import route
+
+__all__ = ["route", "run", "supports"]
+
+
+def supports(dtype: torch.dtype, device: torch.device) -> bool:
+    return True

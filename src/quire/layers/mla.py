@@ -1,0 +1,129 @@
+"""Multi-head latent attention: of each token one small vector is cached, from which every head's keys and values could be made.
+
+Used by models. Two ways to the same numbers: `absorbed`, which takes queries to the cached vectors and never makes keys and values,
+and `expanded`, which makes them: fewer operations where a long prompt begins in this step. Its cache, group and backend (`ops/mla.py` or
+`ops/ref/mla.py`) are attached by the worker.
+
+Shape letters: T tokens of the step, H heads, D = P + R a query's size, P of it without and R with rotation, V value size,
+L latent size, X = L + R.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quire.errors import UnsupportedModelError
+from quire.kv.specs import KVSpec, Latent
+from quire.layers.attention import CacheLayer
+from quire.layers.config import DecoderConfig
+from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
+from quire.layers.rope import Rope
+from quire.layers.weights import SHARDS
+from quire.ops.fresh import fresh_attention
+
+EPS = 1e-6  # of both inner norms, whatever the config says of the others
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLAConfig(DecoderConfig):
+    q_lora_rank: int | None = 1536  # None: queries are not compressed
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int | None = 128  # None: heads share the hidden size
+
+    def rope(self, rotary_share: float = 1.0, interleaved: bool = False) -> Rope:
+        dim = int(self.qk_rope_head_dim * rotary_share)
+        return Rope(dim, self.rope_theta, self.rope_scaling, self.max_position_embeddings, interleaved)
+
+    @property
+    def shards(self) -> dict[str, tuple[str, int]]:
+        """A model's: what is computed of a token before its latents are normed is one product."""
+        q_name = "q_proj" if self.q_lora_rank is None else "q_a_proj"
+        return {**SHARDS, q_name: ("qkv_a_proj", 0), "kv_a_proj_with_mqa": ("qkv_a_proj", 1)}
+
+
+class UpProjection(nn.Module):
+    """From latents to keys and values, [H * (P + V), L]; never quantized, as its parts multiply from both sides."""
+
+    def __init__(self, latent_size: int, num_heads: int, head_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads * head_size, latent_size), requires_grad=False)
+
+
+class MLA(CacheLayer):
+    num_kv_heads = 1
+
+    def __init__(self, config: MLAConfig, rope: Rope) -> None:
+        super().__init__()
+        if config.attention_bias and config.q_lora_rank is None:
+            raise UnsupportedModelError("attention_bias without q_lora_rank is not supported")
+        hidden_size, q_rank, bias = config.hidden_size, config.q_lora_rank, config.attention_bias
+        self.num_heads, self.latent_size = config.num_attention_heads, config.kv_lora_rank
+        self.nope_size, self.rope_size = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self.value_size = config.v_head_dim or hidden_size // self.num_heads
+        self.head_size = self.nope_size + self.rope_size
+        self.rope = rope
+        self.scale = softmax_scale(self.head_size, rope.scaling)
+        q_size = self.num_heads * self.head_size
+        self.qkv_a_proj = Linear(hidden_size, q_rank or q_size, self.latent_size + self.rope_size, bias=bias)
+        self.q_a_layernorm = None if q_rank is None else RMSNorm(q_rank, EPS)
+        self.q_b_proj = None if q_rank is None else Linear(q_rank, q_size)
+        self.kv_a_layernorm = RMSNorm(self.latent_size, EPS)
+        self.kv_b_proj = UpProjection(self.latent_size, self.num_heads, self.nope_size + self.value_size)
+        self.o_proj = Linear(self.num_heads * self.value_size, hidden_size, bias=bias)
+
+    def kv_spec(self, dtype_bytes: int) -> KVSpec:
+        return Latent(self.latent_size + self.rope_size, dtype_bytes)
+
+    def work_shape(self, dtype: torch.dtype, *, decode: bool) -> tuple:
+        return self.backend.work_shape(dtype, self.num_heads, self.latent_size, decode=decode)
+
+    def forward(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
+        num_tokens = x_TD.shape[0]
+        q_TX, kv_TX = self.qkv_a_proj(x_TD).split(self.qkv_a_proj.shard_sizes, 1)
+        if self.q_b_proj is not None:
+            q_TX = self.q_b_proj(self.q_a_layernorm(q_TX)[0])
+        q_THD = q_TX.view(num_tokens, self.num_heads, self.head_size)
+        slots_T, tables = self.context.slots_T[self.group_idx], self.context.tables[self.group_idx]
+        self.backend.norm_rope_and_write(
+            q_THD[..., self.nope_size :], kv_TX, self.kv_a_layernorm.weight, EPS, self.rope.cos_sin, positions_T, self.cache, slots_T,
+            self.rope.interleaved,
+        )  # fmt: skip
+        out_THV = q_THD.new_empty(num_tokens, self.num_heads, self.value_size)
+        if tables.work != ():  # else all rows are fresh
+            self._absorbed(q_THD, out_THV)
+        for first, count in tables.fresh:
+            span = slice(first, first + count)
+            self._expanded(q_THD[span], kv_TX[span], out_THV[span])
+        return self.o_proj(out_THV.view(num_tokens, -1))
+
+    def _absorbed(self, q_THD: Tensor, out_THV: Tensor) -> None:
+        """Over the cache. Rows that are left out of the tables' work get anything."""
+        up_HXL = self.kv_b_proj.weight.view(self.num_heads, -1, self.latent_size)
+        k_up_HPL, v_up_HVL = up_HXL.split((self.nope_size, self.value_size), 1)
+        q_THP, q_THR = q_THD.split((self.nope_size, self.rope_size), 2)
+        q_THL = self.backend.head_linear(q_THP, k_up_HPL)
+        tables = self.context.tables[self.group_idx]
+        o_THL = self.backend.latent_attention(q_THL, q_THR, self.cache, tables, scale=self.scale)
+        self.backend.head_linear(o_THL, v_up_HVL.mT, out_THV)
+
+    def _expanded(self, q_THD: Tensor, kv_TX: Tensor, out_THV: Tensor) -> None:
+        """Of one row that begins in this step: within its own tokens."""
+        c_TL, k_TR = kv_TX.split((self.latent_size, self.rope_size), 1)
+        kv_THX = functional.linear(c_TL, self.kv_b_proj.weight).unflatten(1, (self.num_heads, -1))
+        k_THP, v_THV = kv_THX.split((self.nope_size, self.value_size), 2)
+        k_THD = torch.cat((k_THP, k_TR[:, None].expand(-1, self.num_heads, -1)), 2)
+        fresh_attention(q_THD, k_THD, v_THV, ((0, len(q_THD)),), out_THV, scale=self.scale)
+
+
+def softmax_scale(head_size: int, scaling: dict[str, Any]) -> float:
+    """Scalings that stretch positions may ask for sharper scores as well (`mscale_all_dim`), here rather than on cosines and sines."""
+    factor, share = scaling.get("factor") or 1.0, scaling.get("mscale_all_dim") or 0.0
+    sharper = 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return head_size**-0.5 * sharper**2

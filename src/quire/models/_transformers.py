@@ -1,0 +1,268 @@
+"""Decoders without a model file: transformers' own layers around our attention, cache, scheduler and sampler.
+
+Built by worker/build.py for architectures that no file here names. Only classes that the installed transformers has are run, never
+code of a checkpoint. A rehearsal without numbers (on `meta`) shows what each layer attends with; what we cannot serve is refused then.
+
+Shape letters: T tokens of the step, H query heads, K key/value heads, D size of a head's keys, E of its values, X model width,
+R rows that choose a token, V vocabulary.
+"""
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quire.errors import UnsupportedModelError
+from quire.layers.attention import Attention, StepContext
+from quire.layers.linear import Linear, LMHead
+from quire.layers.rope import Rope
+from quire.layers.weights import RawTensor
+
+ATTENTION = "quire"  # our name among transformers' attention functions; it knows no mask for it, so none is built
+REHEARSED_TOKENS = 3
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+# What layers hand on to attention functions that changes nothing here.
+IMMATERIAL = {"dropout", "position_ids", "position_embeddings", "use_cache", "cache_position", "output_attentions", "past_key_values"}
+
+
+class _Refusal(Exception):
+    """Why transformers' layers cannot be used: the end of a sentence."""
+
+
+class TransformersModel(nn.Module):
+    """What the runner runs, as layers/decoder.py's CausalLM; `hf` is transformers' model, its linear layers and attention ours."""
+
+    shards: dict[str, tuple[str, int]] = {}
+    context = StepContext()  # attached by worker/build.py
+
+    def __init__(self, hf_config: dict[str, Any]) -> None:
+        """`hf_config`: all of config.json, its dtype the one to compute in."""
+        super().__init__()
+        architecture = hf_config["architectures"][0]
+        try:
+            self.hf = _build(architecture, hf_config)
+            self.names = set(self.hf.state_dict())  # before layers are replaced: what checkpoints hold
+            self.tied = _tied(self.hf)
+            _keep_buffers(self.hf)
+            _replace_linears(self.hf)
+            self._part_from_head()
+            self._rehearse()
+        except _Refusal as refusal:
+            raise UnsupportedModelError(
+                f"{architecture!r:.80} has no model file (`quire models` lists those), and transformers' layers cannot be used: {refusal}"
+            ) from None
+
+    def _part_from_head(self) -> None:
+        """The head is computed for some rows, later: then the decoder, asked by it, answers with the hidden states at hand."""
+        decoder = self.hf.get_decoder()
+        if decoder is self.hf or "position_ids" not in inspect.signature(decoder.forward).parameters:
+            raise _Refusal("its decoder is not told the positions of tokens")
+        self.decode = decoder.forward
+        self.at_hand: Tensor | None = None
+        decoder.forward = self._answer
+
+    def _answer(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, self.at_hand = self.at_hand, None
+        return self.output_class(last_hidden_state=hidden)
+
+    def _rehearse(self) -> None:
+        tokens_T = torch.zeros(REHEARSED_TOKENS, dtype=torch.int64)
+        try:
+            logits = self.logits(self(tokens_T, tokens_T))
+        except (_Refusal, UnsupportedModelError):
+            raise
+        except Exception as error:
+            raise _Refusal(f"they do not run without numbers ({type(error).__name__}: {error!s:.200})") from None
+        if logits.shape != (REHEARSED_TOKENS, self.hf.config.vocab_size) or self.at_hand is not None:
+            raise _Refusal("its head is not computed from the decoder's hidden states")
+        layers, rope = [m for m in self.hf.modules() if isinstance(m, PagedAttention)], Rope.none()
+        _check_layers(self.hf.config, layers)
+        for layer in layers:
+            layer.rope = rope
+
+    def materialize(self, num_positions: int, device: torch.device) -> None:
+        """Derived buffers, such as the frequencies of RoPE; called by worker/build.py."""
+        for module in self.hf.modules():
+            derived = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+            for name, buffer in derived.items():
+                filler = torch.nan if buffer.is_floating_point() else 0
+                module._buffers[name] = torch.full_like(buffer, filler, device=device)
+            if derived:
+                self.hf._init_weights(module)
+            for name in derived:
+                if module._buffers[name].isnan().any():
+                    raise UnsupportedModelError(f"transformers does not derive {name} of its {type(module).__name__} without a checkpoint")
+
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """Final hidden states of the tokens the step's context wants; the runner asks `logits` for the rows it needs."""
+        output = self.decode(input_ids=token_ids_T[None], position_ids=positions_T[None], use_cache=False)
+        self.output_class = type(output)
+        return self.context.only_wanted(output.last_hidden_state[0])
+
+    def logits(self, hidden_RX: Tensor) -> Tensor:
+        """With whatever the family does around its head."""
+        self.at_hand = hidden_RX[None]
+        return self.hf(inputs_embeds=self.at_hand, use_cache=False).logits[0]
+
+    def translate(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, RawTensor]]:
+        """Names are transformers'; checkpoints of a bare decoder lack the name it has in here."""
+        if any(re.search(pattern, name) for pattern in self.hf._keys_to_ignore_on_load_unexpected or ()):
+            return
+        inner = f"{self.hf.base_model_prefix}.{name}"
+        known = name if name in self.names else inner if inner in self.names else None
+        yield f"hf.{known}" if known else name, tensor
+
+
+MODEL = TransformersModel
+
+
+# -- transformers' side ------------------------------------------------------------------------------------------------
+
+
+def _build(architecture: str, hf_config: dict[str, Any]) -> nn.Module:
+    try:
+        import transformers
+        from transformers.models.auto import modeling_auto as known
+    except ImportError:
+        raise _Refusal("transformers is not installed: pip install transformers") from None
+    if architecture in known.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values():
+        raise _Refusal("it is an encoder with a decoder, and only decoders are run")
+    if architecture not in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        raise _Refusal(f"transformers {transformers.__version__} has no decoder of that name")
+    model_class = getattr(transformers, architecture)
+    if model_class._is_stateful:
+        raise _Refusal("it keeps a state of its own beside keys and values")
+    if not model_class._can_set_attn_implementation():
+        raise _Refusal("its attention does not go through transformers' registry of attention functions")
+    # `attn_implementation` and its like can name code to be fetched.
+    fields = {name: value for name, value in hf_config.items() if name != "auto_map" and "implementation" not in name}
+    try:
+        config = model_class.config_class.from_dict(fields)
+        transformers.AttentionInterface.register(ATTENTION, _attend)
+        model = model_class._from_config(config, attn_implementation=ATTENTION).eval()
+    except Exception as error:  # whatever a class makes of a config that is not its own
+        raise _Refusal(f"they do not take its config.json ({type(error).__name__}: {error!s:.200})") from None
+    _check_model(model)
+    return model
+
+
+def _check_model(model: nn.Module) -> None:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    odd = set(getattr(model.config, "layer_types", None) or ()) - LAYER_TYPES
+    if odd:
+        raise _Refusal(f"it has layers of type {min(odd)!r}")
+    ropes = {str(module.rope_type) for module in model.modules() if hasattr(module, "rope_type")}
+    if any("dynamic" in rope or "longrope" in rope for rope in ropes):
+        raise _Refusal(f"they scale RoPE ({', '.join(sorted(ropes))}) by the longest request of a step, not by each one's length")
+    if get_model_conversion_mapping(model, add_legacy=False):
+        raise _Refusal("they hold weights in another form than its checkpoints")
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Only a head can be tied: to the embedding."""
+    head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
+    if head is None:
+        raise _Refusal("it has no head over the vocabulary")
+    if set(model.all_tied_weights_keys) - {f"{head}.weight"}:
+        raise _Refusal(f"it shares {min(model.all_tied_weights_keys)} between layers")
+    return {f"hf.{target}": f"hf.{source}" for target, source in model.all_tied_weights_keys.items()}
+
+
+def _keep_buffers(model: nn.Module) -> None:
+    """Buffers that checkpoints hold become parameters: those are loaded."""
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
+                del module._buffers[name]
+                module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
+
+
+# -- layers that take the place of transformers' -------------------------------------------------------------------------
+
+
+class _AnyShape:
+    """Linear layers here take rows; transformers' take what has rows in its last two dimensions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = *x.shape[:-1], sum(self.shard_sizes)
+        if x.is_meta:  # the rehearsal
+            return x.new_empty(shape)
+        return super().forward(x.reshape(-1, self.in_features)).view(shape)
+
+
+class AnyShapeLinear(_AnyShape, Linear):
+    pass
+
+
+class AnyShapeHead(_AnyShape, LMHead):
+    pass
+
+
+def _replace_linears(model: nn.Module) -> None:
+    head = model.get_output_embeddings()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                ours = AnyShapeHead if child is head else AnyShapeLinear
+                setattr(parent, name, ours(child.in_features, child.out_features, bias=child.bias is not None))
+
+
+class PagedAttention(Attention):
+    """Between transformers' shapes and ours. Queries and keys come rotated."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_size: int, **options: Any) -> None:
+        super().__init__(num_heads, num_kv_heads, head_size, None, **options)
+
+    def forward(self, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTE: Tensor) -> Tensor:
+        """Returns [1, T, H, E]. Values narrower than keys are stored as wide."""
+        value_size = v_1KTE.shape[-1]
+        v_1KTD = functional.pad(v_1KTE, (0, self.head_size - value_size))
+        qkv_THD = torch.cat([x[0].transpose(0, 1) for x in (q_1HTD, k_1KTD, v_1KTD)], 1)
+        nowhere_T = torch.zeros(len(qkv_THD), dtype=torch.int64, device=qkv_THD.device)  # positions: all the same without RoPE
+        out_TX = super().forward(qkv_THD.flatten(1), nowhere_T)
+        return out_TX.view(1, len(qkv_THD), self.num_heads, self.head_size)[..., :value_size]
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
+) -> tuple[Tensor, None]:
+    """Our attention function, as transformers' layers call it. In the rehearsal it gives the layer what it will attend with."""
+    if query.is_meta:
+        if hasattr(module, "paged"):
+            raise _Refusal("a layer attends twice in a step")
+        module.paged = _paged(module, query, key, value, attention_mask, **options)
+        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
+    return module.paged(query, key, value), None
+
+
+def _paged(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None, is_causal: bool | None = None,
+    **others: Any,
+) -> PagedAttention:  # fmt: skip
+    odd = [name for name, given in others.items() if name not in IMMATERIAL and given is not None and given is not False]
+    if odd:
+        raise _Refusal(f"its attention is given {odd[0]!r}")
+    if attention_mask is not None:
+        raise _Refusal("it makes an attention mask of its own")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise _Refusal("its tokens attend to later ones")
+    (_, num_heads, _, head_size), (_, num_kv_heads, num_keys, _) = query.shape, key.shape
+    if num_keys != REHEARSED_TOKENS or num_heads % num_kv_heads or value.shape[1] != num_kv_heads or value.shape[3] > head_size:
+        raise _Refusal("its queries, keys and values do not have the shapes of ordinary attention")
+    return PagedAttention(num_heads, num_kv_heads, head_size, scale=scaling, window=sliding_window, softcap=softcap)
+
+
+def _check_layers(config: Any, layers: list[PagedAttention]) -> None:
+    if len(layers) != config.num_hidden_layers:
+        raise _Refusal(f"only {len(layers)} of its {config.num_hidden_layers} layers attend through transformers' registry")
+    # Windows that are told to masks only would be lost.
+    slides = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    types = getattr(config, "layer_types", None) or [f"{'sliding' if slides else 'full'}_attention"] * len(layers)
+    if any((layer.window > 0) != (kind == "sliding_attention") for kind, layer in zip(types, layers)):
+        raise _Refusal("its attention is not told the windows that its config.json gives")

@@ -1,0 +1,86 @@
+"""DeepSeek V2, V2-Lite and their Coder and Chat models: latent attention, and experts chosen from the best groups."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from quire.errors import UnsupportedModelError
+from quire.layers.decoder import CausalLM, PreNormLayer
+from quire.layers.mla import MLA, MLAConfig
+from quire.layers.mlp import GatedMLP
+from quire.layers.moe import MoE, Routing
+from quire.layers.norm import RMSNorm
+
+ARCHITECTURES = ("DeepseekV2ForCausalLM",)
+
+TINY = {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 64, "intermediate_size": 96,
+    "moe_intermediate_size": 32, "num_hidden_layers": 3, "first_k_dense_replace": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24, "vocab_size": 256,
+    "n_routed_experts": 16, "num_experts_per_tok": 3, "n_shared_experts": 2, "topk_method": "group_limited_greedy", "n_group": 4,
+    "topk_group": 2, "routed_scaling_factor": 4.0, "max_position_embeddings": 256, "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.9,
+        "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(MLAConfig):
+    num_experts_per_tok: int
+    n_routed_experts: int = 64
+    n_shared_experts: int = 2
+    moe_intermediate_size: int = 1407
+    first_k_dense_replace: int = 0  # so many layers have one MLP instead of experts
+    topk_method: str = "greedy"
+    n_group: int | None = None
+    topk_group: int | None = None
+    routed_scaling_factor: float = 1.0
+    mlp_bias: bool = False
+
+    def routing(self) -> Routing:
+        everything = Routing(self.num_experts_per_tok, scale=self.routed_scaling_factor)
+        limited = Routing(
+            self.num_experts_per_tok,
+            scale=self.routed_scaling_factor,
+            num_groups=self.n_group or 1,
+            num_groups_kept=self.topk_group or 1,
+        )
+        known = {"greedy": everything, "group_limited_greedy": limited}
+        if self.topk_method not in known:
+            raise UnsupportedModelError(
+                f"topk_method {self.topk_method!r:.40} is not supported: {', '.join(known)} are"
+            )
+        return known[self.topk_method]
+
+
+class DeepseekV2(CausalLM):
+    def __init__(self, config: Config) -> None:
+        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
+        rope = config.rope(interleaved=True)
+
+        def mlp(size: int) -> GatedMLP:
+            return GatedMLP(config.hidden_size, size, config.mlp_bias, config.hidden_act)
+
+        def feed_forward(layer_idx: int) -> nn.Module:
+            if layer_idx < config.first_k_dense_replace:
+                return mlp(config.intermediate_size)
+            size = config.moe_intermediate_size
+            shared = mlp(size * config.n_shared_experts)
+            return MoE(
+                config.hidden_size,
+                size,
+                config.n_routed_experts,
+                config.routing(),
+                activation=config.hidden_act,
+                shared=shared,
+            )
+
+        layers = [PreNormLayer(MLA(config, rope), feed_forward(i), norm) for i in range(config.num_hidden_layers)]
+        super().__init__(config, layers, norm())
+        self.shards = config.shards
+
+
+MODEL = DeepseekV2

@@ -1,0 +1,74 @@
+"""DeepSeek V3, R1 and models of their shape: latent attention, and experts chosen by sigmoid scores plus a bias that balances them."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from quire.layers.decoder import CausalLM, PreNormLayer
+from quire.layers.mla import MLA, MLAConfig
+from quire.layers.mlp import GatedMLP
+from quire.layers.moe import MoE, Routing
+from quire.layers.norm import RMSNorm
+
+ARCHITECTURES = ("DeepseekV3ForCausalLM",)
+
+TINY = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 64, "intermediate_size": 96,
+    "moe_intermediate_size": 32, "num_hidden_layers": 3, "first_k_dense_replace": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24, "vocab_size": 256,
+    "n_routed_experts": 16, "num_experts_per_tok": 3, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
+    "max_position_embeddings": 256, "tie_word_embeddings": False, "num_nextn_predict_layers": 0,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(MLAConfig):
+    max_position_embeddings: int = 4096
+    n_routed_experts: int = 256
+    n_shared_experts: int = 1
+    num_experts_per_tok: int = 8
+    moe_intermediate_size: int = 2048
+    first_k_dense_replace: int = 3  # so many layers have one MLP instead of experts
+    n_group: int = 8
+    topk_group: int = 4
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 2.5
+    rope_interleave: bool = True
+
+    def routing(self) -> Routing:
+        return Routing(
+            self.num_experts_per_tok, "sigmoid", self.norm_topk_prob, self.routed_scaling_factor, self.n_group, self.topk_group,
+            group_score_size=2,
+        )  # fmt: skip
+
+
+class DeepseekV3(CausalLM):
+    has_drafts = True
+
+    def __init__(self, config: Config) -> None:
+        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
+        rope = config.rope(interleaved=config.rope_interleave)
+
+        def mlp(size: int) -> GatedMLP:
+            return GatedMLP(config.hidden_size, size, act=config.hidden_act)
+
+        def feed_forward(layer_idx: int) -> nn.Module:
+            if layer_idx < config.first_k_dense_replace:
+                return mlp(config.intermediate_size)
+            size = config.moe_intermediate_size
+            return MoE(
+                config.hidden_size, size, config.n_routed_experts, config.routing(), activation=config.hidden_act,
+                correction_bias="gate.e_score_correction_bias", shared=mlp(size * config.n_shared_experts),
+            )  # fmt: skip
+
+        layers = [PreNormLayer(MLA(config, rope), feed_forward(i), norm) for i in range(config.num_hidden_layers)]
+        super().__init__(config, layers, norm())
+        self.shards = config.shards
+
+
+MODEL = DeepseekV3

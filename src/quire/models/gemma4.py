@@ -1,0 +1,229 @@
+"""Gemma 4, text: the last layers read the cache of the last layer of their type that has one; layers that see everything have larger
+heads; values are normed; every layer gets a small vector of each token for itself; some have experts beside the MLP. Longer than
+others because of all this: attention, feed-forward and the frame are each its own."""
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quire.errors import UnsupportedModelError
+from quire.layers.activation import activation
+from quire.layers.attention import Attention, StepContext
+from quire.layers.config import DecoderConfig
+from quire.layers.decoder import CausalLM, Decoder, SandwichLayer, only_wanted
+from quire.layers.embedding import Embedding
+from quire.layers.linear import Linear
+from quire.layers.mlp import GatedMLP
+from quire.layers.moe import Experts, Routing
+from quire.layers.norm import RMSNorm
+from quire.layers.rope import Rope
+
+ARCHITECTURES = ("Gemma4ForCausalLM",)
+
+TINY = {
+    "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "vocab_size": 256,
+    "vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 32, "max_position_embeddings": 256, "sliding_window": 24,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 3, "use_double_wide_mlp": True, "final_logit_softcapping": 8.0,
+}  # fmt: skip
+
+ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(DecoderConfig):
+    num_key_value_heads: int | None = 4
+    head_dim: int = 256
+    global_head_dim: int = 512  # of layers that see everything, as num_global_key_value_heads
+    num_global_key_value_heads: int | None = None
+    per_layer_config: dict[str, dict[str, Any]] | None = None  # the same, as later files say it: layer -> sizes
+    max_position_embeddings: int = 131_072
+    sliding_window: int = 512
+    sliding_window_pattern: int = 6
+    hidden_activation: str = "gelu_pytorch_tanh"
+    tie_word_embeddings: bool = True
+    final_logit_softcapping: float | None = None
+    use_bidirectional_attention: str | None = None
+    vocab_size_per_layer_input: int = 262_144
+    hidden_size_per_layer_input: int = 256  # 0: layers get nothing
+    attention_k_eq_v: bool = False  # in layers that see everything
+    num_kv_shared_layers: int = 0
+    use_double_wide_mlp: bool = False  # in layers that share a cache
+    enable_moe_block: bool = False
+    num_experts: int | None = None
+    top_k_experts: int | None = None
+    moe_intermediate_size: int | None = None
+
+    def of_layer(self, layer_idx: int) -> "Config":
+        """With the sizes of its heads."""
+        if self.per_layer_config is not None:
+            sizes = self.per_layer_config.get(str(layer_idx), {})
+        elif self.slides(layer_idx):
+            sizes = {}
+        else:
+            num_kv_heads = self.num_global_key_value_heads if self.attention_k_eq_v else None
+            sizes = {"head_dim": self.global_head_dim, "num_key_value_heads": num_kv_heads or self.num_key_value_heads}
+        return dataclasses.replace(self, **{key: sizes[key] for key in ("head_dim", "num_key_value_heads") if key in sizes})
+
+    def owner(self, layer_idx: int) -> int | None:
+        """The layer whose cache this one reads; None: its own."""
+        num_owners = self.num_hidden_layers - self.num_kv_shared_layers
+        if layer_idx < num_owners:
+            return None
+        alike = [i for i in range(num_owners) if self.layer_type(i) == self.layer_type(layer_idx)]
+        if not alike:
+            raise UnsupportedModelError(f"no layer before {num_owners} has a cache of the type that layer {layer_idx} is to share")
+        return alike[-1]
+
+
+class Gemma4Attention(nn.Module):
+    """Norms each head of q, k and v. Values may be the keys, before those are normed; a layer may have neither."""
+
+    def __init__(self, config: Config, layer_idx: int, rope: Rope) -> None:
+        super().__init__()
+        sizes, owner, bias = config.of_layer(layer_idx), config.owner(layer_idx), config.attention_bias
+        q_size, kv_size = config.num_attention_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
+        kv_shards = 1 if config.attention_k_eq_v and not config.slides(layer_idx) else 2
+        self.qkv_proj = Linear(config.hidden_size, q_size, *(() if owner is not None else (kv_size,) * kv_shards), bias=bias)
+        self.o_proj = Linear(q_size, config.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(sizes.head_size, config.rms_norm_eps)
+        self.k_norm = RMSNorm(sizes.head_size, config.rms_norm_eps) if owner is None else None
+        self.kv_size = kv_size
+        self.attn = Attention(
+            config.num_attention_heads, sizes.num_kv_heads, sizes.head_size, rope, scale=1.0, window=config.window(layer_idx),
+            shares=None if owner is None else f"model.layers.{owner}.self_attn.attn",
+        )  # fmt: skip
+
+    def forward(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
+        qkv_TX = self.qkv_proj(x_TD)
+        if self.k_norm is not None:
+            q_size, head_size = self.o_proj.in_features, self.attn.head_size
+            v_TKH = qkv_TX[:, -self.kv_size :].unflatten(1, (-1, head_size))
+            v_TX = functional.rms_norm(v_TKH, (head_size,), eps=self.k_norm.eps).flatten(1)
+            qkv_TX = torch.cat((qkv_TX[:, : q_size + self.kv_size], v_TX), 1)
+        return self.o_proj(self.attn(qkv_TX, positions_T, self.q_norm, self.k_norm))
+
+
+class Router(nn.Module):
+    """Reads the stream itself, normed in its own way; weights have a factor per expert."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.proj = Linear(config.hidden_size, config.num_experts)
+        self.per_expert_scale = nn.Parameter(torch.empty(config.num_experts), requires_grad=False)
+        self.routing = Routing(config.top_k_experts, renormalize=True)
+        self.logit_scale = config.hidden_size**-0.5
+
+    def forward(self, stream_TD: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+        logits_TE = self.proj(self.norm(stream_TD)[0]) * self.logit_scale
+        weights_TK, expert_ids_TK = experts.backend.route(logits_TE, self.routing)
+        return weights_TK * self.per_expert_scale[expert_ids_TK.long()].float(), expert_ids_TK
+
+
+class Gemma4Layer(SandwichLayer):
+    def __init__(self, config: Config, layer_idx: int, rope: Rope) -> None:
+        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
+        is_wide = config.use_double_wide_mlp and config.owner(layer_idx) is not None
+        mlp = GatedMLP(config.hidden_size, config.intermediate_size * (1 + is_wide), act=config.hidden_activation)
+        super().__init__(Gemma4Attention(config, layer_idx, rope), mlp, norm)
+        self.router = None
+        if config.enable_moe_block:
+            self.router = Router(config)
+            self.experts = Experts(
+                config.num_experts, config.hidden_size, config.moe_intermediate_size, config.hidden_activation, bias=False,
+                names=("gate_up_proj", "down_proj"),
+            )  # fmt: skip
+            self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2, self.pre_feedforward_layernorm_2 = norm(), norm(), norm()
+        input_size = config.hidden_size_per_layer_input
+        if input_size:
+            self.per_layer_input_gate = Linear(config.hidden_size, input_size)
+            self.per_layer_projection = Linear(input_size, config.hidden_size)
+            self.post_per_layer_input_norm = norm()
+        self.act = activation(config.hidden_activation)
+        self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False)
+
+    def forward(self, stream_TD: Tensor, input_TP: Tensor | None, positions_T: Tensor, context: StepContext | None = None) -> Tensor:
+        x_TD = self.self_attn(self.input_layernorm(stream_TD)[0], positions_T)
+        x_TD, stream_TD = only_wanted(context, x_TD, stream_TD)
+        x_TD, stream_TD = self.pre_feedforward_layernorm(self.post_attention_layernorm(x_TD)[0], stream_TD)
+        x_TD = self.mlp(x_TD)
+        if self.router is not None:
+            routed_TD = self.experts(self.pre_feedforward_layernorm_2(stream_TD)[0], *self.router(stream_TD, self.experts))
+            x_TD = self.post_feedforward_layernorm_1(x_TD)[0] + self.post_feedforward_layernorm_2(routed_TD)[0]
+        stream_TD = stream_TD + self.post_feedforward_layernorm(x_TD)[0]
+        if input_TP is not None:
+            (input_TP,) = only_wanted(context, input_TP)
+            x_TD = self.per_layer_projection(self.act(self.per_layer_input_gate(stream_TD)) * input_TP)
+            stream_TD = stream_TD + self.post_per_layer_input_norm(x_TD)[0]
+        return stream_TD * self.layer_scalar
+
+
+class LayerInputs(nn.Module):
+    """What each layer gets of a token: half of it looked up, half projected from the token's embedding."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.size = config.hidden_size_per_layer_input
+        all_layers = config.num_hidden_layers * self.size
+        self.embed_tokens = Embedding(config.vocab_size_per_layer_input, all_layers)
+        self.projection = Linear(config.hidden_size, all_layers)
+        self.norm = RMSNorm(self.size, config.rms_norm_eps)
+        self.projection_scale = config.hidden_size**-0.5
+
+    def forward(self, token_ids_T: Tensor, x_TD: Tensor) -> Iterable[Tensor]:
+        found_TX = self.embed_tokens(token_ids_T) * self.size**0.5
+        projected_TX = self.norm((self.projection(x_TD) * self.projection_scale).view(-1, self.size))[0].view(found_TX.shape)
+        return ((projected_TX + found_TX) * 2**-0.5).split(self.size, 1)
+
+
+class Gemma4Decoder(Decoder):
+    inputs: LayerInputs | None  # given by the model
+
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        x_TD = self.embed(token_ids_T, positions_T)
+        inputs = [None] * len(self.layers) if self.inputs is None else self.inputs(token_ids_T, x_TD)
+        for layer, input_TP in zip(self.layers, inputs):
+            x_TD = layer(x_TD, input_TP, positions_T, self.context if layer is self.layers[-1] else None)
+        return self.norm(x_TD)[0]
+
+
+class Gemma4(CausalLM):
+    decoder = Gemma4Decoder
+    renames = (
+        ("model.embed_tokens_per_layer.", "model.inputs.embed_tokens."),
+        ("model.per_layer_model_projection.", "model.inputs.projection."),
+        ("model.per_layer_projection_norm.", "model.inputs.norm."),
+        (".router.scale", ".router.norm.weight"),
+    )
+
+    def __init__(self, config: Config) -> None:
+        if config.use_bidirectional_attention == "all":
+            raise UnsupportedModelError("tokens of this model see those after them: only models that generate text are supported")
+        ropes: dict[str, Rope] = {}
+        for layer_idx in range(config.num_hidden_layers):
+            kind, size = config.layer_type(layer_idx), config.of_layer(layer_idx).head_size
+            rope = (config.rope_parameters or ROPES)[kind]
+            ropes.setdefault(kind, Rope(size, rope["rope_theta"], rope, config.max_position_embeddings))
+        layers = [Gemma4Layer(config, layer_idx, ropes[config.layer_type(layer_idx)]) for layer_idx in range(config.num_hidden_layers)]
+        norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        super().__init__(
+            config, layers, norm, embed_scale=config.hidden_size**0.5, logit_softcap=config.final_logit_softcapping
+        )
+        self.model.inputs = LayerInputs(config) if config.hidden_size_per_layer_input else None
+        # Checkpoints hold keys and values also of layers that have none.
+        sharing = [layer_idx for layer_idx in range(config.num_hidden_layers) if config.owner(layer_idx) is not None]
+        self.unused = tuple(f".{i}.self_attn.{name}.weight" for i in sharing for name in ("k_proj", "v_proj", "k_norm"))
+
+
+MODEL = Gemma4

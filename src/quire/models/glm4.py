@@ -1,0 +1,54 @@
+"""GLM-4-0414 and GLM-Z1: GLM with a norm behind attention and MLP too, under names of its own."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from quire.layers.config import DecoderConfig
+from quire.layers.decoder import CausalLM, SandwichLayer
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import RMSNorm
+from quire.layers.self_attention import SelfAttention
+from quire.layers.weights import QKV_SHARDS
+
+ARCHITECTURES = ("Glm4ForCausalLM",)
+
+TINY = {
+    "architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "attention_bias": True, "tie_word_embeddings": False,
+    "pad_token_id": 0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(DecoderConfig):
+    head_dim: int = 128
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1.5625e-7
+    partial_rotary_factor: float = 0.5
+    attention_bias: bool = True
+
+
+class Glm4(CausalLM):
+    shards = QKV_SHARDS
+    renames = (  # in this order: what they call post_attention stands before the MLP
+        ("post_attention_layernorm", "pre_feedforward_layernorm"),
+        ("post_self_attn_layernorm", "post_attention_layernorm"),
+        ("post_mlp_layernorm", "post_feedforward_layernorm"),
+    )
+
+    def __init__(self, config: Config) -> None:
+        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
+        rope = config.rope(config.partial_rotary_factor, interleaved=True)
+        layers = [
+            SandwichLayer(
+                SelfAttention(config, rope, bias=config.attention_bias),
+                GatedMLP(config.hidden_size, config.intermediate_size, act=config.hidden_act),
+                norm,
+            )
+            for _ in range(config.num_hidden_layers)
+        ]
+        super().__init__(config, layers, norm())
+
+
+MODEL = Glm4

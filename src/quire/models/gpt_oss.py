@@ -1,0 +1,96 @@
+"""gpt-oss: heads with sinks, windows in every other layer, biases everywhere, experts whose gate and up are clamped. Checkpoints hold
+an expert's gate and up row by row in turn, as MXFP4, which becomes bfloat16 here, or else as columns."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from quire.errors import UnsupportedModelError
+from quire.layers.config import DecoderConfig
+from quire.layers.decoder import CausalLM, PreNormLayer
+from quire.layers.moe import MoE, Routing
+from quire.layers.norm import RMSNorm
+from quire.layers.self_attention import SelfAttention
+from quire.layers.weights import RawTensor, from_mxfp4, transposed
+
+ARCHITECTURES = ("GptOssForCausalLM",)
+
+TINY = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256, "max_position_embeddings": 256,
+    "sliding_window": 24, "num_local_experts": 8, "num_experts_per_tok": 3, "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
+
+YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(DecoderConfig):
+    num_key_value_heads: int | None = 8
+    head_dim: int = 64
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 150000.0
+    rope_scaling: dict[str, Any] | None = field(default_factory=lambda: YARN)
+    sliding_window: int | None = 128
+    sliding_window_pattern: int = 2
+    attention_bias: bool = True
+    num_experts: int = 128
+    num_experts_per_tok: int = 4
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+
+
+class GptOss(CausalLM):
+    reads = ("mxfp4",)
+    renames = ((".self_attn.sinks", ".self_attn.attn.sinks"), (".mlp.router.", ".mlp.gate."))
+
+    def __init__(self, config: Config) -> None:
+        if (config.swiglu_alpha, config.swiglu_limit) != (1.702, 7.0):
+            raise UnsupportedModelError("experts with a swiglu_alpha other than 1.702 or a swiglu_limit other than 7 are not supported")
+        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
+        rope, bias = config.rope(), config.attention_bias
+        routing = Routing(config.num_experts_per_tok, renormalize=True)
+        layers = [
+            PreNormLayer(
+                SelfAttention(config, rope, bias=bias, out_bias=bias, window=config.window(layer_idx), sinks=True),
+                MoE(
+                    config.hidden_size, config.intermediate_size, config.num_experts, routing, activation="clamped_swiglu", bias=True,
+                    names=("gate_up_proj", "down_proj"),
+                ),
+                norm,
+            )
+            for layer_idx in range(config.num_hidden_layers)
+        ]  # fmt: skip
+        super().__init__(config, layers, norm())
+        self.packed: dict[str, dict[str, RawTensor]] = {}  # blocks or scales that wait for each other
+
+    def translate(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, RawTensor]]:
+        if name.endswith(("_blocks", "_scales")):
+            name, part = name.rsplit("_", 1)
+            parts = self.packed.setdefault(name, {})
+            parts[part] = tensor
+            if len(parts) < 2:
+                return
+            tensor = from_mxfp4(**self.packed.pop(name))
+        elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensor = transposed(tensor)
+        if ".experts.gate_up_proj" in name:
+            tensor = _gates_first(tensor)
+        yield from super().translate(name, tensor)
+
+
+def _gates_first(tensor: RawTensor) -> RawTensor:
+    """Rows of each expert: all of gate, then all of up."""
+    num_experts, num_rows, *_ = tensor.shape
+    raw = tensor.raw.view(num_experts, num_rows // 2, 2, -1).transpose(1, 2).flatten()
+    return RawTensor(tensor.type_name, raw, tensor.shape)
+
+
+MODEL = GptOss

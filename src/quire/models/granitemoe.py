@@ -1,0 +1,62 @@
+"""Granite 3 with a mixture of experts: Granite's multipliers; checkpoints hold the experts of a layer in two tensors."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from quire.layers.config import DecoderConfig
+from quire.layers.decoder import CausalLM, PreNormLayer
+from quire.layers.moe import MoE, Routing
+from quire.layers.norm import RMSNorm
+from quire.layers.self_attention import SelfAttention
+
+ARCHITECTURES = ("GraniteMoeForCausalLM",)
+
+TINY = {
+    "architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe", "hidden_size": 64, "intermediate_size": 32,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256,
+    "max_position_embeddings": 256, "rope_theta": 10000.0, "tie_word_embeddings": True, "num_local_experts": 8, "num_experts_per_tok": 3,
+    "embedding_multiplier": 12.0, "attention_multiplier": 0.0625, "residual_multiplier": 0.22, "logits_scaling": 3.0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(DecoderConfig):
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float = 1.0  # instead of 1 / sqrt(head size)
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+
+
+class GraniteMoe(CausalLM):
+    renames = (
+        ("block_sparse_moe.", "mlp."),
+        ("input_linear.weight", "experts.gate_up_proj"),
+        ("output_linear.weight", "experts.down_proj"),
+        ("router.layer.", "gate."),
+        ("router.", "gate."),
+    )
+
+    def __init__(self, config: Config) -> None:
+        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
+        rope, bias = config.rope(), config.attention_bias
+        routing = Routing(config.num_experts_per_tok, renormalize=True)
+        layers = [
+            PreNormLayer(
+                SelfAttention(config, rope, bias=bias, out_bias=bias, scale=config.attention_multiplier),
+                MoE(
+                    config.hidden_size, config.intermediate_size, config.num_experts, routing, activation=config.hidden_act,
+                    names=("gate_up_proj", "down_proj"),
+                ),
+                norm,
+                config.residual_multiplier,
+            )
+            for _ in range(config.num_hidden_layers)
+        ]  # fmt: skip
+        super().__init__(
+            config, layers, norm(), embed_scale=config.embedding_multiplier, logit_scale=1 / config.logits_scaling
+        )
+
+
+MODEL = GraniteMoe

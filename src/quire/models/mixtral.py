@@ -1,0 +1,52 @@
+"""Mixtral: Mistral with a mixture of experts in every layer."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from quire.layers.config import DecoderConfig
+from quire.layers.decoder import CausalLM, PreNormLayer
+from quire.layers.moe import MoE, Routing
+from quire.layers.norm import RMSNorm
+from quire.layers.self_attention import SelfAttention
+
+ARCHITECTURES = ("MixtralForCausalLM",)
+
+TINY = {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "sliding_window": 24, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(DecoderConfig):
+    num_key_value_heads: int | None = 8
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 1000000.0
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+
+
+class Mixtral(CausalLM):
+    renames = (("block_sparse_moe.", "mlp."),)
+
+    def __init__(self, config: Config) -> None:
+        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
+        rope, routing = config.rope(), Routing(config.num_experts_per_tok, renormalize=True)
+        layers = [
+            PreNormLayer(
+                SelfAttention(config, rope, window=config.sliding_window),
+                MoE(
+                    config.hidden_size, config.intermediate_size, config.num_experts, routing, activation=config.hidden_act,
+                    names=("w1", "w3", "w2"),
+                ),
+                norm,
+            )
+            for _ in range(config.num_hidden_layers)
+        ]  # fmt: skip
+        super().__init__(config, layers, norm())
+
+
+MODEL = Mixtral

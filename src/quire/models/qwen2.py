@@ -1,0 +1,42 @@
+"""Qwen2 and Qwen2.5: the projections to q, k and v have biases; layers from some on may see a window only."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from quire.layers.config import SwitchedWindowConfig
+from quire.layers.decoder import CausalLM, PreNormLayer
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import RMSNorm
+from quire.layers.self_attention import SelfAttention
+
+ARCHITECTURES = ("Qwen2ForCausalLM",)
+
+TINY = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": False, "use_sliding_window": True, "sliding_window": 24,
+    "max_window_layers": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(SwitchedWindowConfig):
+    max_position_embeddings: int = 32768
+
+
+class Qwen2(CausalLM):
+    def __init__(self, config: Config) -> None:
+        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
+        rope = config.rope()
+        layers = [
+            PreNormLayer(
+                SelfAttention(config, rope, bias=True, window=config.window(layer_idx)),
+                GatedMLP(config.hidden_size, config.intermediate_size, act=config.hidden_act),
+                norm,
+            )
+            for layer_idx in range(config.num_hidden_layers)
+        ]
+        super().__init__(config, layers, norm())
+
+
+MODEL = Qwen2

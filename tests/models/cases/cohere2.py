@@ -1,0 +1,3 @@
+"""Variants of Cohere 2 beyond its TINY."""
+
+CASES = {"untied, biased": {"tie_word_embeddings": False, "attention_bias": True}}

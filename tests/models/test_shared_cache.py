@@ -1,0 +1,92 @@
+"""Layers that read another layer's cache: what they cost, and that they leave it alone. Their numbers are test_parity's business."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire import LLM, SamplingParams
+from quire.kv.groups import form_layout
+from quire.kv.specs import Full, Sliding
+from quire.layers.attention import Attention, StepContext, native, reference
+from quire.models import gemma4
+from quire.ops.ref.attention import AttentionTables
+from quire.worker.build import empty
+from quire.worker.kv_cache import attach_kv, kv_specs
+from tests.models.oracle import OPTIONS, PROMPTS, assert_greedy, oracle
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+CPU = torch.device("cpu")
+
+
+def answer(folder, **options):
+    with LLM(str(folder), **{**OPTIONS, **options}) as llm:
+        return llm.generate([PROMPTS[3]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_only_layers_with_a_cache_of_their_own_take_blocks():
+    model = empty(gemma4.TINY, "float32")
+    specs = kv_specs(model, torch.float32)
+    sliding, full = Sliding(2, 16, 4, window=24), Full(2, 32, 4)
+    assert specs == {f"model.layers.{i}.self_attn.attn": spec for i, spec in enumerate((sliding, sliding, full))}
+    alone = empty({**gemma4.TINY, "num_kv_shared_layers": 0}, "float32")
+    assert sum(s.bytes_per_token for s in kv_specs(alone, torch.float32).values()) == 2 * sum(s.bytes_per_token for s in specs.values())
+
+
+def test_a_layer_that_shares_gets_its_owners_cache_group_and_backend():
+    model = empty(gemma4.TINY, "float32")
+    layers = [layer.self_attn.attn for layer in model.model.layers]
+    for layer in layers:
+        layer.backend = native
+    layers[1].backend = reference  # as where a cache is not what the compiled kernels want
+    attach_kv(model, form_layout(kv_specs(model, torch.float32), 16, num_blocks=4), torch.float32, CPU)
+    for layer_idx, owner_idx in {3: 1, 4: 1, 5: 2}.items():
+        layer, owner = layers[layer_idx], layers[owner_idx]
+        assert layer.cache is owner.cache and layer.group_idx == owner.group_idx and layer.backend is owner.backend
+
+
+@pytest.mark.parametrize("backend", [reference, native], ids=["reference", "native"])
+def test_a_layer_that_shares_rotates_its_queries_and_writes_nothing(backend):
+    """What it attends to is what a layer that wrote the same keys and values attends to."""
+    torch.manual_seed(0)
+    q_TX, kv_TX, positions_T = torch.randn(5, 4 * 16), torch.randn(5, 2 * 2 * 16), torch.arange(5)
+    rope = gemma4.Rope(16, 10_000.0, None, 64)
+    rope.materialize(64, CPU)
+    counts = {"query_starts": torch.tensor([0, 5], dtype=torch.int32), "context_lens": torch.tensor([5], dtype=torch.int32)}
+    tables = AttentionTables(**counts, block_table=torch.ones(1, 1, dtype=torch.int32), block_size=16, max_query_len=5, max_context_len=5)
+    owner, sharing = Attention(4, 2, 16, rope), Attention(4, 2, 16, rope, shares="owner")
+    for layer in (owner, sharing):
+        layer.backend, layer.group_idx = backend, 0
+        layer.context = StepContext([tables], [16 + positions_T])
+    owner.cache = sharing.cache = torch.zeros(2, 2, 16, 2, 16)
+    expected = owner(torch.cat((q_TX, kv_TX), 1), positions_T)
+    before = owner.cache.clone()
+    torch.testing.assert_close(sharing(q_TX.clone(), positions_T), expected)
+    assert torch.equal(owner.cache, before) and before.any()
+
+
+def test_kernels_of_gpus_share_a_cache_too(tmp_path):
+    layer_types = ["sliding_attention", "full_attention", "full_attention"]
+    model = oracle({**gemma4.TINY, "num_hidden_layers": 3, "layer_types": layer_types, "num_kv_shared_layers": 1}, tmp_path)
+    options = {"attention_backend": "triton", "max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 32}
+    with LLM(str(tmp_path), **{**OPTIONS, **options}) as llm:
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        assert_greedy(model, PROMPTS[1], llm.generate([PROMPTS[1]], params, use_tqdm=False)[0].outputs[0].token_ids)
+
+
+def test_keys_and_values_of_layers_that_share_are_known_and_not_needed(tmp_path):
+    model = oracle(gemma4.TINY, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for part in ("k_proj", "v_proj", "k_norm"):
+        tensors[f"model.layers.4.self_attn.{part}.weight"] = tensors[f"model.layers.1.self_attn.{part}.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert_greedy(model, PROMPTS[3], answer(tmp_path))
+
+
+def test_sizes_of_heads_may_be_said_by_type_of_layer_as_first_published(tmp_path):
+    model = oracle(gemma4.TINY, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config.pop("per_layer_config")
+    (tmp_path / "config.json").write_text(json.dumps({**config, "global_head_dim": 32}))
+    assert_greedy(model, PROMPTS[3], answer(tmp_path))
