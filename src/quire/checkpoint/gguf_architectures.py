@@ -390,8 +390,3 @@ def gguf_architecture(gguf: GGUFFile) -> GGUFArchitecture:
         raise UnsupportedModelError(f"{gguf.path.name} is one of several parts: join them, `llama-gguf-split --merge`.")
     row = GGUF_ARCHITECTURES[name]
     return next((variant for holds, variant in row.variants if holds(gguf)), row)
-
-
-def gguf_name_to_hf(name: str, architecture: str = "llama") -> str | None:
-    """The tensor's name in our model; None for tensors that are no weights."""
-    return GGUF_ARCHITECTURES[architecture].name(name)

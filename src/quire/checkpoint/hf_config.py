@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from quire.checkpoint.find import ModelFiles
-from quire.checkpoint.gguf_architectures import GGUF_ARCHITECTURES, gguf_name_to_hf
 from quire.checkpoint.gguf_config import config_from_gguf, generation_config_from_gguf
 from quire.checkpoint.sanity import checked
 from quire.errors import BadModelFileError, ModelNotFoundError
-
-__all__ = ["GGUF_ARCHITECTURES", "gguf_name_to_hf", "read_config", "read_generation_config"]
 
 _MAX_JSON_BYTES = 1 << 24
 

@@ -10,6 +10,7 @@ LARGEST_ERROR: dict[str, float] = {
     "GPTNeoXForCausalLM": 4e-06,
     "Gemma2ForCausalLM": 3e-06,
     "Gemma3ForCausalLM": 3e-06,
+    "Gemma4ForCausalLM": 1e-05,
     "Glm4ForCausalLM": 6e-06,
     "Glm4MoeForCausalLM": 6e-06,
     "GlmForCausalLM": 5e-06,

@@ -13,7 +13,8 @@ import torch
 
 from quire import registry
 from quire.checkpoint.find import ModelFiles, find
-from quire.checkpoint.hf_config import GGUF_ARCHITECTURES, gguf_name_to_hf, read_config
+from quire.checkpoint.gguf_architectures import GGUF_ARCHITECTURES, gguf_architecture
+from quire.checkpoint.hf_config import read_config
 from quire.checkpoint.safetensors import SafetensorsFolder
 from quire.config import EngineConfig
 from quire.kv.groups import form_layout
@@ -37,7 +38,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
     specs = kv_specs(model, dtype)
     layout = form_layout(specs, config.cache.block_size, 0)
     shapes = {name: math.prod(shape) for name, shape in wanted_shapes(model).items() if name not in model.tied}
-    weight_bytes = _weight_bytes(files, config, model, shapes, dtype.itemsize)
+    weight_bytes = _weight_bytes(files, config, hf_config, model, shapes)
     attention = next(m for m in model.modules() if isinstance(m, CacheLayer))
     return {
         "architecture": hf_config["architectures"][0],
@@ -60,14 +61,14 @@ def describe(config: EngineConfig) -> dict[str, Any]:
 def library() -> list[dict[str, Any]]:
     """Every architecture that has a model file. `parity`: the largest difference of a logprob from transformers' that
     tests/models/report.py found; None: not measured."""
-    from_gguf = {row.architecture for row in GGUF_ARCHITECTURES.values()}
+    from_gguf = {r.architecture for row in GGUF_ARCHITECTURES.values() for r in (row, *(variant for _, variant in row.variants))}
     tiny = registry.literals("quire.models", "TINY")
     found = []
     for name, architectures in registry.literals("quire.models", "ARCHITECTURES").items():
         kv = kv_kinds(tiny[name])
         for architecture in architectures:
             row = {"architecture": architecture, "file": _model_file(f"quire.models.{name}"), "kv": kv}
-            found.append({**row, "gguf": not from_gguf.isdisjoint(architectures), "parity": LARGEST_ERROR.get(architecture)})
+            found.append({**row, "gguf": not from_gguf.isdisjoint((architecture, architectures[0])), "parity": LARGEST_ERROR.get(architecture)})
     return found
 
 
@@ -105,14 +106,19 @@ def _weight_types(files: ModelFiles) -> dict[str, int]:
     return counts
 
 
-def _weight_bytes(files: ModelFiles, config: EngineConfig, model: Any, shapes: dict[str, int], itemsize: int) -> int:
+def _weight_bytes(files: ModelFiles, config: EngineConfig, hf_config: dict[str, Any], model: Any, shapes: dict[str, int]) -> int:
     """Packed weights stay as large as in the file; everything else takes its dtype. Tied packed heads are kept twice."""
+    itemsize = DTYPES[config.model.dtype].itemsize
     if config.model.quantization != "gguf":
         return sum(shapes.values()) * itemsize
-    linear_names = {name for name, shape in wanted_shapes(model).items() if len(shape) == 2 and "embed" not in name}
+    paths = {name for name, module in model.named_modules() if isinstance(module, Linear)}
+    linears = {f"{path}.weight" for path in paths} | {f"{path.rpartition('.')[0]}.{shard}.weight" for path in paths for shard in model.shards}
+    sizes: dict[str, int] = {}
+    row = gguf_architecture(files.gguf)
+    for tensor in files.gguf.tensors.values():
+        pieces = list(row.pieces(tensor.name, tensor.shape, hf_config))
+        sizes |= {name: tensor.nbytes // len(pieces) for name, _ in pieces}
     total = 0
-    architecture = files.gguf.metadata["general.architecture"]
-    sizes = {gguf_name_to_hf(t.name, architecture): t.nbytes for t in files.gguf.tensors.values()}
     for name, source in {**{n: n for n in shapes}, **model.tied}.items():
-        total += sizes[source] if name in linear_names else shapes[source] * itemsize
+        total += sizes[source] if name in linears else shapes[source] * itemsize
     return total

@@ -64,7 +64,7 @@ class Worker:
         tensors = dummy_tensors(self.model, config.model.seed, self.device) if dummy else checkpoint_tensors(files, hf_config)
         if self.device.type == "cuda" and not dummy:
             tensors = uploaded(tensors, self.device)
-        if not dummy:
+        if not dummy and files.kind == "hf":  # GGUF files are read under the model's own names
             tensors = translated(self.model, tensors)
         with self._capacity("loading the weights"):
             load_weights(self.model, tensors, self.dtype, self.device)
