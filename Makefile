@@ -16,8 +16,12 @@ serve: $(VENV)/.installed
 chat: $(VENV)/.installed
 	@$(BIN)/quire chat
 
+# What computes goes on two cores at once; what watches clocks, sockets and signals has the machine to itself.
+TOGETHER := $(addprefix tests/,checkpoint config core frontend kv layers metrics models ops sampling structured worker)
+
 test: $(VENV)/.installed-test lint
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n 2 $(TOGETHER)
+	@$(BIN)/python -m pytest -q tests $(addprefix --ignore=,$(TOGETHER))
 
 lint: $(VENV)/.installed-test
 	@$(BIN)/ruff check src tests benchmarks examples

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "kv": {"kv"},
     "executor": {"executor"},
     "worker": {"worker", "models", "layers", "quant", "sampling", "ops", "kv.groups"},
-    "models": {"layers", "models"},
+    "models": {"layers"},
     "layers": {"layers", "ops", "quant.base"},
     "quant": {"quant", "ops"},
     "sampling": {"sampling", "ops"},
