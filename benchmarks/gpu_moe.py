@@ -21,7 +21,7 @@ from quire.ops.moe import Config, Tile
 from quire.ops.ref import moe as twin
 from quire.ops.ref import routing as twin_routing
 from quire.ops.ref.routing import Routing
-from quire.ops.routing import route
+from quire.ops.routing import route, router_logits
 
 DTYPE = torch.bfloat16
 BYTES_PER_S, FLOPS_PER_S = 4.3e12, 780e12  # what an H200 does at best, measured
@@ -65,6 +65,7 @@ class Layer:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         E, D, F = shape.num_experts, shape.hidden_size, shape.expert_size
+        self.router = random(E, D).mul_(D**-0.5)
         self.matrices = random(E, 2 * F, D).mul_(D**-0.5), random(E, D, F).mul_(F**-0.5)
         biases = (random(E, 2 * F), random(E, D)) if shape.bias else (None, None)
         self.named = dict(activation=shape.activation, gate_up_bias_E2F=biases[0], down_bias_ED=biases[1])
@@ -77,7 +78,10 @@ class Layer:
         return moe.experts(*inputs, *self.matrices, **self.named, cut=cut)
 
     def check(self, num_tokens: int) -> None:
-        logits = random(num_tokens, self.shape.num_experts)
+        x = random(num_tokens, self.shape.hidden_size)
+        logits, expected = router_logits(x, self.router), twin_routing.router_logits(x, self.router)
+        if not torch.allclose(logits.sum(0), expected[0], rtol=1e-3, atol=1e-3):
+            raise ArithmeticError("a router's logits are not its twin's")
         found, wanted = (f(logits, self.shape.routing) for f in (route, twin_routing.route))
         same = (found[1] == wanted[1]).all(1)  # sums of groups may tie but for rounding
         if same.float().mean() < 0.999 or not torch.allclose(found[0][same], wanted[0][same], rtol=1e-4, atol=1e-6):
@@ -169,9 +173,8 @@ def tune(layer: Layer, num_tokens: int, failed: dict, default_us: float) -> None
 def time_case(layer: Layer, num_tokens: int) -> dict:
     shape = layer.shape
     inputs = [layer.inputs(num_tokens) for _ in range(CALLS)]
-    logits = [random(num_tokens, shape.num_experts) for _ in range(CALLS)]
     us = graph_us(layer.ours, inputs)
-    routing_us = graph_us(lambda given: route(given, shape.routing), logits)
+    routing_us = graph_us(lambda given: route(router_logits(given[0], layer.router), shape.routing), inputs)
     used = statistics.mean(len(ids.unique()) for _, _, ids in inputs)
     num_bytes = used * shape.expert_bytes + 2 * inputs[0][0].nbytes
     flops = inputs[0][2].numel() * shape.expert_bytes  # two per parameter of two bytes

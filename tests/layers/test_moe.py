@@ -74,6 +74,9 @@ def fill(moe: MoE, state: dict[str, Tensor]) -> MoE:
                 tensor = state.pop(name.removeprefix("."))
                 assert tuple(tensor.shape) == shape
                 take(raw(tensor))
+        else:
+            for name, _ in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(state.pop(f"{path}.{name}"), requires_grad=False))
     assert not state
     return moe
 

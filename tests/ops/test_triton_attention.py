@@ -144,6 +144,7 @@ CASES = {
     "heads of 80": Case(MIXED, head_size=80),
     "heads of 96": Case(((1, 50), (9, 3)), head_size=96),
     "heads of 256": Case(((1, 50), (9, 3)), head_size=256),
+    "heads of 512": Case(((1, 50), (9, 3)), head_size=512),
     "blocks of 32": Case(MIXED, block_size=32),
     "blocks of 128": Case(((1, 300), (9, 3)), block_size=128, tile=TALL),
     "soft cap": Case(MIXED, softcap=3.0),

@@ -58,6 +58,25 @@ def test_every_rule_is_its_twin(rule: Routing, num_experts: int, bias: bool) -> 
     torch.testing.assert_close(weights, expected_weights, rtol=2e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 1030])
+@pytest.mark.parametrize(("num_experts", "hidden_size"), [(8, 64), (40, 300), (128, 512), (33, 4100)])
+def test_a_routers_logits_are_its_twins_in_parts(num_tokens: int, num_experts: int, hidden_size: int) -> None:
+    x = randn(num_tokens, hidden_size + 8)[:, :hidden_size]
+    weight, bias = randn(num_experts, hidden_size), randn(num_experts)
+    found = routing.router_logits(x, weight, bias)
+    assert found.dtype == torch.float32 and len(found) == -(-hidden_size // (256 if hidden_size <= 4096 else 1024))
+    torch.testing.assert_close(found.sum(0), twin_routing.router_logits(x, weight, bias)[0], rtol=1e-4, atol=1e-3)
+    rule = Routing(4, renormalize=True)
+    for a, b in zip(routing.route(found[:, -4:], rule), twin_routing.route(found[:, -4:], rule)):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-7)
+
+
+def test_whom_a_router_prefers_does_not_hang_on_company() -> None:
+    x, weight = randn(40, 512), randn(64, 512)
+    together = routing.router_logits(x, weight)
+    assert torch.equal(together[:, 7:8], routing.router_logits(x[7:8], weight))
+
+
 def test_a_softmax_over_the_chosen_is_the_renormalized_one() -> None:
     logits = randn(7, 32)
     weights, ids = twin_routing.route(logits, Routing(4, renormalize=True))

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from quire.errors import UnsupportedModelError
 from quire.layers.experts import torch as reference
-from quire.layers.linear import Linear
 from quire.ops.ref.moe import ACTIVATIONS
 from quire.ops.ref.routing import Routing
 from quire.quant.base import RawTensor
@@ -79,6 +78,15 @@ class Experts(nn.Module):
         parameter[index] = values
 
 
+class Router(nn.Module):
+    """One row per expert; never quantized: it is small, and who is chosen hangs on it."""
+
+    def __init__(self, hidden_size: int, num_experts: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(num_experts), requires_grad=False) if bias else None
+
+
 class MoE(nn.Module):
     """`bias` is the router's and the experts' alike. `correction_bias` names one in the checkpoint that chooses experts but does not
     weigh them; it stays in float32. `shared`: what all tokens go through as well, `shared_experts` in checkpoints."""
@@ -98,7 +106,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.routing, self.correction_name = routing, correction_bias
-        self.gate = Linear(hidden_size, num_experts, bias=bias)
+        self.gate = Router(hidden_size, num_experts, bias)
         self.correction_bias = nn.Parameter(torch.empty(num_experts), requires_grad=False) if correction_bias else None
         self.experts = Experts(num_experts, hidden_size, expert_size, activation, bias, names)
         self.shared_experts = shared
@@ -109,7 +117,8 @@ class MoE(nn.Module):
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """(weights_TK float32, expert_ids_TK int32)."""
-        return self.experts.backend.route(self.gate(x_TD), self.routing, self.correction_bias)
+        backend = self.experts.backend
+        return backend.route(backend.router_logits(x_TD, self.gate.weight, self.gate.bias), self.routing, self.correction_bias)
 
     def shared(self, x_TD: Tensor) -> Tensor | None:
         """What is added to the experts' sum."""

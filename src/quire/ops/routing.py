@@ -1,9 +1,10 @@
-"""Which experts a token goes to, in Triton, in one launch for every rule; twin: `ops/ref/routing.py`.
+"""Which experts a token goes to, in Triton, in two launches for every rule; twin: `ops/ref/routing.py`.
 
-Called by the Triton expert backend. Knows router logits only. Whatever the logits are, ids name experts that exist.
+Called by the Triton expert backend. Knows routers only. Whatever the logits are, ids name experts that exist. A router's product is
+small and would keep few multiprocessors busy: its sum is cut into parts, by its length alone, which the second launch adds up.
 
-Shape letters: T tokens, E experts, K experts of a token, G groups; in the kernel X = places for experts: groups and experts of a
-group, each filled up to a power of two; S = K filled up likewise.
+Shape letters: T tokens, D hidden size, E experts, K experts of a token, G groups, P parts of a sum; in the kernels J inputs at a time,
+X = places for experts: groups and experts of a group, each filled up to a power of two; S = K filled up likewise.
 """
 
 import torch
@@ -14,23 +15,62 @@ from torch import Tensor
 from quire.ops.launch import options, pdl, wait_turn
 from quire.ops.ref.routing import Routing
 
-__all__ = ["Routing", "route"]
+__all__ = ["Routing", "route", "router_logits"]
 
 INFINITY = tl.constexpr(float("inf"))
+BLOCK_J = 64
 
 
-def route(logits_TE: Tensor, routing: Routing, correction_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(weights_TK float32, expert_ids_TK int32), best first; of equals the first expert. The bias chooses, but does not weigh."""
-    (num_tokens, num_experts), top_k = logits_TE.shape, routing.num_experts_per_token
-    weights_TK = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits_TE.device)
-    ids_TK = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits_TE.device)
+def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+    """As the twin; x may be strided along T."""
+    (T, D), E = x_TD.shape, len(weight_ED)
+    part = 256 if D <= 4096 else 1024
+    num_parts = triton.cdiv(D, part)
+    logits_PTE = torch.empty(num_parts, T, E, dtype=torch.float32, device=x_TD.device)
+    block_t, block_e = 16 if T <= 1024 else 64, 32 if T <= 16 else 64
+    if T:
+        _logits_kernel[triton.cdiv(T, block_t), num_parts, triton.cdiv(E, block_e)](
+            logits_PTE, x_TD, weight_ED, bias_E, T, x_TD.stride(0), D=D, E=E, PART=part, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_J=BLOCK_J,
+            PDL=pdl(x_TD), num_warps=4, num_stages=4, **options(pdl(x_TD)),
+        )  # fmt: skip
+    return logits_PTE
+
+
+@triton.jit
+def _logits_kernel(
+    logits_ptr, x_ptr, weight_ptr, bias_ptr, T, x_stride, D: tl.constexpr, E: tl.constexpr, PART: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_J: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_turn(PDL)
+    part = tl.program_id(1)
+    t_T, e_E = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(2) * BLOCK_E + tl.arange(0, BLOCK_E)
+    x_T1 = x_ptr + tl.minimum(t_T, T - 1).to(tl.int64)[:, None] * x_stride
+    weight_E1 = weight_ptr + tl.minimum(e_E, E - 1)[:, None] * D
+    acc_TE = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+    if bias_ptr is not None:
+        acc_TE += tl.where(part == 0, tl.load(bias_ptr + e_E, e_E < E, 0.0).to(tl.float32), 0.0)[None, :]
+    for start in range(0, PART, BLOCK_J):
+        j_1J = part * PART + start + tl.arange(0, BLOCK_J)[None, :]
+        x_TJ = tl.load(x_T1 + j_1J, j_1J < D, 0.0)
+        weight_EJ = tl.load(weight_E1 + j_1J, j_1J < D, 0.0)
+        acc_TE = tl.dot(x_TJ, tl.trans(weight_EJ), acc_TE, input_precision="ieee")
+    to_T1 = logits_ptr + (part.to(tl.int64) * T + t_T[:, None]) * E
+    tl.store(to_T1 + e_E[None, :], acc_TE, (t_T < T)[:, None] & (e_E < E)[None, :])
+
+
+def route(logits: Tensor, routing: Routing, correction_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As the twin."""
+    logits_PTE = logits if logits.dim() == 3 else logits[None]
+    (num_parts, num_tokens, num_experts), top_k = logits_PTE.shape, routing.num_experts_per_token
+    weights_TK = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
+    ids_TK = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
     group_size = num_experts // routing.num_groups
     num_places = triton.next_power_of_2(routing.num_groups) * triton.next_power_of_2(group_size)
-    dependent = pdl(logits_TE)
+    dependent = pdl(logits)
     if num_tokens:
         _route_kernel[(num_tokens,)](
-            weights_TK, ids_TK, logits_TE, correction_bias_E, routing.scale, logits_TE.stride(0),
-            TOP_K=top_k, SIGMOID=routing.score == "sigmoid", RENORMALIZE=routing.renormalize, NUM_GROUPS=routing.num_groups,
+            weights_TK, ids_TK, logits_PTE, correction_bias_E, routing.scale, logits_PTE.stride(0), logits_PTE.stride(1),
+            NUM_PARTS=num_parts, TOP_K=top_k, SIGMOID=routing.score == "sigmoid", RENORMALIZE=routing.renormalize, NUM_GROUPS=routing.num_groups,
             GROUP_SIZE=group_size, KEPT=routing.num_groups_kept, SUMMED=routing.group_score_size, PDL=dependent,
             num_warps=1 if num_places <= 256 else 2, **options(dependent),
         )  # fmt: skip
@@ -39,8 +79,8 @@ def route(logits_TE: Tensor, routing: Routing, correction_bias_E: Tensor | None 
 
 @triton.jit
 def _route_kernel(
-    weights_ptr, ids_ptr, logits_ptr, bias_ptr, scale, logits_stride,
-    TOP_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    weights_ptr, ids_ptr, logits_ptr, bias_ptr, scale, part_stride, logits_stride,
+    NUM_PARTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
     KEPT: tl.constexpr, SUMMED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program per token."""
@@ -52,7 +92,11 @@ def _route_kernel(
     inside_X = (place_X // PLACES < NUM_GROUPS) & (place_X % PLACES < GROUP_SIZE)
     expert_X = place_X // PLACES * GROUP_SIZE + place_X % PLACES
     wait_turn(PDL)
-    logits_X = tl.load(logits_ptr + token * logits_stride + expert_X, inside_X, -INFINITY).to(tl.float32)
+    logits_ptr += token * logits_stride
+    logits_X = tl.zeros((G * PLACES,), tl.float32)
+    for part in tl.static_range(NUM_PARTS):
+        logits_X += tl.load(logits_ptr + part * part_stride + expert_X, inside_X, 0.0).to(tl.float32)
+    logits_X = tl.where(inside_X, logits_X, -INFINITY)
     if SIGMOID:
         scores_X = 1.0 / (1.0 + tl.exp(-logits_X))
     else:

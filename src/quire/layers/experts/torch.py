@@ -3,9 +3,9 @@
 import torch
 
 from quire.ops.ref.moe import experts as run
-from quire.ops.ref.routing import route
+from quire.ops.ref.routing import route, router_logits
 
-__all__ = ["route", "run", "supports"]
+__all__ = ["route", "router_logits", "run", "supports"]
 
 
 def supports(dtype: torch.dtype, device: torch.device) -> bool:

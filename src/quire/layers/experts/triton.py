@@ -4,9 +4,9 @@ import torch
 
 from quire.ops.launch import INTERPRETED
 from quire.ops.moe import experts as run
-from quire.ops.routing import route
+from quire.ops.routing import route, router_logits
 
-__all__ = ["route", "run", "supports"]
+__all__ = ["route", "router_logits", "run", "supports"]
 
 
 def supports(dtype: torch.dtype, device: torch.device) -> bool:

@@ -1,14 +1,15 @@
 """Which experts a token goes to, in plain torch: the rule as data, and the oracle of `ops/routing.py`.
 
-Called by the expert backends and by tests. Knows router logits only; nothing of experts' weights.
+Called by the expert backends and by tests. Knows routers only; nothing of experts' weights.
 
-Shape letters: T tokens, E experts, K experts of a token, G groups.
+Shape letters: T tokens, D hidden size, E experts, K experts of a token, G groups, P parts of a sum.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,17 @@ class Routing:
     group_score_size: int = 1  # a group is as good as the sum of so many of its best experts
 
 
-def route(logits_TE: Tensor, routing: Routing, correction_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(weights_TK float32, expert_ids_TK int32), best first; of equals the first expert. The bias chooses, but does not weigh."""
-    wide_TE = logits_TE.float()
+def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+    """What a router thinks of each expert, in float32 throughout: rounded, near ties would fall as they like. In parts that add up, [P, T, E]."""
+    return functional.linear(x_TD.float(), weight_ED.float(), None if bias_E is None else bias_E.float())[None]
+
+
+def route(logits: Tensor, routing: Routing, correction_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(weights_TK float32, expert_ids_TK int32), best first; of equals the first expert. The bias chooses, but does not weigh.
+
+    Logits are [T, E], or [P, T, E] in parts that add up.
+    """
+    wide_TE = logits.float() if logits.dim() == 2 else logits.sum(0)
     scores_TE = wide_TE.softmax(-1) if routing.score == "softmax" else wide_TE.sigmoid()
     choice_TE = scores_TE if correction_bias_E is None else scores_TE + correction_bias_E
     if routing.num_groups > 1:
