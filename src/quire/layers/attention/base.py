@@ -80,13 +80,15 @@ class Attention(CacheLayer):
         self.softcap = softcap or 0.0
         self.sinks = nn.Parameter(torch.empty(num_heads), requires_grad=False) if sinks else None
         self.shares = shares
-        self.is_plain = not (self.window or self.softcap or sinks or shares)
+
+    @property
+    def is_plain(self) -> bool:
+        return not (self.window or self.softcap or self.shares) and self.sinks is None
 
     def limit(self, max_len: int) -> None:
         """Contexts are never longer: a window that holds all of one is none."""
         if self.window >= max_len:
             self.window = 0
-            self.is_plain = not (self.softcap or self.sinks is not None or self.shares)
 
     def kv_spec(self, dtype_bytes: int) -> KVSpec:
         if self.window:
