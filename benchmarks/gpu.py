@@ -26,7 +26,8 @@ SOAK_S = 300
 WORKLOADS = ("startup", "stream-128", "stream-1024", "stream-8192", "mixed256", "p1024d128")
 CHECKS = ("tests/ops/test_triton_attention.py", "tests/ops/test_triton_elementwise.py", "tests/ops/test_triton_linear.py",
           "tests/ops/test_triton_sampling.py", "tests/ops/test_triton_step.py", "tests/ops/test_triton_mask.py",
-          "tests/ops/test_triton_blocks.py", "tests/ops/test_offsets.py", "tests/worker/test_gpu.py")  # fmt: skip
+          "tests/ops/test_triton_blocks.py", "tests/ops/test_triton_moe.py", "tests/ops/test_triton_mla.py", "tests/ops/test_offsets.py",
+          "tests/worker/test_gpu.py")  # fmt: skip
 UNITS = {
     "startup_s": "s", "first_token_s": "s", "first_start_s": "s", "import_s": "s", "ttft_ms": "ms", "tpot_ms": "ms",
     "out_tok_s": "tok/s", "req_s": "req/s", "growth_mib": "MiB", "copy_share": "of copy bandwidth",

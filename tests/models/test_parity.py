@@ -18,6 +18,8 @@ SUPPORTED = """
 LlamaForCausalLM MistralForCausalLM SmolLM3ForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
 Phi3ForCausalLM PhiForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM GlmForCausalLM Glm4ForCausalLM GraniteForCausalLM Cohere2ForCausalLM
 Starcoder2ForCausalLM GPT2LMHeadModel GPTNeoXForCausalLM FalconForCausalLM MiniCPM3ForCausalLM
+MixtralForCausalLM Qwen2MoeForCausalLM Qwen3MoeForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM GptOssForCausalLM
+Ernie4_5_MoeForCausalLM Glm4MoeForCausalLM GraniteMoeForCausalLM OlmoeForCausalLM MiniMaxM2ForCausalLM Gemma4ForCausalLM
 """.split()
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
 CASES = all_cases()
