@@ -21,7 +21,7 @@ from quire.executor.base import Executor
 from quire.kv.groups import check_capacity, form_layout, num_blocks_for
 from quire.kv.manager import KVManager
 from quire.kv.specs import KVLayout
-from quire.messages import Abort, AddRequest, ChoiceDelta, EngineStats, StepOutputs, Vocabulary
+from quire.messages import Abort, AddRequest, ChoiceDelta, Constraint, EngineStats, StepOutputs, Vocabulary
 from quire.utils.flight import NoRecorder
 
 if TYPE_CHECKING:
@@ -37,6 +37,29 @@ def executor_module(name: str) -> ModuleType:
     return registry.load("quire.executor", name.partition(":")[0])
 
 
+class NoGuides:
+    """Before the vocabulary is known, nobody has a grammar."""
+
+    masker = None
+    waiting = ()
+    has_work = False
+
+    def add(self, request: Request, constraint: Constraint) -> None:
+        raise EngineError("a request with a grammar came before the vocabulary: this is a bug in the frontend")
+
+    def take(self) -> tuple[list[Request], list[tuple[Request, str]]]:
+        return [], []
+
+    def abort(self, request_id: str, choice_idx: int | None) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class Engine:
     """A core: takes AddRequest and Abort, gives StepOutputs. `config` is resolved."""
 
@@ -48,18 +71,18 @@ class Engine:
         self.pipeline = Pipeline(self.executor, config.scheduler.pipeline_depth, recorder)
         self.kv = KVManager(layout, config.cache.enable_prefix_caching)
         self.scheduler = Scheduler(config.scheduler, self.kv, self.pipeline)
-        self.guides: Guides | None = None  # made when the first request needs one
+        self.guides: NoGuides | Guides = NoGuides()  # until the first request needs more
 
     def step(self) -> StepOutputs:
         """One turn: fill the pipeline, then take in the oldest step. Grammars' masks are made from when their tokens are there until
         the next step is planned."""
-        refused = self._admit_guided() if self.guides is not None else []
+        refused = self._admit_guided()
         while self.pipeline.has_room and (step := self.scheduler.plan()) is not None:
             self.pipeline.submit(step)
         if not self.pipeline.steps:
             if self.scheduler.has_work:
                 raise EngineError("requests are waiting and none can run: this is a bug in the scheduler")
-            if self.guides is not None and not refused:
+            if not refused:
                 self.guides.wait()
             return StepOutputs(refused, self.stats())
         step, result = self.pipeline.wait()
@@ -72,8 +95,6 @@ class Engine:
         request = Request(message, self.config.model.max_model_len)
         if message.constraint is None:
             self.scheduler.add(request)
-        elif self.guides is None:
-            raise EngineError("a request with a grammar came before the vocabulary: this is a bug in the frontend")
         else:
             self.guides.add(request, message.constraint)
 
@@ -89,8 +110,7 @@ class Engine:
         return [ChoiceDelta(request.request_id, request.choice_idx, [], "error", error=error) for request, error in refused]
 
     def abort(self, message: Abort) -> None:
-        if self.guides is not None:
-            self.guides.abort(message.request_id, message.choice_idx)
+        self.guides.abort(message.request_id, message.choice_idx)
         choices = [message.choice_idx] if message.choice_idx is not None else [
             choice_idx for request_id, choice_idx in list(self.scheduler.requests) if request_id == message.request_id
         ]  # fmt: skip
@@ -99,21 +119,20 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or (self.guides is not None and self.guides.has_work)
+        return self.scheduler.has_work or self.guides.has_work
 
     def stats(self, step_tokens: int = 0) -> EngineStats:
         scheduler = self.scheduler
         return msgspec.structs.replace(
             scheduler.stats,
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + (len(self.guides.waiting) if self.guides is not None else 0),
+            num_waiting=len(scheduler.waiting) + len(self.guides.waiting),
             kv_usage=self.kv.usage,
             step_tokens=step_tokens,
         )
 
     def close(self) -> None:
-        if self.guides is not None:
-            self.guides.close()
+        self.guides.close()
         self.executor.close()
 
     def _layout(self) -> KVLayout:
