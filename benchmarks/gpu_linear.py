@@ -8,12 +8,11 @@ import argparse
 import itertools
 import json
 import multiprocessing
-import statistics
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import torch
+from graph_time import graph_us
 from torch import Tensor
 from torch.nn import functional
 
@@ -26,7 +25,6 @@ DTYPE = torch.bfloat16
 ROWS = (1, 2, 3, 4)
 CYCLE_BYTES = 320 << 20  # several times the L2 cache
 COMPILERS = 14  # processes; compiling is most of the time that this script takes
-REPLAYS = 7
 
 
 class Case(NamedTuple):
@@ -99,25 +97,6 @@ def compile_cut(case: Case, M: int, cut: Config) -> None:
     """In a process of its own: one launch leaves the compiled kernel in Triton's cache on disk."""
     case.ours(random(M, case.K), case.weight(), cut)
     torch.cuda.synchronize()
-
-
-def graph_us(call: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:
-    """Microseconds per call, the median of several replays of a call per weight."""
-    call(weights[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for weight in weights:
-            call(weight)
-    times = []
-    for _ in range(REPLAYS + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(weights))
-    return statistics.median(times[2:])
 
 
 def time_case(case: Case) -> list[dict]:

@@ -9,11 +9,11 @@ import itertools
 import json
 import multiprocessing
 import statistics
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import torch
+from graph_time import graph_us
 from torch import Tensor
 
 from quire.ops import moe
@@ -27,7 +27,6 @@ DTYPE = torch.bfloat16
 BYTES_PER_S, FLOPS_PER_S = 4.3e12, 780e12  # what an H200 does at best, measured
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
 CALLS = 8  # of a graph, each with tokens and experts of its own: the cache does not help
-REPLAYS = 5
 COMPILERS = 14  # processes
 MAX_SHARED_BYTES = 224 << 10
 
@@ -95,25 +94,6 @@ class Layer:
 
 def random(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=DTYPE)
-
-
-def graph_us(call: Callable, inputs: list) -> float:
-    """Microseconds of a call, the median of several replays."""
-    call(inputs[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for given in inputs:
-            call(given)
-    times = []
-    for _ in range(REPLAYS + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(inputs))
-    return statistics.median(times[2:])
 
 
 # ---- other cuts ----

@@ -9,6 +9,7 @@ from quire.errors import QuireError
 from quire.models import llama, smollm3
 from tests.models.oracle import OPTIONS
 
+MIXTRAL, DEEPSEEK = (registry.literals("quire.models", "TINY")[name] for name in ("mixtral", "deepseek_v3"))
 CASES = {
     "a list that is too short": {**smollm3.TINY, "no_rope_layers": [1]},
     "a string for a number": {**llama.TINY, "head_dim": "32"},
@@ -17,7 +18,10 @@ CASES = {
         **llama.TINY, "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 5, "factor": 2.0},
     },
     "a factor that is a word": {**llama.TINY, "rope_scaling": {"rope_type": "linear", "factor": "four"}},
-    "more experts than are believed": {**registry.literals("quire.models", "TINY")["mixtral"], "num_local_experts": 10**9},
+    "more experts of a token than there are": {**MIXTRAL, "num_experts_per_tok": 9},
+    "a word for an object": {**llama.TINY, "quantization_config": "mxfp4"},
+    "groups that do not come out even": {**DEEPSEEK, "n_group": 3},
+    "more experts than are believed": {**MIXTRAL, "num_local_experts": 10**9},
 }  # fmt: skip
 
 

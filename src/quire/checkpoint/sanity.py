@@ -47,9 +47,10 @@ def checked(config: dict[str, Any], source: str) -> dict[str, Any]:
         value = config.get(key)
         if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
             raise BadModelFileError(f"{source} gives {key} as {value!r:.80}, not a positive number.")
+    for key in ("rope_scaling", "rope_parameters", "quantization_config"):
+        if config.get(key) is not None and type(config[key]) is not dict:
+            raise BadModelFileError(f"{source} gives {key} as {config[key]!r:.80}, not an object.")
     scaling = config.get("rope_scaling") or {}
-    if type(scaling) is not dict:
-        raise BadModelFileError(f"{source} gives rope_scaling as {scaling!r:.80}, not an object.")
     for key in ("factor", "original_max_position_embeddings"):
         value = scaling.get(key)
         if value is not None and (type(value) not in (int, float) or not 0 < value < _LIMITS["max_position_embeddings"]):

@@ -6,21 +6,20 @@ backend is attached by `worker/build.py`.
 Shape letters: T tokens, K experts of a token, E experts, D hidden size, F width of an expert.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
-from quire.errors import UnsupportedModelError
+from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.layers.experts import torch as reference
+from quire.layers.mlp import GatedMLP
+from quire.layers.weights import RawTensor, Taker
 from quire.ops.ref.moe import ACTIVATIONS
 from quire.ops.ref.routing import Routing
-from quire.quant.base import RawTensor
 
-__all__ = ["Experts", "MoE", "Routing"]
-
-Taker = tuple[tuple[int, ...], Callable[[RawTensor], None]]  # expected shape, what to do with the tensor; see worker/load.py
+__all__ = ["BalancedExpertsConfig", "Experts", "MoE", "Routing", "SharedExpertsConfig"]
 
 
 class Experts(nn.Module):
@@ -105,6 +104,8 @@ class MoE(nn.Module):
         shared: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        if routing.num_experts_per_token > num_experts // routing.num_groups * routing.num_groups_kept or num_experts % routing.num_groups:
+            raise BadModelFileError(f"tokens cannot choose {routing.num_experts_per_token} of {num_experts} experts as the model's config.json says")
         self.routing, self.correction_name = routing, correction_bias
         self.gate = Router(hidden_size, num_experts, bias)
         self.correction_bias = nn.Parameter(torch.empty(num_experts), requires_grad=False) if correction_bias else None
@@ -131,3 +132,41 @@ class MoE(nn.Module):
             self.correction_bias = nn.Parameter(tensor.dense(torch.float32, device), requires_grad=False)
 
         return {f"{path}.{self.correction_name}": (tuple(self.correction_bias.shape), take)} if self.correction_name else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedExpertsConfig:
+    """Beside a DecoderConfig: of families whose layers, but for the first ones, have experts of which some see every token."""
+
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    first_k_dense_replace: int  # so many layers have one MLP instead of experts
+
+    def feed_forward(self, layer_idx: int, routing: Routing, *, bias: bool = False, correction_bias: str | None = None) -> nn.Module:
+        """What layer `layer_idx` has behind its attention; `bias` is the MLPs'."""
+        if layer_idx < self.first_k_dense_replace:
+            return GatedMLP(self.hidden_size, self.intermediate_size, bias, self.hidden_act)
+        size = self.moe_intermediate_size
+        return MoE(
+            self.hidden_size, size, self.n_routed_experts, routing, activation=self.hidden_act, correction_bias=correction_bias,
+            shared=GatedMLP(self.hidden_size, size * self.n_shared_experts, bias, self.hidden_act),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalancedExpertsConfig(SharedExpertsConfig):
+    """Experts are chosen by sigmoid scores plus a bias that balances them, in the groups whose two best are the best."""
+
+    n_group: int
+    topk_group: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+
+    def balanced(self, layer_idx: int) -> nn.Module:
+        routing = Routing(
+            self.num_experts_per_tok, "sigmoid", self.norm_topk_prob, self.routed_scaling_factor, self.n_group, self.topk_group,
+            group_score_size=2,
+        )  # fmt: skip
+        return self.feed_forward(layer_idx, routing, correction_bias="gate.e_score_correction_bias")

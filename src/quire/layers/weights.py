@@ -1,9 +1,9 @@
 """How a checkpoint's tensors become a model's: the commonest shards, and small changes of order that families need.
 
-Used by model files, in `translate`.
+Used by model files, in `translate`, and by worker/load.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,10 @@ from quire.errors import BadModelFileError
 from quire.ops.ref import mxfp4
 from quire.quant.base import PLAIN, RawTensor
 
-__all__ = ["QKV_SHARDS", "SHARDS", "RawTensor", "from_mxfp4", "pick_rows", "plain", "q_k_v_rows", "transposed", "unit_offset"]
+__all__ = ["QKV_SHARDS", "SHARDS", "RawTensor", "Taker", "from_mxfp4", "pick_rows", "plain", "q_k_v_rows", "transposed", "unit_offset"]
+
+# Expected shape, and what to do with the tensor. A module with tensors of its own kind gives these by name (`takers`); see worker/load.py.
+Taker = tuple[tuple[int, ...], Callable[[RawTensor], None]]
 
 # checkpoint's module name -> (module here, shard of it)
 QKV_SHARDS = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2)}

@@ -3,13 +3,10 @@
 from dataclasses import dataclass
 from functools import partial
 
-from torch import nn
-
 from quire.errors import UnsupportedModelError
 from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.mla import MLA, MLAConfig
-from quire.layers.mlp import GatedMLP
-from quire.layers.moe import MoE, Routing
+from quire.layers.moe import Routing, SharedExpertsConfig
 from quire.layers.norm import RMSNorm
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM",)
@@ -28,12 +25,11 @@ TINY = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(MLAConfig):
-    num_experts_per_tok: int
+class Config(SharedExpertsConfig, MLAConfig):
     n_routed_experts: int = 64
     n_shared_experts: int = 2
     moe_intermediate_size: int = 1407
-    first_k_dense_replace: int = 0  # so many layers have one MLP instead of experts
+    first_k_dense_replace: int = 0
     topk_method: str = "greedy"
     n_group: int | None = None
     topk_group: int | None = None
@@ -60,24 +56,7 @@ class DeepseekV2(CausalLM):
     def __init__(self, config: Config) -> None:
         norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         rope = config.rope(interleaved=True)
-
-        def mlp(size: int) -> GatedMLP:
-            return GatedMLP(config.hidden_size, size, config.mlp_bias, config.hidden_act)
-
-        def feed_forward(layer_idx: int) -> nn.Module:
-            if layer_idx < config.first_k_dense_replace:
-                return mlp(config.intermediate_size)
-            size = config.moe_intermediate_size
-            shared = mlp(size * config.n_shared_experts)
-            return MoE(
-                config.hidden_size,
-                size,
-                config.n_routed_experts,
-                config.routing(),
-                activation=config.hidden_act,
-                shared=shared,
-            )
-
+        feed_forward = partial(config.feed_forward, routing=config.routing(), bias=config.mlp_bias)
         layers = [PreNormLayer(MLA(config, rope), feed_forward(i), norm) for i in range(config.num_hidden_layers)]
         super().__init__(config, layers, norm())
         self.shards = config.shards

@@ -3,12 +3,9 @@
 from dataclasses import dataclass
 from functools import partial
 
-from torch import nn
-
 from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.mla import MLA, MLAConfig
-from quire.layers.mlp import GatedMLP
-from quire.layers.moe import MoE, Routing
+from quire.layers.moe import BalancedExpertsConfig
 from quire.layers.norm import RMSNorm
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM",)
@@ -27,24 +24,18 @@ TINY = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(MLAConfig):
+class Config(BalancedExpertsConfig, MLAConfig):
     max_position_embeddings: int = 4096
     n_routed_experts: int = 256
     n_shared_experts: int = 1
     num_experts_per_tok: int = 8
     moe_intermediate_size: int = 2048
-    first_k_dense_replace: int = 3  # so many layers have one MLP instead of experts
+    first_k_dense_replace: int = 3
     n_group: int = 8
     topk_group: int = 4
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 2.5
     rope_interleave: bool = True
-
-    def routing(self) -> Routing:
-        return Routing(
-            self.num_experts_per_tok, "sigmoid", self.norm_topk_prob, self.routed_scaling_factor, self.n_group, self.topk_group,
-            group_score_size=2,
-        )  # fmt: skip
 
 
 class DeepseekV3(CausalLM):
@@ -53,20 +44,7 @@ class DeepseekV3(CausalLM):
     def __init__(self, config: Config) -> None:
         norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         rope = config.rope(interleaved=config.rope_interleave)
-
-        def mlp(size: int) -> GatedMLP:
-            return GatedMLP(config.hidden_size, size, act=config.hidden_act)
-
-        def feed_forward(layer_idx: int) -> nn.Module:
-            if layer_idx < config.first_k_dense_replace:
-                return mlp(config.intermediate_size)
-            size = config.moe_intermediate_size
-            return MoE(
-                config.hidden_size, size, config.n_routed_experts, config.routing(), activation=config.hidden_act,
-                correction_bias="gate.e_score_correction_bias", shared=mlp(size * config.n_shared_experts),
-            )  # fmt: skip
-
-        layers = [PreNormLayer(MLA(config, rope), feed_forward(i), norm) for i in range(config.num_hidden_layers)]
+        layers = [PreNormLayer(MLA(config, rope), config.balanced(i), norm) for i in range(config.num_hidden_layers)]
         super().__init__(config, layers, norm())
         self.shards = config.shards
 

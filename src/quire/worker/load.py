@@ -18,10 +18,9 @@ from quire.checkpoint.gguf_architectures import gguf_architecture
 from quire.checkpoint.safetensors import SafetensorsFolder
 from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.layers.linear import Linear
+from quire.layers.weights import Taker
 from quire.ops.transfer import Upload
 from quire.quant.base import PLAIN, RawTensor
-
-Taker = tuple[tuple[int, ...], Callable[[RawTensor], None]]  # expected shape, what to do with the tensor
 
 DUMMY_STD = 0.02
 
@@ -43,9 +42,6 @@ def load_weights(model: nn.Module, tensors: Iterator[tuple[str, RawTensor]], dty
             pending.discard(tied[name])
     if pending:
         raise BadModelFileError(f"the checkpoint lacks {min(pending)} and {len(pending) - 1} other tensors: it is incomplete")
-    for module in model.modules():
-        if hasattr(module, "derive"):
-            module.derive()
 
 
 def translated(model: nn.Module, tensors: Iterator[tuple[str, RawTensor]]) -> Iterator[tuple[str, RawTensor]]:

@@ -5,6 +5,7 @@ Used by models. It says what it caches (`kv_spec`); its cache tensor, group and 
 Shape letters: T tokens of the step, H query heads, K key/value heads, D head size.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -30,7 +31,7 @@ class StepContext:
         return x_TD if self.wanted is None else x_TD.index_select(0, self.wanted)
 
 
-class CacheLayer(nn.Module):
+class CacheLayer(nn.Module, ABC):
     """A layer with a cache: it says what it keeps of each token, and reads the tables of its group."""
 
     # Attached by the worker: how to compute, where the cache is, which group's tables to read.
@@ -47,8 +48,8 @@ class CacheLayer(nn.Module):
     is_plain: bool = True  # ordinary attention within a prompt, which others' kernels can compute
     shares: str | None = None  # path of the layer whose cache this one reads, of the same spec, instead of having its own
 
-    def kv_spec(self, dtype_bytes: int) -> KVSpec:
-        raise NotImplementedError
+    @abstractmethod
+    def kv_spec(self, dtype_bytes: int) -> KVSpec: ...
 
     def work_shape(self, dtype: torch.dtype, *, decode: bool) -> tuple:
         """On GPUs: the backend's `WorkShape` for steps that decode, or for others."""
