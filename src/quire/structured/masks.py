@@ -19,6 +19,7 @@ from quire.structured.guide import CONTRADICTION, Guide
 
 NUM_THREADS = max(1, min(2, (os.cpu_count() or 1) - 1))  # beside the one that asks
 MIN_PART = 16  # rows a thread takes, at least
+MAX_SEEN = 32  # tokens taken in by one call: if it fails, so many requests do
 
 Buffer = bytearray | memoryview
 
@@ -54,7 +55,8 @@ class Masker:
             by_kind[type(guide.matcher)].append((guide, token_id, row))
         started = time.perf_counter()
         for rows in by_kind.values():
-            _see(rows)
+            for at in range(0, len(rows), MAX_SEEN):
+                _see(rows[at : at + MAX_SEEN])
         self.one_by_one = time.perf_counter() - started > SLOW_FILL_S
         size = max(MIN_PART, -(-len(able) // NUM_THREADS))
         parts = [rows[at : at + size] for rows in by_kind.values() for at in range(0, len(rows), size)]
