@@ -8,7 +8,7 @@ head by head: [2, K, block_size, D] (`cache_view`), so that a head's keys of one
 
 Shape letters: T query tokens of the step, R rows, H query heads, K key/value heads, G = H/K, D head size (in the kernel
 padded to a power of two), U units; in a unit: M tile rows (row m is head m % G of its query token m // G), N keys at a
-time; in a merge: X tile rows at a time, S splits.
+time; in a merge: X tile rows and S splits at a time.
 """
 
 from dataclasses import dataclass
@@ -26,9 +26,6 @@ from quire.ops.ref.attention import AttentionTables
 # Split boundaries are multiples of this many keys; below MIN_CHUNK keys a split costs more than it saves.
 CHUNK_STEP = 64
 MIN_CHUNK = 256
-# A merge loads this many partial rows at a time, sixteen times at most: bounds the splits of a tile.
-MERGE_ROWS = 64
-MERGE_TURNS = 16
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Finite, so that a row that has seen no key yet needs no special case: exp2(LOWEST - LOWEST) is 1, of nothing.
 LOWEST = tl.constexpr(-1e30)
@@ -42,11 +39,7 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     programs_per_multiprocessor: int  # for how many the planner splits long contexts
-    most_splits: int = 0  # of a tile; 0: as many as a merge can take
-
-    @property
-    def max_splits(self) -> int:
-        return self.most_splits or max_splits(self.tile_m)
+    most_splits: int = 0  # of a tile; 0: as many as there are programs
 
 
 def config(dtype: torch.dtype, head_size: int, group_size: int, *, decode: bool) -> Tile:
@@ -57,7 +50,7 @@ def config(dtype: torch.dtype, head_size: int, group_size: int, *, decode: bool)
     if head_size > 256:
         return Tile(lowest, 32, 4, 2, 4) if decode else Tile(max(64, lowest), 32, 8, 2, 1)
     if decode:
-        return Tile(lowest, 64, 4, 3, 4) if lowest == 16 and head_size <= 128 else Tile(lowest, 32, 4, 4, 4)
+        return Tile(lowest, 64, 4, 2, 4) if lowest == 16 and head_size <= 128 else Tile(lowest, 32, 4, 4, 4)
     return Tile(max(128, lowest), 64, 8, 3 if head_size <= 128 else 2, 2)
 
 
@@ -87,10 +80,6 @@ def cache_view(cache: Tensor) -> Tensor:
 
 
 # ---- the work list --------------------------------------------------------------------------------------------------
-
-
-def max_splits(tile_m: int) -> int:
-    return MERGE_ROWS * MERGE_TURNS // tile_m
 
 
 def max_units(
@@ -143,7 +132,7 @@ def plan_units(
 
     chunk = -(-int(np.add.reduce(length)) // max(1, num_programs // num_kv_heads))
     longest = int(length[0]) if len(length) else 0
-    chunk = _round_up(max(MIN_CHUNK, chunk, -(-longest // (most_splits or max_splits(tile_m)))), CHUNK_STEP)
+    chunk = _round_up(max(MIN_CHUNK, chunk, -(-longest // most_splits) if most_splits else 0), CHUNK_STEP)
     units[:, 7] = np.arange(len(units))
     return _splits(units, length, chunk) if longest > chunk else units
 
@@ -246,7 +235,7 @@ def paged_attention(
             scale * LOG2_E.value, q_THD.stride(0), q_THD.stride(1), out.stride(0), out.stride(1), cache.stride(0),
             tables.block_table.stride(0), H // K, D, max(16, triton.next_power_of_2(D)), block_size,
             window, num_sink_tokens if window else 0, softcap,
-            work.tile.tile_m, work.tile.tile_n, MERGE_ROWS, work.tile.max_splits, dependent,
+            work.tile.tile_m, work.tile.tile_n, dependent,
             num_warps=work.tile.num_warps, num_stages=work.tile.num_stages, **options(dependent),
         )  # fmt: skip
     return out
@@ -258,7 +247,7 @@ def _attention(
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, block_stride, table_stride,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, NUM_SINK_TOKENS: tl.constexpr, SOFTCAP: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, MERGE_ROWS: tl.constexpr, MAX_SPLITS: tl.constexpr, PDL: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -344,7 +333,7 @@ def _attention(
     tl.store(counter, 0)
     _merge(
         out, sinks, partials, stats, first_unit, num_splits, kv_head, first_token, num_tokens,
-        out_token_stride, out_head_stride, G, D, BLOCK_D, TILE_M, MERGE_ROWS, MAX_SPLITS,
+        out_token_stride, out_head_stride, G, D, BLOCK_D, TILE_M,
     )  # fmt: skip
 
 
@@ -352,35 +341,46 @@ def _attention(
 def _merge(
     out, sinks, partials, stats, first_unit, num_splits, kv_head, first_token, num_tokens,
     out_token_stride, out_head_stride,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    TILE_M: tl.constexpr, MERGE_ROWS: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE_M: tl.constexpr,
 ):  # fmt: skip
-    """The result of a split tile, X of its rows at a time, all splits of them at once: always in the same order."""
+    """The result of a split tile: X of its rows at a time, SPLITS parts of them on their way at once, always in the same order.
+
+    Holds few values: with more registers than the loop over keys needs, fewer programs would fit on a multiprocessor. Parts are
+    tensors of their own: nothing is summed across threads.
+    """
+    HELD: tl.constexpr = 64
+    ROWS: tl.constexpr = min(triton.next_power_of_2(G), HELD // 2)
+    SPLITS: tl.constexpr = min(HELD // ROWS, 8)
     K = tl.num_programs(0)
-    d_D = tl.arange(0, BLOCK_D)
-    ROWS: tl.constexpr = MERGE_ROWS // MAX_SPLITS
-    s_S = tl.arange(0, MAX_SPLITS)
-    place_S = ((first_unit + s_S) * K + kv_head).to(tl.int64)
-    STAGES: tl.constexpr = 3 if BLOCK_D <= 128 else 2  # no more shared memory than the loop above has had
-    for start in tl.range(0, num_tokens * G, ROWS, num_stages=STAGES):
-        m_X = start + tl.arange(0, ROWS)
+    x_X, d_D = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    for start in range(0, num_tokens * G, ROWS):
+        m_X = start + x_X
         is_real_X = m_X < num_tokens * G
-        is_real_XS = is_real_X[:, None] & (s_S < num_splits)[None, :]
-        stats_XS = stats + place_S[None, :] * (2 * TILE_M) + m_X[:, None]
-        max_XS = tl.load(stats_XS, mask=is_real_XS, other=LOWEST, cache_modifier=".cg")
-        sum_XS = tl.load(stats_XS + TILE_M, mask=is_real_XS, other=0.0, cache_modifier=".cg")
-        partial_XS = partials + place_S[None, :] * (TILE_M * D) + m_X[:, None] * D
-        acc_XSD = tl.load(
-            partial_XS[:, :, None] + d_D[None, None, :],
-            mask=is_real_XS[:, :, None] & (d_D < D)[None, None, :], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        max_X = tl.max(max_XS, 1)
-        weight_XS = tl.exp2(max_XS - max_X[:, None])
-        sum_X = tl.sum(sum_XS * weight_XS, 1)
-        acc_XD = tl.sum(acc_XSD * weight_XS[:, :, None], 1)
+        max_X = tl.full((ROWS,), LOWEST, tl.float32)
+        sum_X = tl.zeros((ROWS,), tl.float32)
+        acc_XD = tl.zeros((ROWS, BLOCK_D), tl.float32)
+        for split in range(0, num_splits, SPLITS):
+            maxima, sums, accs = (), (), ()
+            for s in tl.static_range(SPLITS):
+                there_X = is_real_X & (split + s < num_splits)
+                place = ((first_unit + split + s) * K + kv_head).to(tl.int64)
+                stats_X = stats + place * (2 * TILE_M) + m_X
+                maxima += (tl.load(stats_X, mask=there_X, other=LOWEST, cache_modifier=".cg"),)
+                sums += (tl.load(stats_X + TILE_M, mask=there_X, other=0.0, cache_modifier=".cg"),)
+                partial_XD = partials + place * (TILE_M * D) + m_X[:, None] * D + d_D[None, :]
+                accs += (tl.load(partial_XD, mask=there_X[:, None] & (d_D < D)[None, :], other=0.0, cache_modifier=".cg"),)
+            new_max_X = max_X
+            for s in tl.static_range(SPLITS):
+                new_max_X = tl.maximum(new_max_X, maxima[s])
+            alpha_X = tl.exp2(max_X - new_max_X)
+            sum_X, acc_XD, max_X = sum_X * alpha_X, acc_XD * alpha_X[:, None], new_max_X
+            for s in tl.static_range(SPLITS):
+                weight_X = tl.exp2(maxima[s] - max_X)
+                sum_X += sums[s] * weight_X
+                acc_XD += accs[s] * weight_X[:, None]
         head_X = kv_head * G + m_X % G
         if sinks is not None:
-            max_X, sum_X, alpha_X = _with_sink(max_X, sum_X, tl.load(sinks + head_X))
+            max_X, sum_X, alpha_X = _with_sink(max_X, sum_X, tl.load(sinks + head_X, mask=is_real_X, other=0.0))
             acc_XD *= alpha_X[:, None]
         out_X = (first_token + m_X // G).to(tl.int64) * out_token_stride + head_X * out_head_stride
         o_XD = (acc_XD / sum_X[:, None]).to(out.dtype.element_ty)

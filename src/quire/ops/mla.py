@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.attention import LOG2_E, LOWEST, MERGE_ROWS, AttentionWork, Tile, WorkShape, _merge, plan_units
+from quire.ops.attention import LOG2_E, LOWEST, AttentionWork, Tile, WorkShape, _merge, plan_units
 from quire.ops.elementwise import _place, _scaled
 from quire.ops.launch import num_multiprocessors, options, pdl
 from quire.ops.ref import mla as reference
@@ -209,7 +209,7 @@ def latent_attention(
             q_THL, q_THR, cache, tables.block_table, work.units, out, work.partials, work.stats, work.counters,
             scale * LOG2_E.value, q_THL.stride(0), q_THL.stride(1), q_THR.stride(0), q_THR.stride(1), out.stride(0), out.stride(1),
             cache.stride(0), tables.block_table.stride(0), G, L, R, max(16, triton.next_power_of_2(R)), cache.shape[1],
-            work.tile.tile_m, work.tile.tile_n, MERGE_ROWS, min(MERGE_COLUMNS, L), work.tile.max_splits, dependent,
+            work.tile.tile_m, work.tile.tile_n, min(MERGE_COLUMNS, L), dependent,
             num_warps=work.tile.num_warps, num_stages=work.tile.num_stages, **options(dependent),
         )  # fmt: skip
     return out
@@ -221,8 +221,7 @@ def _latent_attention(
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, out_token_stride, out_head_stride,
     block_stride, table_stride,
     G: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_COLUMNS: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, MERGE_COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -287,5 +286,5 @@ def _latent_attention(
     for column in range(0, L, MERGE_COLUMNS):
         _merge(
             out + column, None, partials + column, stats, first_unit, num_splits, head_tile, first_token, num_tokens,
-            out_token_stride, out_head_stride, G, L, MERGE_COLUMNS, TILE_M, MERGE_ROWS, MAX_SPLITS,
+            out_token_stride, out_head_stride, G, L, MERGE_COLUMNS, TILE_M,
         )  # fmt: skip

@@ -132,7 +132,7 @@ def sort_by_expert(expert_ids_TK: Tensor, num_experts: int, block_m: int) -> Pla
     ints = dict(dtype=torch.int32, device=expert_ids_TK.device)
     plan = Plan(torch.empty(A, **ints), torch.empty(1 + 3 * max_tiles, **ints), block_m, max_tiles)
     dependent = pdl(expert_ids_TK)
-    chunk, num_warps = (1024, 4) if A <= 4096 else (8192, 16)
+    chunk, num_warps = (min(max(triton.next_power_of_2(A), 128), 2048), 4) if A <= 4096 else (8192, 16)
     _sort_kernel[(num_experts,)](
         plan.order_A, plan.tiles, expert_ids_TK, A, BINS=triton.next_power_of_2(num_experts), CHUNK=chunk, BLOCK_M=block_m,
         PDL=dependent, num_warps=num_warps, **options(dependent),

@@ -18,44 +18,61 @@ from quire.ops.ref.routing import Routing
 __all__ = ["Routing", "route", "router_logits"]
 
 INFINITY = tl.constexpr(float("inf"))
-BLOCK_J = 64
+MAX_FEW_TOKENS = 1024
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
-    """As the twin; x may be strided along T."""
+    """As the twin; x may be strided along T. Many tokens' parts are added up here, in the order in which routing adds up few tokens'."""
     (T, D), E = x_TD.shape, len(weight_ED)
     part = 256 if D <= 4096 else 1024
     num_parts = triton.cdiv(D, part)
-    logits_PTE = torch.empty(num_parts, T, E, dtype=torch.float32, device=x_TD.device)
-    block_t, block_e = 16 if T <= 1024 else 64, 32 if T <= 16 else 64
+    few = T <= MAX_FEW_TOKENS
+    block_t, block_e, block_j = (16, 32 if T <= 16 else 64, 256) if few else (64, 128, 64)
+    logits_PTE = torch.empty(num_parts if few else 1, T, E, dtype=torch.float32, device=x_TD.device)
     if T:
-        _logits_kernel[triton.cdiv(T, block_t), num_parts, triton.cdiv(E, block_e)](
-            logits_PTE, x_TD, weight_ED, bias_E, T, x_TD.stride(0), D=D, E=E, PART=part, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_J=BLOCK_J,
-            PDL=pdl(x_TD), num_warps=4, num_stages=4, **options(pdl(x_TD)),
+        _logits_kernel[triton.cdiv(T, block_t), len(logits_PTE), triton.cdiv(E, block_e)](
+            logits_PTE, x_TD, weight_ED, bias_E, T, x_TD.stride(0), D=D, E=E, PART=part, NUM_PARTS=1 if few else num_parts,
+            BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_J=block_j, PDL=pdl(x_TD), num_warps=4, num_stages=4, **options(pdl(x_TD)),
         )  # fmt: skip
     return logits_PTE
 
 
 @triton.jit
 def _logits_kernel(
-    logits_ptr, x_ptr, weight_ptr, bias_ptr, T, x_stride, D: tl.constexpr, E: tl.constexpr, PART: tl.constexpr,
+    logits_ptr, x_ptr, weight_ptr, bias_ptr, T, x_stride, D: tl.constexpr, E: tl.constexpr, PART: tl.constexpr, NUM_PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_J: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_turn(PDL)
-    part = tl.program_id(1)
+    """A program has NUM_PARTS parts of BLOCK_E logits of BLOCK_T tokens. What is one tile of weights is loaded before the tokens exist."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    first_part = tl.program_id(1) * NUM_PARTS
     t_T, e_E = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(2) * BLOCK_E + tl.arange(0, BLOCK_E)
     x_T1 = x_ptr + tl.minimum(t_T, T - 1).to(tl.int64)[:, None] * x_stride
     weight_E1 = weight_ptr + tl.minimum(e_E, E - 1)[:, None] * D
-    acc_TE = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+    j_1J = first_part * PART + tl.arange(0, BLOCK_J)[None, :]
+    bias_1E = tl.zeros((1, BLOCK_E), tl.float32)
     if bias_ptr is not None:
-        acc_TE += tl.where(part == 0, tl.load(bias_ptr + e_E, e_E < E, 0.0).to(tl.float32), 0.0)[None, :]
-    for start in range(0, PART, BLOCK_J):
-        j_1J = part * PART + start + tl.arange(0, BLOCK_J)[None, :]
-        x_TJ = tl.load(x_T1 + j_1J, j_1J < D, 0.0)
+        bias_1E += tl.where(first_part == 0, tl.load(bias_ptr + e_E, e_E < E, 0.0).to(tl.float32), 0.0)[None, :]
+    total_TE = tl.zeros((BLOCK_T, BLOCK_E), tl.float32) + bias_1E
+    if NUM_PARTS == 1 and PART == BLOCK_J:
         weight_EJ = tl.load(weight_E1 + j_1J, j_1J < D, 0.0)
-        acc_TE = tl.dot(x_TJ, tl.trans(weight_EJ), acc_TE, input_precision="ieee")
-    to_T1 = logits_ptr + (part.to(tl.int64) * T + t_T[:, None]) * E
-    tl.store(to_T1 + e_E[None, :], acc_TE, (t_T < T)[:, None] & (e_E < E)[None, :])
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        x_TJ = tl.load(x_T1 + j_1J, j_1J < D, 0.0)
+        total_TE += tl.dot(x_TJ, tl.trans(weight_EJ), input_precision="ieee")
+    else:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        for _ in range(NUM_PARTS):
+            part_TE = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+            for _ in range(0, PART, BLOCK_J):
+                x_TJ = tl.load(x_T1 + j_1J, j_1J < D, 0.0)
+                weight_EJ = tl.load(weight_E1 + j_1J, j_1J < D, 0.0)
+                part_TE = tl.dot(x_TJ, tl.trans(weight_EJ), part_TE, input_precision="ieee")
+                j_1J += BLOCK_J
+            total_TE += part_TE
+    to_T1 = logits_ptr + (tl.program_id(1).to(tl.int64) * T + t_T[:, None]) * E
+    tl.store(to_T1 + e_E[None, :], total_TE, (t_T < T)[:, None] & (e_E < E)[None, :])
 
 
 def route(logits: Tensor, routing: Routing, correction_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
