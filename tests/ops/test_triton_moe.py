@@ -20,7 +20,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 FEW = Config(0, Tile(16, 32, 4), Tile(32, 16, 4))
 TILES = Config(16, Tile(32, 32, 4, 2), Tile(16, 32, 4, 2))
 SWAPPED = Config(16, Tile(32, 32, 4, 2, swap=True), Tile(64, 16, 4, 2, swap=True))
-CUTS = {"few": FEW, "tiles": TILES, "swapped": SWAPPED}
+BULK = Config(16, Tile(32, 32, 4, 2, bulk=True), Tile(16, 32, 4, 2, swap=True, bulk=True))
+CUTS = {"few": FEW, "tiles": TILES, "swapped": SWAPPED, "bulk": BULK}
 RULES = {
     "softmax": Routing(3),
     "renormalized": Routing(3, renormalize=True),
@@ -110,7 +111,7 @@ def test_whatever_the_logits_are_the_experts_exist_and_other_rows_are_well() -> 
 # ---- sorting ----
 
 
-@pytest.mark.parametrize("num_tokens, num_experts", [(1, 3), (7, 5), (600, 20), (4200, 4)])
+@pytest.mark.parametrize("num_tokens, num_experts", [(1, 3), (7, 5), (600, 20), (2049, 4), (4200, 4), (40_000, 4)])
 def test_assignments_are_sorted_by_expert_and_cut_into_tiles(num_tokens: int, num_experts: int) -> None:
     ids = torch.randint(num_experts, (num_tokens, 2), dtype=torch.int32, device=DEVICE)
     ids[ids == 1] = 0  # an expert nobody goes to, and one with many
@@ -174,6 +175,8 @@ def test_every_activation_with_biases_and_something_to_add_to(cut: Config, activ
 @pytest.mark.parametrize("D, F", [(40, 24), (72, 50), (33, 7)])
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_sizes_that_fill_no_tile_are_masked(cut: Config, D: int, F: int) -> None:
+    if F % 8 and cut is BULK:
+        cut = cut._replace(gate_up=cut.gate_up._replace(bulk=D % 8 == 0), down=cut.down._replace(bulk=False))
     check(*arguments(2, 3, 5, D, F, torch.float32, bias=True), cut)
 
 
@@ -181,6 +184,12 @@ def test_sizes_that_fill_no_tile_are_masked(cut: Config, D: int, F: int) -> None
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_default_cut_fits(T: int, dtype: torch.dtype) -> None:
     check(*arguments(T, 2, 8, 80, 48, dtype, bias=True, added=True), None)
+
+
+def test_weights_come_in_bulk_where_their_rows_allow_it() -> None:
+    for D, F, bulk in ((2048, 768, True), (2048, 770, False), (2052, 768, False)):
+        cut = moe.config(8192, 8, 128, D, F, torch.bfloat16)
+        assert cut.block_m == 128 and cut.gate_up.bulk == cut.down.bulk == bulk
 
 
 def test_no_rows_are_no_rows() -> None:
@@ -253,7 +262,7 @@ def test_default_cuts_stay_within_registers_and_shared_memory(shape: tuple[int, 
     K, E, D, F = shape
     for T in (1, 2, 8, 16, 64, 256, 1024, 8192):
         block_m, *tiles = moe.config(T, K, E, D, F, torch.bfloat16)
-        for (block_n, block_k, num_warps, num_stages, swap), gated in zip(tiles, (2, 1), strict=True):
+        for (block_n, block_k, num_warps, num_stages, swap, _), gated in zip(tiles, (2, 1), strict=True):
             assert all(size & (size - 1) == 0 for size in (block_m, block_n, block_k, num_warps))
             if block_m:
                 assert num_stages * 2 * block_k * (block_m + gated * block_n) <= 200 << 10

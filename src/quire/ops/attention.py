@@ -39,7 +39,6 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     programs_per_multiprocessor: int  # for how many the planner splits long contexts
-    most_splits: int = 0  # of a tile; 0: as many as there are programs
 
 
 def config(dtype: torch.dtype, head_size: int, group_size: int, *, decode: bool) -> Tile:
@@ -108,7 +107,6 @@ def plan_units(
     num_kv_heads: int,
     window: int,
     num_programs: int,
-    most_splits: int = 0,
 ) -> np.ndarray:
     """The units of a step, int32 [U, 8]: longest tiles first, so that ragged contexts end together.
 
@@ -132,7 +130,7 @@ def plan_units(
 
     chunk = -(-int(np.add.reduce(length)) // max(1, num_programs // num_kv_heads))
     longest = int(length[0]) if len(length) else 0
-    chunk = _round_up(max(MIN_CHUNK, chunk, -(-longest // most_splits) if most_splits else 0), CHUNK_STEP)
+    chunk = _round_up(max(MIN_CHUNK, chunk), CHUNK_STEP)
     units[:, 7] = np.arange(len(units))
     return _splits(units, length, chunk) if longest > chunk else units
 

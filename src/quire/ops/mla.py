@@ -23,8 +23,6 @@ from quire.ops.ref.attention import AttentionTables
 
 # A split tile is merged in so many columns at a time: what its loads fit in registers with.
 MERGE_COLUMNS = 128
-# Of a decoding row: one program merges them, all heads of it, 512 columns wide, and takes longer the more there might be.
-DECODE_SPLITS = 16
 ROPE_HEADS, ROPE_WARPS = 16, 4
 # Up to so many tokens heads are multiplied here, in tiles of 16 of them; more by cuBLAS.
 FEW_TOKENS = 64
@@ -48,8 +46,10 @@ def config(dtype: torch.dtype, latent_size: int, group_size: int, *, decode: boo
     lowest = max(16, triton.next_power_of_2(group_size))
     if dtype == torch.float32:  # exactness checks: no tensor cores, speed does not matter
         return Tile(lowest, 16, 4, 1, 2)
-    if decode and lowest < 64:
-        return Tile(lowest, 32, lowest // 4, 3, 2, DECODE_SPLITS)
+    if decode and lowest == 16:
+        return Tile(lowest, 64, 4, 2, 2)
+    if decode and lowest == 32:
+        return Tile(lowest, 32, 8, 3, 2)
     return Tile(max(64, lowest), 64, 8, 2, 1)
 
 
@@ -186,7 +186,6 @@ def plan(q_THL: Tensor, tables: AttentionTables) -> AttentionWork:
     units = plan_units(
         query_starts[:-1], np.diff(query_starts), tables.context_lens.cpu().numpy(), rows, tile_m=tile.tile_m, group_size=G,
         num_kv_heads=num_tiles, window=0, num_programs=tile.programs_per_multiprocessor * num_multiprocessors(q_THL),
-        most_splits=tile.most_splits,
     )  # fmt: skip
     num_split_units = int(np.count_nonzero(units[:, 6] > 1))
     return AttentionWork.of(torch.from_numpy(units).to(q_THL.device), tile, num_split_units, num_tiles, L)

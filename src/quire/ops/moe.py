@@ -7,7 +7,8 @@ Few rows: every (token, expert) pair reads its own weights, at the speed of memo
 each expert's rows go through it in tiles of `block_m`, and what a token got from its experts is added up, in their order.
 
 Shape letters: T tokens, K experts of a token, A = T * K assignments (token a // K to its a % K-th expert), E experts, D hidden size,
-F width of an expert; of one product M rows, N outputs, J inputs; in the sorting kernel B bins (E filled up), C assignments at a time.
+F width of an expert; of one product M rows, N outputs, J inputs; in the sorting kernels B bins (E filled up), C assignments at a time,
+P parts.
 """
 
 from typing import NamedTuple
@@ -16,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.ops.launch import options, pdl, wait_turn
 from quire.ops.ref import moe as twin
@@ -24,6 +26,8 @@ ALPHA, LIMIT = tl.constexpr(twin.ALPHA), tl.constexpr(twin.LIMIT)
 # Bytes of weights that a program of few rows has in flight, for either product.
 GATE_UP_BYTES, DOWN_BYTES = 16 << 10, 32 << 10
 MAX_FEW_ROWS = 8
+# Assignments are sorted in parts of so many or more, in so many parts or fewer.
+SORT_PART, MAX_SORT_PARTS = 4096, 16
 
 
 class Tile(NamedTuple):
@@ -34,6 +38,7 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int = 1
     swap: bool = False  # weights are the left operand: tensor cores want 64 rows there, and few tokens are not so many
+    bulk: bool = False  # weights come tile by tile, not address by address: rows are multiples of 16 bytes
 
 
 class Config(NamedTuple):
@@ -54,11 +59,15 @@ def config(num_tokens: int, top_k: int, num_experts: int, hidden_size: int, expe
     if dtype == torch.float32:  # exactness checks: no tensor cores, speed does not matter
         return Config(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
     block_m = min(max(16, triton.next_power_of_2(int(1.5 * mean))), 128)  # most experts have one tile, until they fill several
-    if block_m <= 32:
-        return Config(block_m, Tile(64, 64, 4, 4, swap=True), Tile(128, 64, 4, 4, swap=True))
+    bulk = hidden_size % 8 == 0 and expert_size % 8 == 0
+    if block_m == 16:
+        return Config(block_m, Tile(64, 128, 4, 3, swap=True, bulk=bulk), Tile(128, 128, 4, 3, swap=True, bulk=bulk))
+    if block_m == 32:
+        return Config(block_m, Tile(64, 64, 4, 4, swap=True, bulk=bulk), Tile(128, 64, 4, 4, swap=True, bulk=bulk))
     if block_m == 64:
-        return Config(block_m, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))
-    return Config(block_m, Tile(128, 64, 8, 4), Tile(256, 64, 8, 3) if hidden_size % 256 == 0 else Tile(128, 64, 8, 4))
+        return Config(block_m, Tile(64, 64, 4, 4, bulk=bulk), Tile(128, 64, 4, 4, bulk=bulk))
+    down = Tile(256, 64, 8, 3, bulk=bulk) if hidden_size % 256 == 0 else Tile(128, 64, 8, 3, bulk=bulk)
+    return Config(block_m, Tile(128, 64, 8, 4, bulk=bulk), down)
 
 
 def _few_rows_tile(output_bytes: int, num_inputs: int, tile_bytes: int, dtype: torch.dtype) -> Tile:
@@ -126,65 +135,96 @@ class Plan(NamedTuple):
 
 
 def sort_by_expert(expert_ids_TK: Tensor, num_experts: int, block_m: int) -> Plan:
-    """In one launch, the order of tokens kept inside an expert."""
+    """The order of tokens is kept inside an expert. Few assignments are sorted in one launch; many are counted in parts first."""
     A = expert_ids_TK.numel()
     max_tiles = min(A, (A + min(num_experts, A) * (block_m - 1)) // block_m)
     ints = dict(dtype=torch.int32, device=expert_ids_TK.device)
     plan = Plan(torch.empty(A, **ints), torch.empty(1 + 3 * max_tiles, **ints), block_m, max_tiles)
-    dependent = pdl(expert_ids_TK)
-    chunk, num_warps = (min(max(triton.next_power_of_2(A), 128), 2048), 4) if A <= 4096 else (8192, 16)
-    _sort_kernel[(num_experts,)](
-        plan.order_A, plan.tiles, expert_ids_TK, A, BINS=triton.next_power_of_2(num_experts), CHUNK=chunk, BLOCK_M=block_m,
-        PDL=dependent, num_warps=num_warps, **options(dependent),
-    )  # fmt: skip
+    dependent, bins = pdl(expert_ids_TK), triton.next_power_of_2(num_experts)
+    part = max(SORT_PART, triton.next_power_of_2(triton.cdiv(A, MAX_SORT_PARTS)))
+    num_parts = triton.cdiv(A, part)
+    chunk = min(max(triton.next_power_of_2(A), 128), 2048)
+    common = dict(PART=part, BINS=bins, CHUNK=chunk, PDL=dependent, num_warps=4, **options(dependent))
+    counts = torch.empty(num_parts, bins, **ints) if num_parts > 1 else None
+    if counts is not None:
+        _count_kernel[(num_parts,)](counts, expert_ids_TK, A, **common)
+    _sort_kernel[num_experts, num_parts](
+        plan.order_A, plan.tiles, expert_ids_TK, counts, A, MAX_PARTS=MAX_SORT_PARTS, BLOCK_M=block_m, **common
+    )
     return plan
 
 
 @triton.jit
-def _sort_kernel(
-    order_ptr, tiles_ptr, ids_ptr, num_assignments,
-    BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A program per expert: counts everybody's assignments, which says where its own begin, and then lists those."""
+def _count_kernel(counts_ptr, ids_ptr, num_assignments, PART: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """How many assignments of a part each expert has."""
     wait_turn(PDL)
-    expert = tl.program_id(0)
-    c_C, bin_B = tl.arange(0, CHUNK), tl.arange(0, BINS)
+    part = tl.program_id(0)
+    counts_B = _count(ids_ptr, part * PART, tl.minimum(part * PART + PART, num_assignments), BINS, CHUNK)
+    tl.store(counts_ptr + part * BINS + tl.arange(0, BINS), counts_B)
+
+
+@triton.jit
+def _count(ids_ptr, begin, end, BINS: tl.constexpr, CHUNK: tl.constexpr):
     counts_B = tl.zeros((BINS,), tl.int32)
-    for begin in range(0, num_assignments, CHUNK):
-        inside_C = begin + c_C < num_assignments
-        ids_C = tl.load(ids_ptr + begin + c_C, inside_C, 0)
-        counts_B += tl.histogram(ids_C, BINS, mask=inside_C)
+    for start in range(begin, end, CHUNK):
+        place_C = start + tl.arange(0, CHUNK)
+        counts_B += tl.histogram(tl.load(ids_ptr + place_C, place_C < end, 0), BINS, mask=place_C < end)
+    return counts_B
+
+
+@triton.jit
+def _sort_kernel(
+    order_ptr, tiles_ptr, ids_ptr, counts_ptr, num_assignments,
+    MAX_PARTS: tl.constexpr, PART: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program per expert and part: everybody's counts say where an expert's assignments begin; then those of the part are listed."""
+    wait_turn(PDL)
+    expert, part = tl.program_id(0), tl.program_id(1)
+    bin_B = tl.arange(0, BINS)
+    before = 0  # the expert's assignments in earlier parts
+    if counts_ptr is None:
+        counts_B = _count(ids_ptr, 0, num_assignments, BINS, CHUNK)
+    else:
+        p_P = tl.arange(0, MAX_PARTS)
+        there_PB = (p_P < tl.num_programs(1))[:, None] & (bin_B >= 0)[None, :]
+        counts_PB = tl.load(counts_ptr + p_P[:, None] * BINS + bin_B[None, :], there_PB, 0)
+        counts_B = tl.sum(counts_PB, 0)
+        before = tl.sum(tl.where((p_P < part)[:, None] & (bin_B == expert)[None, :], counts_PB, 0))
     count = tl.sum(tl.where(bin_B == expert, counts_B, 0), 0)
     first = tl.sum(tl.where(bin_B < expert, counts_B, 0), 0)
-    tiles_B = (counts_B + BLOCK_M - 1) // BLOCK_M
-    first_tile = tl.sum(tl.where(bin_B < expert, tiles_B, 0), 0)
-    if expert == 0:
-        tl.store(tiles_ptr, tl.sum(tiles_B, 0))
-    for start in range(0, count, BINS * BLOCK_M):  # BINS tiles at a time
-        place_B = start + bin_B * BLOCK_M
-        tile_B = tiles_ptr + 1 + 3 * (first_tile + place_B // BLOCK_M)
-        tl.store(tile_B, expert, place_B < count)
-        tl.store(tile_B + 1, first + place_B, place_B < count)
-        tl.store(tile_B + 2, first + count, place_B < count)
-    for begin in range(0, num_assignments, CHUNK):
-        inside_C = begin + c_C < num_assignments
-        mine_C = (tl.load(ids_ptr + begin + c_C, inside_C, -1) == expert).to(tl.int32)
-        tl.store(order_ptr + first + tl.cumsum(mine_C, 0) - 1, begin + c_C, mine_C != 0)
+    if part == 0:
+        tiles_B = (counts_B + BLOCK_M - 1) // BLOCK_M
+        first_tile = tl.sum(tl.where(bin_B < expert, tiles_B, 0), 0)
+        if expert == 0:
+            tl.store(tiles_ptr, tl.sum(tiles_B, 0))
+        for start in range(0, count, BINS * BLOCK_M):  # BINS tiles at a time
+            place_B = start + bin_B * BLOCK_M
+            tile_B = tiles_ptr + 1 + 3 * (first_tile + place_B // BLOCK_M)
+            tl.store(tile_B, expert, place_B < count)
+            tl.store(tile_B + 1, first + place_B, place_B < count)
+            tl.store(tile_B + 2, first + count, place_B < count)
+    first += before
+    end = tl.minimum(part * PART + PART, num_assignments)
+    for start in range(part * PART, end, CHUNK):
+        place_C = start + tl.arange(0, CHUNK)
+        mine_C = (tl.load(ids_ptr + place_C, place_C < end, -1) == expert).to(tl.int32)
+        tl.store(order_ptr + first + tl.cumsum(mine_C, 0) - 1, place_C, mine_C != 0)
         first += tl.sum(mine_C, 0)
 
 
 def _grouped(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, tile: Tile, **constants) -> None:
     """One product of every expert with its rows. The gated one takes rows by token and leaves them sorted, the other turns that round."""
     N, J = out.shape[1], x.shape[1]
+    bulk = TensorDescriptor.from_tensor(weight.view(-1, J), [tile.block_n, tile.block_k]) if tile.bulk else None
     _grouped_kernel[(plan.max_tiles * triton.cdiv(N, tile.block_n),)](
-        out, x, weight, bias, plan.order_A, plan.tiles, N=N, J=J, BLOCK_M=plan.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        out, x, weight, bulk, bias, plan.order_A, plan.tiles, N=N, J=J, BLOCK_M=plan.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         SWAP=tile.swap, num_warps=tile.num_warps, num_stages=tile.num_stages, **constants,
     )  # fmt: skip
 
 
 @triton.jit
 def _grouped_kernel(
-    out_ptr, x_ptr, weight_ptr, bias_ptr, order_ptr, tiles_ptr,
+    out_ptr, x_ptr, weight_ptr, weight_bulk, bias_ptr, order_ptr, tiles_ptr,
     N: tl.constexpr, J: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -210,13 +250,19 @@ def _grouped_kernel(
     k_K = tl.arange(0, BLOCK_K)
     x_MK = x_ptr + from_M[:, None] * J + k_K[None, :]
     weight_NK = weight_ptr + expert * (ROWS * J) + output_N[:, None] * J + k_K[None, :]
+    first_row = (expert * ROWS + column * BLOCK_N).to(tl.int32)
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
     acc_up = acc
     for start in range(0, J, BLOCK_K):
         x = _load(x_MK + start, start + k_K[None, :], J, BLOCK_K)
-        acc = _multiply(x, _load(weight_NK + start, start + k_K[None, :], J, BLOCK_K), acc, SWAP)
-        if GATED:
-            acc_up = _multiply(x, _load(weight_NK + (N * J + start), start + k_K[None, :], J, BLOCK_K), acc_up, SWAP)
+        if weight_bulk is None:
+            acc = _multiply(x, _load(weight_NK + start, start + k_K[None, :], J, BLOCK_K), acc, SWAP)
+            if GATED:
+                acc_up = _multiply(x, _load(weight_NK + (N * J + start), start + k_K[None, :], J, BLOCK_K), acc_up, SWAP)
+        else:  # past an expert's end the next one's rows, past an input's end zeros
+            acc = _multiply(x, weight_bulk.load([first_row, start]), acc, SWAP)
+            if GATED:
+                acc_up = _multiply(x, weight_bulk.load([first_row + N, start]), acc_up, SWAP)
 
     y_MN = tl.trans(acc) if SWAP else acc
     if bias_ptr is not None:

@@ -59,8 +59,7 @@ class GroupWork:
         return max_units(num_tokens, num_rows, **self.geometry)
 
     def plan(self, starts: np.ndarray, counts: np.ndarray, context_lens: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        most_splits = self.room.tile.most_splits
-        return plan_units(starts, counts, context_lens, rows, window=self.window, most_splits=most_splits, **self.geometry)
+        return plan_units(starts, counts, context_lens, rows, window=self.window, **self.geometry)
 
 
 class StepInputs:
