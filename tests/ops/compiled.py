@@ -1,0 +1,112 @@
+"""Compiles kernels for a card that is not there: `TRITON_INTERPRET=0 python -m tests.ops.compiled experts …` prints a line of JSON each.
+
+Wrappers of `quire.ops` are called as a step calls them, with tensors of real models' sizes that nobody fills; instead of a launch,
+Triton compiles, for a Hopper card. What its interpreter forgives, types above all and shared memory, shows here.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from quire.ops import attention, mla, moe, routing
+from quire.ops.ref.attention import AttentionTables
+from quire.ops.ref.routing import Routing
+
+NUM_MULTIPROCESSORS = 132
+EXPERTS = {  # experts of a token, experts, hidden size, width of an expert, activation, bias
+    "30B-A3B": (8, 128, 2048, 768, "silu", False),
+    "20b": (4, 32, 2880, 2880, "clamped_swiglu", True),
+    "671B": (8, 256, 7168, 2048, "silu", False),
+}
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def experts() -> None:
+    for name, (K, E, D, F, activation, bias) in EXPERTS.items():
+        biases = (bf16(E, 2 * F), bf16(E, D)) if bias else (None, None)
+        for T in (1, 64, 256, 512, 8192) if name == "30B-A3B" else (1, 64, 8192):
+            moe.experts(
+                bf16(T, D), torch.empty(T, K), torch.empty(T, K, dtype=torch.int32), bf16(E, 2 * F, D), bf16(E, D, F),
+                activation=activation, gate_up_bias_E2F=biases[0], down_bias_ED=biases[1],
+            )  # fmt: skip
+
+
+def routers() -> None:
+    rules = {"30B-A3B": Routing(8, renormalize=True), "671B": Routing(8, "sigmoid", True, 2.5, 8, 4, 2)}
+    for name, rule in rules.items():
+        _, E, D, *_ = EXPERTS[name]
+        for dtype in (torch.bfloat16, torch.float32):
+            for T in (1, 64, 8192):
+                logits = routing.router_logits(torch.empty(T, D, dtype=dtype), torch.empty(E, D, dtype=dtype))
+                routing.route(logits, rule, torch.empty(E) if rule.score == "sigmoid" else None)
+
+
+def tables(num_rows: int, num_queries: int, context: int) -> AttentionTables:
+    starts = torch.arange(num_rows + 1, dtype=torch.int32) * num_queries
+    lens = torch.full((num_rows,), context, dtype=torch.int32)
+    return AttentionTables(starts, lens, torch.zeros(num_rows, -(-context // 16), dtype=torch.int32), 16, num_queries, context)
+
+
+def attentions() -> None:
+    for H, K, D, options in ((32, 4, 128, {}), (64, 8, 64, {"window": 128, "sinks_H": bf16(64)}), (8, 4, 256, {"softcap": 50.0})):
+        for num_queries in (1, 64):
+            q, cache = bf16(2 * num_queries, H, D), bf16(512, 2, 16, K, D)
+            attention.paged_attention(q, cache, tables(2, num_queries, 4096), scale=0.1, **options)
+
+
+def latents() -> None:
+    for H in (16, 128):
+        for num_queries in (1, 64):
+            q = bf16(2 * num_queries, H, 576)
+            mla.latent_attention(q[..., :512], q[..., 512:], bf16(512, 16, 576), tables(2, num_queries, 4096), scale=0.1)
+
+
+class Hopper:
+    """As much of a driver as compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compiling(launched: Callable) -> Callable:
+    seen = set()
+
+    def run(self: JITFunction, *args, grid: object, warmup: bool, **options) -> CompiledKernel:
+        kernel = launched(self, *args, grid=grid, warmup=True, **options)
+        if kernel.hash not in seen:
+            seen.add(kernel.hash)
+            print(json.dumps({"kernel": self.__name__, "shared_bytes": kernel.metadata.shared}), flush=True)
+        return kernel
+
+    return run
+
+
+def main() -> None:
+    driver.set_active(Hopper())
+    JITFunction.run = compiling(JITFunction.run)
+    for module in (attention, mla, moe, routing):
+        module.pdl = lambda x: True
+        if hasattr(module, "num_multiprocessors"):
+            module.num_multiprocessors = lambda x: NUM_MULTIPROCESSORS
+    for name in sys.argv[1:]:
+        {f.__name__: f for f in (experts, routers, attentions, latents)}[name]()
+
+
+if __name__ == "__main__":
+    main()
