@@ -1,7 +1,7 @@
-"""Compiles kernels for a card that is not there: `TRITON_INTERPRET=0 python -m tests.ops.compiled experts …` prints a line of JSON each.
+"""Compiles kernels for a card that is not there: `TRITON_INTERPRET=0 python -m tests.ops.compiled 9.0`, a line of JSON each.
 
 Wrappers of `quire.ops` are called as a step calls them, with tensors of real models' sizes that nobody fills; instead of a launch,
-Triton compiles, for a Hopper card. What its interpreter forgives, types above all and shared memory, shows here.
+Triton compiles, for a card of that compute capability. What its interpreter forgives, types and shared memory, shows here.
 """
 
 import json
@@ -15,7 +15,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from quire.ops import attention, mla, moe, routing
+from quire.ops import attention, launch, mla, moe, routing
 from quire.ops.ref.attention import AttentionTables
 from quire.ops.ref.routing import Routing
 
@@ -23,7 +23,10 @@ NUM_MULTIPROCESSORS = 132
 EXPERTS = {  # experts of a token, experts, hidden size, width of an expert, activation, bias
     "30B-A3B": (8, 128, 2048, 768, "silu", False),
     "20b": (4, 32, 2880, 2880, "clamped_swiglu", True),
-    "671B": (8, 256, 7168, 2048, "silu", False),
+}
+ROUTERS = {  # experts, hidden size, rule
+    "30B-A3B": (128, 2048, Routing(8, renormalize=True)),
+    "671B": (256, 7168, Routing(8, "sigmoid", True, 2.5, num_groups=8, num_groups_kept=4, group_score_size=2)),
 }
 
 
@@ -34,7 +37,7 @@ def bf16(*shape: int) -> Tensor:
 def experts() -> None:
     for name, (K, E, D, F, activation, bias) in EXPERTS.items():
         biases = (bf16(E, 2 * F), bf16(E, D)) if bias else (None, None)
-        for T in (1, 64, 256, 512, 8192) if name == "30B-A3B" else (1, 64, 8192):
+        for T in (1, 64, 256, 512, 8192) if name == "30B-A3B" else (64, 8192):
             moe.experts(
                 bf16(T, D), torch.empty(T, K), torch.empty(T, K, dtype=torch.int32), bf16(E, 2 * F, D), bf16(E, D, F),
                 activation=activation, gate_up_bias_E2F=biases[0], down_bias_ED=biases[1],
@@ -42,13 +45,10 @@ def experts() -> None:
 
 
 def routers() -> None:
-    rules = {"30B-A3B": Routing(8, renormalize=True), "671B": Routing(8, "sigmoid", True, 2.5, 8, 4, 2)}
-    for name, rule in rules.items():
-        _, E, D, *_ = EXPERTS[name]
-        for dtype in (torch.bfloat16, torch.float32):
-            for T in (1, 64, 8192):
-                logits = routing.router_logits(torch.empty(T, D, dtype=dtype), torch.empty(E, D, dtype=dtype))
-                routing.route(logits, rule, torch.empty(E) if rule.score == "sigmoid" else None)
+    for E, D, rule in ROUTERS.values():
+        for T, dtype in ((1, torch.bfloat16), (64, torch.bfloat16), (64, torch.float32), (8192, torch.bfloat16)):
+            logits = routing.router_logits(torch.empty(T, D, dtype=dtype), torch.empty(E, D, dtype=dtype))
+            routing.route(logits, rule, torch.empty(E) if rule.score == "sigmoid" else None)
 
 
 def tables(num_rows: int, num_queries: int, context: int) -> AttentionTables:
@@ -58,7 +58,7 @@ def tables(num_rows: int, num_queries: int, context: int) -> AttentionTables:
 
 
 def attentions() -> None:
-    for H, K, D, options in ((32, 4, 128, {}), (64, 8, 64, {"window": 128, "sinks_H": bf16(64)}), (8, 4, 256, {"softcap": 50.0})):
+    for H, K, D, options in ((32, 4, 128, {}), (64, 8, 64, {"window": 128, "sinks_H": bf16(64)}), (8, 4, 256, {"softcap": 50.0}), (8, 2, 512, {})):
         for num_queries in (1, 64):
             q, cache = bf16(2 * num_queries, H, D), bf16(512, 2, 16, K, D)
             attention.paged_attention(q, cache, tables(2, num_queries, 4096), scale=0.1, **options)
@@ -71,11 +71,14 @@ def latents() -> None:
             mla.latent_attention(q[..., :512], q[..., 512:], bf16(512, 16, 576), tables(2, num_queries, 4096), scale=0.1)
 
 
-class Hopper:
-    """As much of a driver as compiling asks for."""
+class Driver:
+    """As much of one as compiling asks for."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return self.target
 
     def get_current_device(self) -> int:
         return 0
@@ -98,14 +101,18 @@ def compiling(launched: Callable) -> Callable:
 
 
 def main() -> None:
-    driver.set_active(Hopper())
+    major, minor = map(int, sys.argv[1].split("."))
+    driver.set_active(Driver((major, minor)))
     JITFunction.run = compiling(JITFunction.run)
-    for module in (attention, mla, moe, routing):
-        module.pdl = lambda x: True
-        if hasattr(module, "num_multiprocessors"):
-            module.num_multiprocessors = lambda x: NUM_MULTIPROCESSORS
-    for name in sys.argv[1:]:
-        {f.__name__: f for f in (experts, routers, attentions, latents)}[name]()
+    answers = {
+        "pdl": lambda x: major >= 9, "num_multiprocessors": lambda x: NUM_MULTIPROCESSORS, "capability": lambda: (major, minor),
+    }  # fmt: skip
+    for module in (launch, attention, mla, moe, routing):
+        for name, answer in answers.items():
+            if hasattr(module, name):
+                setattr(module, name, answer)
+    for group in (experts, routers, attentions, latents):
+        group()
 
 
 if __name__ == "__main__":

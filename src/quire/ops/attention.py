@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.launch import num_multiprocessors, options, pdl
+from quire.ops.launch import has_little_shared_memory, num_multiprocessors, options, pdl
 from quire.ops.ref.attention import AttentionTables
 
 # Split boundaries are multiples of this many keys; below MIN_CHUNK keys a split costs more than it saves.
@@ -46,6 +46,10 @@ def config(dtype: torch.dtype, head_size: int, group_size: int, *, decode: bool)
     lowest = max(16, triton.next_power_of_2(group_size))
     if dtype == torch.float32:  # exactness checks: no tensor cores, speed does not matter
         return Tile(lowest, 32, 4, 2, 4)
+    if has_little_shared_memory():
+        if head_size > 128:
+            return Tile(lowest, 32 if head_size <= 256 else 16, 4, 2, 4)
+        return Tile(lowest if decode else max(64, lowest), 64, 4, 2, 4 if decode else 2)
     if head_size > 256:
         return Tile(lowest, 32, 4, 2, 4) if decode else Tile(max(64, lowest), 32, 8, 2, 1)
     if decode:

@@ -24,6 +24,18 @@ def options(pdl: bool) -> dict[str, bool]:
     return {"launch_pdl": True} if pdl else {}
 
 
+@functools.cache
+def capability() -> tuple[int, int]:
+    """Of the card at hand; where there is none, of the one that kernels are tuned on."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+
+
+def has_little_shared_memory() -> bool:
+    """Consumer cards give a program 99 KiB, those of data centers 163 or 227."""
+    major, minor = capability()
+    return major == 12 or (major == 8 and minor in (6, 9))
+
+
 def num_multiprocessors(x: Tensor) -> int:
     return _num_multiprocessors(x.device.index or 0) if x.is_cuda else 1
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.ops.attention import LOG2_E, LOWEST, AttentionWork, Tile, WorkShape, _merge, plan_units
 from quire.ops.elementwise import _place, _scaled
-from quire.ops.launch import num_multiprocessors, options, pdl
+from quire.ops.launch import capability, has_little_shared_memory, num_multiprocessors, options, pdl
 from quire.ops.ref import mla as reference
 from quire.ops.ref.attention import AttentionTables
 
@@ -36,7 +36,7 @@ def supports(dtype: torch.dtype, latent_size: int, rope_size: int, block_size: i
 
 def cut_heads(dtype: torch.dtype, num_heads: int) -> tuple[int, int]:
     """(tiles of heads, heads of a tile): what planners take for key/value heads and their group."""
-    most = 16 if dtype == torch.float32 else 64
+    most = 16 if dtype == torch.float32 or has_little_shared_memory() else 64
     heads = next(n for n in range(min(num_heads, most), 0, -1) if num_heads % n == 0)
     return num_heads // heads, heads
 
@@ -46,11 +46,13 @@ def config(dtype: torch.dtype, latent_size: int, group_size: int, *, decode: boo
     lowest = max(16, triton.next_power_of_2(group_size))
     if dtype == torch.float32:  # exactness checks: no tensor cores, speed does not matter
         return Tile(lowest, 16, 4, 1, 2)
+    if has_little_shared_memory():
+        return Tile(lowest, 32, 4, 2, 2)
     if decode and lowest == 16:
         return Tile(lowest, 64, 4, 2, 2)
     if decode and lowest == 32:
         return Tile(lowest, 32, 8, 3, 2)
-    return Tile(max(64, lowest), 64, 8, 2, 1)
+    return Tile(max(64, lowest), 64 if capability() < (10, 0) else 32, 8, 2, 1)  # Blackwell's products keep more in shared memory
 
 
 def work_shape(dtype: torch.dtype, num_heads: int, latent_size: int, *, decode: bool) -> WorkShape:

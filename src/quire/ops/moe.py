@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.ops.launch import options, pdl, wait_turn
+from quire.ops.launch import capability, has_little_shared_memory, options, pdl, wait_turn
 from quire.ops.ref import moe as twin
 
 ALPHA, LIMIT = tl.constexpr(twin.ALPHA), tl.constexpr(twin.LIMIT)
@@ -58,8 +58,9 @@ def config(num_tokens: int, top_k: int, num_experts: int, hidden_size: int, expe
         )
     if dtype == torch.float32:  # exactness checks: no tensor cores, speed does not matter
         return Config(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
-    block_m = min(max(16, triton.next_power_of_2(int(1.5 * mean))), 128)  # most experts have one tile, until they fill several
-    bulk = hidden_size % 8 == 0 and expert_size % 8 == 0
+    largest = 64 if has_little_shared_memory() else 128
+    block_m = min(max(16, triton.next_power_of_2(int(1.5 * mean))), largest)  # most experts have one tile, until they fill several
+    bulk = hidden_size % 8 == 0 and expert_size % 8 == 0 and capability() >= (9, 0)
     if block_m == 16:
         return Config(block_m, Tile(64, 128, 4, 3, swap=True, bulk=bulk), Tile(128, 128, 4, 3, swap=True, bulk=bulk))
     if block_m == 32:

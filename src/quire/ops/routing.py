@@ -32,7 +32,7 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None)
     if T:
         _logits_kernel[triton.cdiv(T, block_t), len(logits_PTE), triton.cdiv(E, block_e)](
             logits_PTE, x_TD, weight_ED, bias_E, T, x_TD.stride(0), D=D, E=E, PART=part, NUM_PARTS=1 if few else num_parts,
-            BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_J=block_j, PDL=pdl(x_TD), num_warps=4, num_stages=4, **options(pdl(x_TD)),
+            BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_J=block_j, PDL=pdl(x_TD), num_warps=4, num_stages=4 if x_TD.dtype != torch.float32 else 2, **options(pdl(x_TD)),
         )  # fmt: skip
     return logits_PTE
 
