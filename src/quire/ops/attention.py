@@ -8,7 +8,7 @@ head by head: [2, K, block_size, D] (`cache_view`), so that a head's keys of one
 
 Shape letters: T query tokens of the step, R rows, H query heads, K key/value heads, G = H/K, D head size (in the kernel
 padded to a power of two), U units; in a unit: M tile rows (row m is head m % G of its query token m // G), N keys at a
-time; in a merge: X tile rows and S splits at a time.
+time; in a merge: X tile rows at a time.
 """
 
 from dataclasses import dataclass

@@ -48,7 +48,7 @@ class Config(NamedTuple):
 
 
 def config(num_tokens: int, top_k: int, num_experts: int, hidden_size: int, expert_size: int, dtype: torch.dtype) -> Config:
-    """By shapes alone. All tiles of tensor cores add up inputs from the first to the last: company hardly changes a row's sums."""
+    """By shapes and the kind of card. All tiles of tensor cores add up inputs from the first to the last: company hardly changes a row's sums."""
     mean = num_tokens * top_k / num_experts  # rows of an expert
     if num_tokens == 1 or (num_tokens <= MAX_FEW_ROWS and mean <= 0.5):
         return Config(
