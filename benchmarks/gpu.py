@@ -223,7 +223,7 @@ def report(rows: list[tuple[str, str, str, float]], path: Path | None) -> int:
     """Prints the table, writes the results, and says how many bars are missed."""
     missed, results = 0, []
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    commit = git.stdout.strip() or os.environ.get("COMMIT", "")  # a copy without its history says it
+    commit = os.environ.get("COMMIT") or git.stdout.strip()  # a copy's history may be older than its files: who copied it says
     print(f"\n{'model':<18}{'workload':<13}{'metric':<15}{'Quire':>10}{'vLLM':>10}{'ratio':>7}{'floor':>10}{'bar':>9}")
     for model, workload, metric, value in rows:
         peer, floor, bar = FIGURES.get((model, workload, metric), (None, None, None))

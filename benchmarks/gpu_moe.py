@@ -100,7 +100,7 @@ def random(*shape: int) -> Tensor:
 
 FEW_TILES = [Tile(n, k, w) for n, k, w in itertools.product((1, 2, 4, 8), (256, 512, 1024, 2048), (2, 4, 8)) if n * k == w * 256]
 MANY_TILES = [
-    Tile(*sizes) for sizes in itertools.product((64, 128, 256), (64, 128), (4, 8), (3, 4, 5), (False, True))
+    Tile(*sizes, bulk=True) for sizes in itertools.product((64, 128, 256), (64, 128), (4, 8), (3, 4, 5), (False, True))
 ]  # fmt: skip
 
 

@@ -15,8 +15,8 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 
 def pdl(x: Tensor) -> bool:
-    """Whether kernels on this tensor's device can be launched dependently."""
-    return x.is_cuda and _capability(x.device.index or 0) >= (9, 0)
+    """Whether kernels on this tensor can be launched dependently."""
+    return x.is_cuda and capability() >= (9, 0)
 
 
 def options(pdl: bool) -> dict[str, bool]:
@@ -38,11 +38,6 @@ def has_little_shared_memory() -> bool:
 
 def num_multiprocessors(x: Tensor) -> int:
     return _num_multiprocessors(x.device.index or 0) if x.is_cuda else 1
-
-
-@functools.cache
-def _capability(device_idx: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device_idx)
 
 
 @functools.cache

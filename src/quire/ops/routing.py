@@ -27,21 +27,22 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None)
     part = 256 if D <= 4096 else 1024
     num_parts = triton.cdiv(D, part)
     few = T <= MAX_FEW_TOKENS
-    block_t, block_e, block_j = router_tile(T, part)
+    block_t, block_e, block_j, num_stages = router_tile(T, part, x_TD.dtype)
     logits_PTE = torch.empty(num_parts if few else 1, T, E, dtype=torch.float32, device=x_TD.device)
     if T:
         _logits_kernel[triton.cdiv(T, block_t), len(logits_PTE), triton.cdiv(E, block_e)](
             logits_PTE, x_TD, weight_ED, bias_E, T, x_TD.stride(0), D=D, E=E, PART=part, NUM_PARTS=1 if few else num_parts,
-            BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_J=block_j, PDL=pdl(x_TD), num_warps=4, num_stages=4 if x_TD.dtype != torch.float32 else 2, **options(pdl(x_TD)),
+            BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_J=block_j, PDL=pdl(x_TD), num_warps=4, num_stages=num_stages, **options(pdl(x_TD)),
         )  # fmt: skip
     return logits_PTE
 
 
-def router_tile(num_tokens: int, part: int) -> tuple[int, int, int]:
-    """(tokens, experts, inputs at a time) of a program."""
+def router_tile(num_tokens: int, part: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """(tokens, experts, inputs at a time, stages) of a program."""
+    num_stages = 2 if dtype == torch.float32 else 4
     if num_tokens > MAX_FEW_TOKENS:
-        return 64, 128, 64
-    return 16, 32 if num_tokens <= 16 else 64, 256 if part == 256 else 64
+        return 64, 128, 64, num_stages
+    return 16, 32 if num_tokens <= 16 else 64, 256 if part == 256 else 64, num_stages
 
 
 @triton.jit
