@@ -187,8 +187,8 @@ def test_the_default_cut_fits(T: int, dtype: torch.dtype) -> None:
     check(*arguments(T, 2, 8, 80, 48, dtype, bias=True, added=True), None)
 
 
-def test_weights_come_in_bulk_where_their_rows_allow_it() -> None:
-    for D, F, bulk in ((2048, 768, True), (2048, 770, False), (2052, 768, False)):
+def test_weights_come_in_bulk_where_they_fill_tiles() -> None:
+    for D, F, bulk in ((2048, 768, True), (2048, 770, False), (2880, 2880, False)):
         cut = moe.config(8192, 8, 128, D, F, torch.bfloat16)
         assert cut.block_m == 128 and cut.gate_up.bulk == cut.down.bulk == bulk
 

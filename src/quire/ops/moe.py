@@ -60,15 +60,14 @@ def config(num_tokens: int, top_k: int, num_experts: int, hidden_size: int, expe
         return Config(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
     largest = 64 if has_little_shared_memory() else 128
     block_m = min(max(16, triton.next_power_of_2(int(1.5 * mean))), largest)  # most experts have one tile, until they fill several
-    bulk = hidden_size % 8 == 0 and expert_size % 8 == 0 and capability() >= (9, 0)
-    if block_m == 16:
-        return Config(block_m, Tile(64, 128, 4, 3, swap=True, bulk=bulk), Tile(128, 128, 4, 3, swap=True, bulk=bulk))
-    if block_m == 32:
-        return Config(block_m, Tile(64, 64, 4, 4, swap=True, bulk=bulk), Tile(128, 64, 4, 4, swap=True, bulk=bulk))
+    if block_m <= 32:
+        return Config(block_m, Tile(64, 64, 4, 4, swap=True), Tile(128, 64, 4, 4, swap=True))
     if block_m == 64:
-        return Config(block_m, Tile(64, 64, 4, 4, bulk=bulk), Tile(128, 64, 4, 4, bulk=bulk))
-    down = Tile(256, 64, 8, 3, bulk=bulk) if hidden_size % 256 == 0 else Tile(128, 64, 8, 3, bulk=bulk)
-    return Config(block_m, Tile(128, 64, 8, 4, bulk=bulk), down)
+        return Config(block_m, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))
+    if hidden_size % 256 or expert_size % 128:
+        return Config(block_m, Tile(128, 64, 8, 4), Tile(256, 64, 8, 3) if hidden_size % 256 == 0 else Tile(128, 64, 8, 4))
+    bulk = capability() >= (9, 0)
+    return Config(block_m, Tile(128, 64, 8, 4, bulk=bulk), Tile(256, 64, 8, 3, bulk=bulk))
 
 
 def _few_rows_tile(output_bytes: int, num_inputs: int, tile_bytes: int, dtype: torch.dtype) -> Tile:
