@@ -15,6 +15,7 @@ Messages are one sentence that says what to do and never hold addresses or inter
     ├── OverloadedError       too many wait already: come back later
     ├── DeadlineError         the request's own time limit passed
     └── EngineError           the engine itself failed
+        ├── InternalError     something of ours failed on this request; others are not affected
         └── PoisonError       this request, alone, takes the engine down
 """
 
@@ -70,6 +71,10 @@ class OverloadedError(QuireError):
 
 
 class DeadlineError(QuireError):
+    pass
+
+
+class InternalError(EngineError):
     pass
 
 

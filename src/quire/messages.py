@@ -1,7 +1,7 @@
 """The structs frontend and core exchange: by calls within one process, over a socket between two.
 
-A choice of a request (`n` > 1) is a core request of its own, named by (request_id, choice_idx). The frontend keeps everything
-needed to send an AddRequest again, with the tokens so far, to a fresh core.
+A choice of a request (`n` > 1) is a core request of its own, named by (request_id, choice_idx); what the choices have in common
+is sent once. The frontend keeps everything needed to send an AddRequest again, with the tokens so far, to a fresh core.
 """
 
 import msgspec
@@ -30,12 +30,11 @@ class Constraint(msgspec.Struct, array_like=True):
 
 class AddRequest(msgspec.Struct, array_like=True, tag="add"):
     request_id: str
-    choice_idx: int
     prompt_token_ids: list[int]
     params: SamplingParams  # complete: max_tokens is a number
-    seed: int
+    seed: int  # params.seed, or one drawn for this request
+    choices: dict[int, list[int]] = msgspec.field(default_factory=lambda: {0: []})  # those to be computed -> what they generated before an engine restart
     eos_ids: list[int] = []
-    output_token_ids: list[int] = []  # generated before an engine restart
     bad_words: list[list[int]] = []
     priority: int = 0  # lower runs earlier
     cache_salt: str = ""

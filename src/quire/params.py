@@ -5,7 +5,8 @@ Must not know anything about models: limits that depend on one (vocabulary, cont
 """
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import msgspec
 
@@ -19,21 +20,38 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 256
 MAX_BAD_WORDS = 256
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKENS = 16_384
+MAX_EXTRA_VALUES = 1024  # numbers, texts, lists and objects in extra_args
+MAX_TEXT_CHARS = 16 << 20  # of any text a request carries
+MAX_GRAMMAR_CHARS = 131_072  # of a schema, pattern or grammar
+MAX_GRAMMAR_VALUES = 32_768  # names and values in a schema
+MAX_GRAMMAR_CHOICES = 10_000
 MIN_TEMPERATURE = 1e-5  # anything below samples greedily: dividing by it would overflow
 MAX_TEMPERATURE = 100.0
 SEED_LIMIT = 2**63
 LARGEST_INT = 2**63 - 1  # what messages and tensors hold
 
 
+GrammarText = Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARS)]
+GrammarObject = Annotated[
+    dict[str, Any],
+    msgspec.Meta(
+        extra={"max_values": MAX_GRAMMAR_VALUES},
+        extra_json_schema={"maxProperties": MAX_GRAMMAR_VALUES, "x-max-values": MAX_GRAMMAR_VALUES},
+    ),
+]
+Choices = Annotated[list[GrammarText], msgspec.Meta(max_length=MAX_GRAMMAR_CHOICES)]
+
+
 class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What an answer must look like: one of these."""
 
-    json: dict[str, Any] | bool | str | None = None  # a JSON schema, or its text
+    json: GrammarObject | bool | GrammarText | None = None  # a JSON schema, or its text
     json_object: bool = False  # any JSON object
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None  # EBNF, GBNF or Lark
-    structural_tag: dict[str, Any] | str | None = None  # xgrammar's format: text with tagged parts
+    regex: GrammarText | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None  # EBNF, GBNF or Lark
+    structural_tag: GrammarObject | GrammarText | None = None  # xgrammar's format: text with tagged parts
 
     def kind(self) -> str:
         """Which of them; RequestError unless it is exactly one."""
@@ -108,7 +126,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=Fals
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
         if not isinstance(self.extra_args, dict):
-            raise RequestError(f"extra_args must be an object, not {_shown(self.extra_args)}")
+            raise RequestError(f"extra_args must be an object, not {shown(self.extra_args)}")
+        check_json("extra_args", self.extra_args, MAX_EXTRA_VALUES)
         if self.thinking_token_budget is not None:
             _whole("thinking_token_budget", self.thinking_token_budget, 0, LARGEST_INT)
         if self.seed is not None:
@@ -126,7 +145,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=Fals
         ):
             value = getattr(self, name)
             if not _is_finite(value):
-                raise RequestError(f"{name} must be a finite number, not {_shown(value)}")
+                raise RequestError(f"{name} must be a finite number, not {shown(value)}")
             if not low <= value <= high:
                 raise RequestError(f"{name} must be between {low:g} and {high:g}, not {value:g}")
         if self.top_p == 0.0:
@@ -137,10 +156,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=Fals
     def _lists(self) -> None:
         _strings("stop", self.stop, MAX_STOP_STRINGS)
         _strings("bad_words", self.bad_words, MAX_BAD_WORDS)
-        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
-            raise RequestError(f"stop_token_ids has {len(self.stop_token_ids)} entries, the limit is {MAX_STOP_TOKENS}")
-        for token_id in self.stop_token_ids:
-            _whole("stop_token_ids", token_id, 0, LARGEST_INT)
+        _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS)
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True; use stop_token_ids instead")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
@@ -148,12 +164,56 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=Fals
         for token_id, bias in self.logit_bias.items():
             _whole("logit_bias token id", token_id, 0, LARGEST_INT)
             if not _is_finite(bias) or not -100.0 <= bias <= 100.0:
-                raise RequestError(f"logit_bias values must be between -100 and 100, not {_shown(bias)}")
+                raise RequestError(f"logit_bias values must be between -100 and 100, not {shown(bias)}")
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise RequestError("allowed_token_ids must not be empty; leave it out to allow every token")
-            for token_id in self.allowed_token_ids:
-                _whole("allowed_token_ids", token_id, 0, LARGEST_INT)
+            _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKENS)
+
+
+def check_json(name: str, value: object, max_values: int) -> None:
+    """RequestError unless this is JSON of at most so many values, with numbers and texts that messages can hold.
+
+    Takes no longer than its limit, whatever it is given."""
+    values, num_values = [value], 1
+    while values:
+        value = values.pop()
+        inner: list[object] = []
+        if isinstance(value, dict):
+            if not all(isinstance(key, str) for key in value):
+                raise RequestError(f"{name} must be JSON: the keys of an object must be text")
+            inner = [*value, *value.values()]
+        elif isinstance(value, (list, tuple)):
+            inner = value
+        elif isinstance(value, str):
+            _text(name, value)
+        elif isinstance(value, int) and not -LARGEST_INT <= value <= LARGEST_INT:
+            raise RequestError(f"{name} holds a whole number of more than 64 bits")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise RequestError(f"{name} holds a number that is not finite")
+        elif value is not None and not isinstance(value, (bool, int, float)):
+            raise RequestError(f"{name} must be JSON, which {type(value).__name__} is not")
+        num_values += len(inner)
+        if num_values > max_values:
+            raise RequestError(f"{name} holds more than {max_values} values, which is the limit")
+        values += inner
+
+
+def _text(name: str, value: str) -> None:
+    if len(value) > MAX_TEXT_CHARS:
+        raise RequestError(f"{name} holds a text of {len(value)} characters, the limit is {MAX_TEXT_CHARS}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{name} holds a lone surrogate (half of a UTF-16 pair)") from None
+
+
+def _token_ids(name: str, values: Sequence[object], limit: int) -> None:
+    if len(values) > limit:
+        raise RequestError(f"{name} has {len(values)} entries, the limit is {limit}")
+    if set(map(type, values)) - {int} or (values and not 0 <= min(values) <= max(values) <= LARGEST_INT):
+        for token_id in values:  # slower, and says which
+            _whole(name, token_id, 0, LARGEST_INT)
 
 
 def _is_finite(value: object) -> bool:
@@ -167,13 +227,13 @@ def _is_finite(value: object) -> bool:
 
 def _whole(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise RequestError(f"{name} must be a whole number, not {_shown(value)}")
+        raise RequestError(f"{name} must be a whole number, not {shown(value)}")
     if value < low or (high is not None and value > high):
         upper = f" and at most {high}" if high is not None else ""
-        raise RequestError(f"{name} must be at least {low}{upper}, not {_shown(value)}")
+        raise RequestError(f"{name} must be at least {low}{upper}, not {shown(value)}")
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """What was given, cut short: Python refuses to write numbers of thousands of digits, and nobody wants to read them."""
     return "a huge number" if isinstance(value, int) and abs(value) >= 10**30 else f"{value!r:.40}"
 
@@ -183,6 +243,7 @@ def _strings(name: str, values: list, limit: int) -> None:
         raise RequestError(f"{name} has {len(values)} entries, the limit is {limit}")
     for value in values:
         if not isinstance(value, str) or not value:
-            raise RequestError(f"{name} must hold non-empty strings, not {_shown(value)}")
+            raise RequestError(f"{name} must hold non-empty strings, not {shown(value)}")
         if len(value) > MAX_STOP_CHARS:
             raise RequestError(f"an entry of {name} has {len(value)} characters, the limit is {MAX_STOP_CHARS}")
+        _text(name, value)

@@ -27,16 +27,17 @@ class Core:
         self.reasons: dict[tuple[str, int], str] = {}
         self.steps: list = []
 
-    def add(self, name: str, prompt: list[int], n: int = 1, eos: tuple[int, ...] = (), **fields) -> None:
-        message_fields = {k: fields.pop(k) for k in ("priority", "cache_salt", "output_token_ids", "constraint") if k in fields}
+    def add(
+        self, name: str, prompt: list[int], n: int = 1, eos: tuple[int, ...] = (), output_token_ids: list[int] = [], **fields
+    ) -> None:
+        message_fields = {k: fields.pop(k) for k in ("priority", "cache_salt", "constraint") if k in fields}
+        choices = {choice_idx: list(output_token_ids) for choice_idx in range(n)}
         params = SamplingParams(n=n, **fields)
-        for choice_idx in range(n):
-            message = AddRequest(
-                name, choice_idx, list(prompt), params, seed=7, eos_ids=list(eos), **message_fields
-            )
+        message = AddRequest(name, list(prompt), params, seed=7, choices=choices, eos_ids=list(eos), **message_fields)
+        for choice_idx in choices:
             self.sent[name, choice_idx] = message
             self.tokens[name, choice_idx] = []
-            self.engine.add(message)
+        self.engine.add(message)
 
     def abort(self, name: str, choice_idx: int | None = None) -> None:
         self.engine.abort(Abort(name, choice_idx))
@@ -62,7 +63,7 @@ class Core:
     def expected(self, name: str, choice_idx: int = 0) -> list[int]:
         """The answer by the fake model's own definition, computed without any engine."""
         message = self.sent[name, choice_idx]
-        prompt, given, params = message.prompt_token_ids, message.output_token_ids, message.params
+        prompt, given, params = message.prompt_token_ids, message.choices[choice_idx], message.params
         history = prompt + given
         limit = min(len(prompt) + (params.max_tokens or 10**9), self.engine.config.model.max_model_len)
         answer = []

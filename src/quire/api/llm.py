@@ -145,10 +145,9 @@ class LLM:
         try:
             with interrupts_deferred() as raise_if_interrupted:
                 for request in requests:
-                    for message in request.messages:
-                        if message.constraint is not None and not self.client.knows_vocabulary:
-                            self.client.learn(self.model.vocabulary)
-                        self.client.add(message)
+                    if request.message.constraint is not None and not self.client.knows_vocabulary:
+                        self.client.learn(self.model.vocabulary)
+                    self.client.add(request.message)
                 while live:
                     outputs = self.client.step()
                     raise_if_interrupted()

@@ -28,6 +28,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> typing.NoReturn:
+        if message.startswith("unrecognized arguments:"):
+            message += ": a flag takes one value; where it can have several, give it several times"
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
@@ -79,7 +81,8 @@ def _add_flag(section: Any, field: dataclasses.Field, hint: Any) -> None:
     if choices is not None:
         common |= {"choices": choices, "metavar": "{" + ",".join(choices) + "}"}
     elif typing.get_origin(kind) is list:
-        common |= {"nargs": "+", "action": "extend", "type": reader(typing.get_args(kind)[0], field.name)}
+        # One value a flag, which may be given several times: a flag that took all that follows would take MODEL, too.
+        common |= {"action": "append", "type": reader(typing.get_args(kind)[0], field.name)}
     else:
         common["type"] = reader(kind, field.name)
     section.add_argument(name, **common)

@@ -92,7 +92,19 @@ class Engine:
         return StepOutputs(deltas, self.stats(step.plan.total_tokens))
 
     def add(self, message: AddRequest) -> None:
-        request = Request(message, self.config.model.max_model_len)
+        """Takes all choices of a request in, or none: where one cannot be, none stays."""
+        try:
+            for choice_idx in message.choices:
+                self._add_choice(message, choice_idx)
+        except BaseException:
+            self.abort(Abort(message.request_id))
+            raise
+
+    def _add_choice(self, message: AddRequest, choice_idx: int) -> None:
+        params = message.params
+        if choice_idx > 0 and params.prompt_logprobs is not None:  # the same for every choice: only the first computes them
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        request = Request(message, choice_idx, params, self.config.model.max_model_len)
         if message.constraint is None:
             self.scheduler.add(request)
         else:

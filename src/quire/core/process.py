@@ -84,8 +84,9 @@ class CoreProcess:
                 data = self.socket.recv(zmq.NOBLOCK)
                 try:
                     message = self.decode(data)
-                except msgspec.DecodeError:
-                    log.error("what came over the socket is no message: dropped")
+                except Exception:
+                    log.exception("a message cannot be decoded")
+                    self._refuse_undecoded(data)
                     continue
                 self._take(message)
 
@@ -95,15 +96,25 @@ class CoreProcess:
                 try:
                     self.engine.add(message)
                 except Exception:
-                    log.exception("a request cannot be taken in")
-                    refused = ChoiceDelta(message.request_id, message.choice_idx, [], finish_reason="error")
-                    self._send(StepOutputs([refused], self.engine.stats()))
+                    log.exception("request %s cannot be taken in", message.request_id)
+                    self._refuse(message.request_id)
             case Vocabulary():
                 self.engine.learn(message)
             case Abort():
                 self.engine.abort(message)
             case Check():
                 self._send(Checked(self._problem()))
+
+    def _refuse(self, request_id: str) -> None:
+        """Ends a request that never began, with all its choices."""
+        self._send(StepOutputs([ChoiceDelta(request_id, 0, [], finish_reason="error")], self.engine.stats()))
+
+    def _refuse_undecoded(self, data: bytes) -> None:
+        """Whose message it was is at its beginning, which can be read without understanding the rest."""
+        with contextlib.suppress(Exception):
+            match msgspec.msgpack.decode(data):
+                case [kind, str(request_id), *_] if kind == AddRequest.__struct_config__.tag:
+                    self._refuse(request_id)
 
     def _problem(self) -> str:
         try:

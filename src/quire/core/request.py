@@ -1,6 +1,6 @@
 """A request as the core sees it: tokens, how many of them are computed, and its place in the machinery.
 
-Made by `core/engine.py` from an AddRequest, moved about by the scheduler. Must not know text.
+Made by `core/engine.py` for each choice of an AddRequest, moved about by the scheduler. Must not know text.
 """
 
 import enum
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.kv.manager import RequestBlocks
 from quire.messages import AddRequest
+from quire.params import SamplingParams
 
 if TYPE_CHECKING:  # it comes with grammar engines, which are large
     from quire.structured.guide import Guide
@@ -31,23 +32,23 @@ class Request:
         "arrival", "queue_s", "guide", "told_from",
     )  # fmt: skip
 
-    def __init__(self, message: AddRequest, max_model_len: int) -> None:
+    def __init__(self, message: AddRequest, choice_idx: int, params: SamplingParams, max_model_len: int) -> None:
         self.request_id = message.request_id
-        self.choice_idx = message.choice_idx
-        self.params = message.params
+        self.choice_idx = choice_idx
+        self.params = params
         self.seed = message.seed
         self.priority = message.priority
         self.key: tuple[int, int] = (0, 0)  # its place in line, smaller first; set by the policy
         # A grammar that is complete can only end.
-        ignores_eos = message.params.ignore_eos and message.constraint is None
+        ignores_eos = params.ignore_eos and message.constraint is None
         self.eos_ids = frozenset() if ignores_eos else frozenset(message.eos_ids)
-        self.stop_ids = frozenset(message.params.stop_token_ids)
+        self.stop_ids = frozenset(params.stop_token_ids)
         self.bad_words = message.bad_words
         self.cache_salt = message.cache_salt
 
-        self.token_ids = message.prompt_token_ids + message.output_token_ids
+        self.token_ids = message.prompt_token_ids + message.choices[choice_idx]
         self.num_prompt_tokens = len(message.prompt_token_ids)
-        limit = self.num_prompt_tokens + (message.params.max_tokens or max_model_len)
+        limit = self.num_prompt_tokens + (params.max_tokens or max_model_len)
         self.max_total_tokens = min(limit, max_model_len)
 
         self.num_computed = 0  # tokens in the cache by steps that were applied

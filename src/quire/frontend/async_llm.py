@@ -16,7 +16,7 @@ from quire.config import EngineConfig, ServingConfig
 from quire.errors import OverloadedError, RequestError
 from quire.frontend.chat import encode_chat
 from quire.frontend.core_client import start_process
-from quire.frontend.inputs import InputProcessor, Prompt
+from quire.frontend.inputs import MAX_LOGPROB_ENTRIES, InputProcessor, Prompt
 from quire.frontend.model import Model
 from quire.frontend.stream import Stream
 from quire.frontend.supervisor import Supervisor
@@ -27,8 +27,10 @@ from quire.params import SamplingParams
 
 Result = TypeVar("Result")
 
-INLINE_CHARS = 1024  # texts up to here are tokenized on the spot: handing them to a thread takes longer
+INLINE_CHARS = 1024  # texts, or token ids, up to here are worked on at once: handing them to a thread takes longer
+LONG_CHARS = 65_536  # longer texts have a thread of their own: others do not wait for them
 NUM_THREADS = 2
+MAX_TIMEOUT_S = 366 * 86_400.0
 
 
 class AsyncLLM:
@@ -60,9 +62,10 @@ class AsyncLLM:
     def _open(self, config: EngineConfig, serving: ServingConfig) -> None:
         self.serving = serving
         self.model = Model.open(config, serving=True)
-        self.inputs = InputProcessor(self.model)
+        self.inputs = InputProcessor(self.model, max_logprobs=MAX_LOGPROB_ENTRIES)
         self.metrics = ServingMetrics(config.model.model)
         self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
+        self.long_texts = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
         self.process: Process | None = None  # the first core's, if it was started ahead
         self.supervisor: Supervisor | None = None
         self.accepting = True
@@ -89,6 +92,7 @@ class AsyncLLM:
         if self.supervisor is not None:
             await self.supervisor.close()
         self.threads.shutdown(wait=False, cancel_futures=True)
+        self.long_texts.shutdown(wait=False, cancel_futures=True)
 
     async def __aenter__(self) -> "AsyncLLM":
         await self.start()
@@ -124,21 +128,24 @@ class AsyncLLM:
 
     async def submit(
         self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0,
-        cache_salt: str = "", timeout_s: float | None = None, thinks: bool = False,
+        cache_salt: str = "", timeout_s: float | None = None, thinks: bool = False, owner: str = "",
     ) -> Stream:  # fmt: skip
-        """Starts a request. RequestError: it is wrong. OverloadedError: the queue is full. EngineError: giving up."""
+        """Starts a request. RequestError: it is wrong. OverloadedError: the queue is full. EngineError: giving up.
+
+        `owner`: a digest of the sender's API key; a request that made the engine fail is refused to its owner alone."""
         self._admit()
         request_id = request_id or uuid.uuid4().hex
         if request_id in self.supervisor.live:
             raise RequestError(f"there is a request {request_id!r:.100} already: choose another request_id")
-        make = functools.partial(self.inputs.request, request_id, prompt, params, priority, cache_salt, thinks)
-        request = await self._off_loop(make) if _long(prompt) or params.structured_outputs is not None else make()
+        make = functools.partial(self.inputs.request, request_id, prompt, params, priority, cache_salt, thinks, owner)
+        is_long = _size(prompt) > INLINE_CHARS or params.structured_outputs is not None
+        request = await self.off_loop(make, _size(prompt)) if is_long else make()
         self._admit()  # others may have come meanwhile
         stream = Stream(request, self.supervisor.abort)
         self.supervisor.add(stream)
         timeouts = [t for t in (timeout_s, self.serving.request_timeout_s) if t is not None]
         if timeouts:
-            stream.expire_at(asyncio.get_running_loop().time() + min(timeouts), self.supervisor.expire)
+            stream.expire_at(asyncio.get_running_loop().time() + min(*timeouts, MAX_TIMEOUT_S), self.supervisor.expire)
         return stream
 
     def _admit(self) -> None:
@@ -176,25 +183,32 @@ class AsyncLLM:
     ) -> list[int]:  # fmt: skip
         """The token ids of a conversation, by the model's chat template."""
         tokenizer, template = self.model.need_tokenizer("a chat"), self.model.template
-        return await self._off_loop(
-            functools.partial(
-                encode_chat, tokenizer, template, messages, add_generation_prompt, continue_final_message,
-                tools=tools, template_kwargs=chat_template_kwargs,
-            )  # fmt: skip
-        )
+        encode = functools.partial(
+            encode_chat, tokenizer, template, messages, add_generation_prompt, continue_final_message,
+            tools=tools, template_kwargs=chat_template_kwargs,
+        )  # fmt: skip
+        return await self.off_loop(encode, _size(messages))
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        encode = functools.partial(self.model.need_tokenizer("a text").encode, text, add_special_tokens=add_special_tokens)
-        return await self._off_loop(encode) if _long(text) else encode()
+        encode = functools.partial(self.inputs.encode, text, add_special_tokens)
+        return await self.off_loop(encode, len(text)) if len(text) > INLINE_CHARS else encode()
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         decode = functools.partial(self.model.need_tokenizer("text").decode, list(token_ids), skip_special_tokens=False)
-        return await self._off_loop(decode) if len(token_ids) > INLINE_CHARS else decode()
+        return await self.off_loop(decode) if len(token_ids) > INLINE_CHARS else decode()
 
-    async def _off_loop(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
+    async def off_loop(self, work: Callable[[], Result], num_chars: int = 0) -> Result:
+        """Has a thread do what would hold up the event loop; long texts wait for each other only."""
+        threads = self.long_texts if num_chars > LONG_CHARS else self.threads
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
-def _long(prompt: Prompt) -> bool:
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    return isinstance(text, str) and len(text) > INLINE_CHARS
+def _size(prompt: Any) -> int:
+    """Characters or token ids of a prompt in any of its forms, or of messages; 0 for what is neither."""
+    if isinstance(prompt, Mapping):
+        prompt = next((prompt[key] for key in ("prompt_token_ids", "prompt", "content", "text") if key in prompt), None)
+    if isinstance(prompt, str):
+        return len(prompt)
+    if not isinstance(prompt, Sequence) or not prompt:
+        return 0
+    return len(prompt) if isinstance(prompt[0], int) else sum(_size(part) for part in prompt)

@@ -10,7 +10,8 @@ import enum
 from collections import deque
 from collections.abc import Collection, Iterable
 
-MAX_DEATHS = 8  # in a row, without a token between them
+MAX_DEATHS = 8  # in a row, without a token between them, that no guilty request explains
+MAX_GUILTY = 64  # requests found guilty in a row, without a token between them: then it is not the requests
 
 
 class Cause(enum.Enum):
@@ -23,17 +24,18 @@ class Blame:
     def __init__(self) -> None:
         self.groups: deque[set[str]] = deque()  # suspects to be tried; the first group is on trial, and runs alone
         self.waiting: set[str] = set()  # of the group on trial: those without a token yet
-        self.num_deaths = 0  # since the last token
+        self.num_deaths = 0  # since the last token or guilty request
+        self.num_guilty = 0  # since the last token
         self.stalled: set[str] = set()  # in the step of a stall, and without a token since
 
     @property
     def watches(self) -> bool:
         """Whether it matters who gets a token."""
-        return bool(self.num_deaths or self.groups or self.stalled)
+        return bool(self.num_deaths or self.num_guilty or self.groups or self.stalled)
 
     @property
     def hopeless(self) -> bool:
-        return self.num_deaths >= MAX_DEATHS
+        return self.num_deaths >= MAX_DEATHS or self.num_guilty >= MAX_GUILTY
 
     def may_run(self, request_id: str) -> bool:
         return not self.groups or request_id in self.groups[0]
@@ -57,12 +59,15 @@ class Blame:
             guilty = next(iter(on_trial)) if len(on_trial) == 1 else None
         if guilty is None:
             self.groups.extend(_halves(suspects))
+        else:
+            self.num_deaths = 0  # explained
+            self.num_guilty += 1
         self._begin_trial()
         return guilty
 
     def progressed(self, request_id: str) -> bool:
         """A request got a token; True when others may run now who could not before."""
-        self.num_deaths = 0
+        self.num_deaths = self.num_guilty = 0
         self.stalled.discard(request_id)
         return self.left(request_id)
 

@@ -5,7 +5,6 @@ The socket lies in a folder only this user may enter, under a name of its own. K
 
 import asyncio
 import contextlib
-import logging
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -19,15 +18,13 @@ from quire.config import EngineConfig
 from quire.messages import CoreSetup, FromCore, ToCore
 from quire.utils.flight import FlightRecorder
 
-log = logging.getLogger(__name__)
-
 CORE = "quire.core.process"
 DUMP_GRACE_S = 0.3  # for a core that stands still to write what it is doing
 
 # What a core does not do to itself.
 OUTSIDE_SIGNALS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 
-_encode = msgspec.msgpack.Encoder().encode
+encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(FromCore).decode
 
 
@@ -65,35 +62,28 @@ class CoreClient:
         self.process = spare or await start_process(self.config)
         if self.killed:
             self.kill()
-        setup = _encode(CoreSetup(self.config, self.address, str(self.record_path)))
+        setup = encode(CoreSetup(self.config, self.address, str(self.record_path)))
         with contextlib.suppress(ConnectionError, RuntimeError):  # it is dead already (RuntimeError: uvloop's word for it): `exited` tells
             self.process.stdin.write(len(setup).to_bytes(4, "little") + setup)
             await self.process.stdin.drain()
 
     def send(self, message: ToCore) -> None:
-        self.socket.send(_encode(message), zmq.NOBLOCK)
+        self.send_encoded(encode(message))
+
+    def send_encoded(self, data: bytes) -> None:
+        self.socket.send(data, zmq.NOBLOCK)
 
     async def receive(self) -> FromCore:
-        while True:
-            message = self._decoded(await self.socket.recv())
-            if message is not None:
-                return message
+        """The next message; msgspec.DecodeError where there is none in what came: what a core says is then unknown."""
+        return _decode(await self.socket.recv())
 
     def rest(self) -> list[FromCore]:
-        """What a dead core had still sent."""
+        """What a dead core had still sent, as far as it can be read."""
         socket, found = zmq.Socket.shadow(self.socket), []
-        with contextlib.suppress(zmq.Again):
+        with contextlib.suppress(zmq.Again, msgspec.DecodeError):
             while True:
-                found.append(self._decoded(socket.recv(zmq.NOBLOCK)))
-        return [message for message in found if message is not None]
-
-    @staticmethod
-    def _decoded(data: bytes) -> FromCore | None:
-        try:
-            return _decode(data)
-        except msgspec.DecodeError:
-            log.error("what came over the core's socket is no message: dropped")
-            return None
+                found.append(_decode(socket.recv(zmq.NOBLOCK)))
+        return found
 
     async def exited(self) -> bool:
         """Waits for the end; True if the core fell by itself."""

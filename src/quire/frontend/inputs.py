@@ -14,7 +14,7 @@ from quire.errors import RequestError, TooLongError
 from quire.frontend.model import Model
 from quire.frontend.requests import RequestState
 from quire.messages import AddRequest, Constraint
-from quire.params import SamplingParams, StructuredOutputs
+from quire.params import SamplingParams, StructuredOutputs, shown
 from quire.structured.spec import GrammarSpec, check
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, {"prompt": …} or {"prompt_token_ids": …}
@@ -22,39 +22,41 @@ Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, {"prompt": 
 MAX_CACHE_SALT_CHARS = 256
 PRIORITY_LIMIT = 2**31
 PLAUSIBLE_TOKEN_CHARS = 8  # of ordinary text
+MAX_LOGPROB_ENTRIES = 1 << 19  # of a server's request: choices times tokens times (logprobs and the token itself)
 
 
 class InputProcessor:
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, max_logprobs: int | None = None) -> None:
+        """`max_logprobs`: of one request, where answers are sent to others; None: as many as asked for."""
         self.model = model
+        self.max_logprobs = max_logprobs
         self.seeds = random.Random(model.config.model.seed)
 
     def request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str = "", thinks: bool = False
-    ) -> RequestState:
-        """A checked request with the messages that start it; RequestError says what is wrong.
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str = "",
+        thinks: bool = False, owner: str = "",
+    ) -> RequestState:  # fmt: skip
+        """A checked request with the message that starts it; RequestError says what is wrong.
 
-        `thinks`: the answer may begin with thinking, which a grammar leaves alone."""
+        `thinks`: the answer may begin with thinking, which a grammar leaves alone. `owner`: a digest of the sender's API key."""
         params.verify()
         if isinstance(prompt, Mapping):
             cache_salt = prompt.get("cache_salt") or cache_salt
         text, token_ids = self.tokenize(prompt)
         self._check(token_ids, params, priority, cache_salt)
-        room = self.model.max_model_len - len(token_ids)
         constraint = self._constraint(params, token_ids, thinks)
-        complete = msgspec.structs.replace(params, max_tokens=min(params.max_tokens or room, room), structured_outputs=None)
+        complete = msgspec.structs.replace(params, max_tokens=self._max_tokens(params, len(token_ids)), structured_outputs=None)
         if complete.min_tokens > complete.max_tokens:
             complete.min_tokens = complete.max_tokens
+        if complete.allowed_token_ids is not None:
+            complete.allowed_token_ids = sorted(set(complete.allowed_token_ids))
         seed = params.seed if params.seed is not None else self.seeds.getrandbits(63)
         bad_words = self._bad_word_ids(params.bad_words)
-        messages = [
-            AddRequest(
-                request_id, choice_idx, token_ids, self._for_choice(complete, choice_idx), seed, self.model.eos_ids,
-                bad_words=bad_words, priority=priority, cache_salt=cache_salt, constraint=constraint,
-            )
-            for choice_idx in range(params.n)
-        ]  # fmt: skip
-        return RequestState(request_id, text, token_ids, complete, messages, self.model.tokenizer)
+        message = AddRequest(
+            request_id, token_ids, complete, seed, {choice_idx: [] for choice_idx in range(params.n)}, self.model.eos_ids,
+            bad_words=bad_words, priority=priority, cache_salt=cache_salt, constraint=constraint,
+        )  # fmt: skip
+        return RequestState(request_id, text, token_ids, complete, message, self.model.tokenizer, owner)
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text or None, token ids) of a prompt in any of its forms."""
@@ -68,15 +70,19 @@ class InputProcessor:
         if isinstance(prompt, str):
             if "\0" in prompt:
                 raise RequestError("the prompt holds a null character: remove it")
-            tokenizer = self.model.need_tokenizer("a text prompt")
-            if len(prompt) > PLAUSIBLE_TOKEN_CHARS * (limit := self.model.max_model_len):
-                fewest = len(prompt) // tokenizer.longest_token_chars
-                if fewest >= limit:  # known without the time it takes to tokenize it
-                    raise TooLongError(_too_long(f"at least {fewest:,}", limit))
-            return prompt, tokenizer.encode(prompt)
+            return prompt, self.encode(prompt)
         if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
             raise RequestError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
         return None, list(prompt)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. One that is too long for the context by its characters alone is refused, not tokenized."""
+        tokenizer, limit = self.model.need_tokenizer("a text"), self.model.max_model_len
+        if len(text) > PLAUSIBLE_TOKEN_CHARS * limit:
+            fewest = len(text) // tokenizer.longest_token_chars
+            if fewest >= limit:
+                raise TooLongError(_too_long(f"at least {fewest:,}", limit))
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _check(self, token_ids: list[int], params: SamplingParams, priority: int, cache_salt: str) -> None:
         limit, vocab_size = self.model.max_model_len, self.model.vocab_size
@@ -120,10 +126,23 @@ class InputProcessor:
                     found.append(ids)
         return found
 
-    @staticmethod
-    def _for_choice(params: SamplingParams, choice_idx: int) -> SamplingParams:
-        """Prompt logprobs are the same for every choice: only the first computes them."""
-        return params if choice_idx == 0 else msgspec.structs.replace(params, prompt_logprobs=None)
+    def _max_tokens(self, params: SamplingParams, num_prompt_tokens: int) -> int:
+        """What the context leaves room for, or less where that was asked for. Logprobs are bounded in number: where nobody said
+        how long an answer may be, it ends before it has too many."""
+        room, limit = self.model.max_model_len - num_prompt_tokens, self.max_logprobs
+        if limit is None:
+            return min(params.max_tokens or room, room)
+        of_prompt = 0 if params.prompt_logprobs is None else params.n * num_prompt_tokens * (params.prompt_logprobs + 1)
+        per_token = 0 if params.logprobs is None else params.n * (params.logprobs + 1)
+        asked = min(params.max_tokens or 1, room)
+        if of_prompt + per_token * asked > limit:
+            raise RequestError(
+                f"this asks for {of_prompt + per_token * asked:,} logprobs, and the limit is {limit:,}: "
+                "lower max_tokens, n, logprobs or prompt_logprobs"
+            )
+        if params.max_tokens is not None:
+            return asked
+        return min(room, (limit - of_prompt) // per_token) if per_token else room
 
 
 def grammar_spec(asked: StructuredOutputs) -> GrammarSpec:
@@ -146,8 +165,10 @@ def _too_long(num_tokens: str, limit: int) -> str:
 
 
 def _in_vocabulary(what: str, token_ids: Any, vocab_size: int) -> None:
-    for token_id in token_ids:
+    if token_ids and not set(map(type, token_ids)) - {int} and 0 <= min(token_ids) and max(token_ids) < vocab_size:
+        return
+    for token_id in token_ids:  # slower, and says which
         if not isinstance(token_id, int) or isinstance(token_id, bool):
-            raise RequestError(f"{what} must hold token ids, not {token_id!r:.40}")
+            raise RequestError(f"{what} must hold token ids, not {shown(token_id)}")
         if not 0 <= token_id < vocab_size:
-            raise RequestError(f"{what} holds token id {token_id}, the vocabulary has 0 to {vocab_size - 1}")
+            raise RequestError(f"{what} holds token id {shown(token_id)}, the vocabulary has 0 to {vocab_size - 1}")

@@ -3,6 +3,7 @@
 Fed with the core's deltas, read by whoever answers the user. Everything needed to start the request again on a fresh core is here.
 """
 
+import hashlib
 import time
 from typing import NamedTuple
 
@@ -30,14 +31,15 @@ class ChoiceUpdate(NamedTuple):
 
 class RequestState:
     def __init__(
-        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, messages: list[AddRequest],
-        tokenizer: Tokenizer | None,
+        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, message: AddRequest,
+        tokenizer: Tokenizer | None, owner: str = "",
     ) -> None:  # fmt: skip
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.params = params
-        self.messages = messages  # what started it, one per choice
+        self.message = message  # what started it
+        self.owner = owner  # who sent it: a digest of the API key, empty where there are no keys
         self.tokenizer = tokenizer
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -81,20 +83,20 @@ class RequestState:
         """What is new since the last call, choice by choice."""
         return [update for choice in self.choices if (update := choice.update()) is not None]
 
-    def restart(self) -> list[AddRequest]:
-        """The messages that continue it, as far as it has come, on a fresh core."""
+    def restart(self) -> AddRequest:
+        """The message that continues it, as far as it has come, on a fresh core."""
         params = self.params
         if len(self.prompt_logprobs) >= len(self.prompt_token_ids) - 1:
             params = msgspec.structs.replace(params, prompt_logprobs=None)  # all there
         else:
             self.prompt_logprobs = []
-        return [
-            msgspec.structs.replace(
-                message, output_token_ids=list(choice.token_ids), params=params if message.choice_idx == 0 else message.params
-            )
-            for message, choice in zip(self.messages, self.choices)
-            if choice.finish_reason is None
-        ]
+        unfinished = {choice.index: choice.token_ids for choice in self.choices if choice.finish_reason is None}
+        return msgspec.structs.replace(self.message, params=params, choices=unfinished)
+
+    def fingerprint(self) -> bytes:
+        """Equal for two requests that make the engine do the same for the same owner, whenever they came."""
+        same = msgspec.structs.replace(self.message, request_id="", seed=self.params.seed or 0, priority=0, choices={})
+        return hashlib.sha256(msgspec.msgpack.encode((same, self.owner))).digest()
 
     def output(self) -> RequestOutput:
         """A snapshot for the user."""

@@ -6,7 +6,6 @@ it has, and streams go on. Who may run after a crash is decided in `blame.py`. K
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import shutil
 import tempfile
@@ -15,17 +14,27 @@ from asyncio.subprocess import Process
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
 from quire import errors
 from quire.config import EngineConfig, ServingConfig
-from quire.errors import DeadlineError, EngineError, PoisonError, RequestError
+from quire.errors import DeadlineError, EngineError, InternalError, PoisonError, RequestError
 from quire.frontend.blame import MAX_DEATHS, Blame, Cause
-from quire.frontend.core_client import CoreClient, start_process
+from quire.frontend.core_client import CoreClient, encode, start_process
 from quire.frontend.requests import RequestState
 from quire.frontend.stream import Stream
-from quire.messages import Abort, Check, Checked, EngineStats, Failed, FromCore, Ready, StepOutputs, Vocabulary
+from quire.messages import (
+    Abort,
+    Check,
+    Checked,
+    ChoiceDelta,
+    EngineStats,
+    Failed,
+    FromCore,
+    Ready,
+    StepOutputs,
+    Vocabulary,
+)
 from quire.metrics.serving import ServingMetrics
+from quire.utils.loop_share import LoopShare
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +45,7 @@ STEP_DECAY = 0.99  # per step: how long a long step is remembered
 REFUSED_FOR_S = 600.0
 MAX_REFUSED = 1024
 MAX_SOCKET_PATH = 90  # bytes; the system's limit is 107
+MAX_REQUEST_BYTES = 16 << 20  # of a request as it is sent to the core
 
 
 class Supervisor:
@@ -59,6 +69,8 @@ class Supervisor:
         self.silent_s = 0.0  # since the core's last message
         self.longest_step_s = 0.0  # decays
         self._checks: list[asyncio.Future[str]] = []
+        self._unsent = asyncio.Event()  # live requests may wait to be sent to the core
+        self._sending = False  # the task that sends them is at it: newcomers wait their turn
         self.num_kv_tokens = 0  # that fit into the KV cache; the core says so when it is ready
         self._first_core = asyncio.Event()
         self._folder = _private_folder()
@@ -107,12 +119,24 @@ class Supervisor:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def add(self, stream: Stream) -> None:
+        """Takes a request in. Whatever is raised here, nothing of it stays."""
         if self.failure is not None:
             raise self.failure
+        request = stream.request
+        message = encode(request.message)
+        if len(message) > MAX_REQUEST_BYTES:
+            raise RequestError(f"the request takes {len(message):,} bytes, and {MAX_REQUEST_BYTES:,} are the limit: send less")
         if self.refused:
-            self._refuse_poison(stream.request)
-        self.live[stream.request.request_id] = stream
-        self._submit(stream)
+            self._refuse_poison(request)
+        self.live[request.request_id] = stream
+        try:
+            if self._unsent.is_set() or self._sending:
+                self._unsent.set()  # those who came before are sent first
+            else:
+                self._send(stream, message)
+        except BaseException:
+            self._forget(request.request_id, "error")
+            raise
 
     def abort(self, request_id: str) -> None:
         """Forgets a request; the core drops it within a step."""
@@ -127,7 +151,7 @@ class Supervisor:
         if stream.epoch == self.epoch and self.core is not None and self.core.ready:
             self.core.send(Abort(request_id))
         if self.blame.forget(request_id):
-            self._submit_all()
+            self._unsent.set()
 
     def expire(self, stream: Stream) -> None:
         """The request's time is up."""
@@ -135,26 +159,49 @@ class Supervisor:
             self._forget(stream.request.request_id, "error")
             stream.fail(DeadlineError("the request's time limit passed before it was finished: raise timeout_s"))
 
-    def _submit(self, stream: Stream) -> None:
-        core = self.core
-        if core is None or not core.ready or stream.epoch == self.epoch or not self.blame.may_run(stream.request.request_id):
+    def _send(self, stream: Stream, encoded: bytes | None = None) -> None:
+        """To the core, unless it has it already or must not have it now. `encoded`: its first message, where it is at hand."""
+        core, request = self.core, stream.request
+        if core is None or not core.ready or stream.epoch == self.epoch or not self.blame.may_run(request.request_id):
             return
-        for message in stream.request.restart() if stream.epoch >= 0 else stream.request.messages:
-            if message.constraint is not None and not core.knows_vocabulary:
-                core.send(self._vocabulary())
-                core.knows_vocabulary = True
-            core.send(message)
+        if stream.epoch >= 0:
+            encoded = encode(request.restart())
+        elif encoded is None:
+            encoded = encode(request.message)
+        if request.message.constraint is not None and not core.knows_vocabulary:
+            core.send(self._vocabulary())
+            core.knows_vocabulary = True
+        core.send_encoded(encoded)
         stream.epoch = self.epoch
 
-    def _submit_all(self) -> None:
-        for stream in list(self.live.values()):
-            self._submit(stream)
+    async def _send_unsent(self) -> None:
+        """Sends live requests that the core does not have, in the order they came: to a fresh core, or when a trial is over."""
+        while True:
+            await self._unsent.wait()
+            self._unsent.clear()
+            self._sending, share = True, LoopShare()
+            for stream in list(self.live.values()):
+                try:
+                    self._send(stream)
+                except Exception:
+                    self._fail(stream)
+                await share.pause()
+            self._sending = False
+
+    def _fail(self, stream: Stream) -> None:
+        """To be called where an exception is caught that only this request may have caused."""
+        request_id = stream.request.request_id
+        log.exception("request %s failed: others go on", request_id)
+        self._forget(request_id, "error")
+        stream.fail(InternalError("the server failed on this request, others are not affected: its log has more"))
 
     # -- what the core says --------------------------------------------------------------------------------------
 
     async def _pump(self, core: CoreClient) -> None:
+        share = LoopShare()
         while True:
             self._take(await core.receive())
+            await share.pause()
 
     def _take(self, message: FromCore) -> None:
         self.silent_s = 0.0
@@ -165,45 +212,53 @@ class Supervisor:
                 self.num_kv_tokens = message.num_tokens
                 self.core.ready = True
                 self._first_core.set()
-                self._submit_all()
+                self._unsent.set()
             case Failed():
                 kind = getattr(errors, message.kind, EngineError)
                 self.failure = kind(message.message) if not self._first_core.is_set() else None
                 log.error("the engine could not start: %s", message.message)
             case Checked():
-                self._checks.pop(0).set_result(message.problem)
+                self._answer_check(message.problem)
+
+    def _answer_check(self, problem: str) -> None:
+        answer = self._checks.pop(0)
+        if not answer.done():  # whoever asked may have given up
+            answer.set_result(problem)
 
     def _take_outputs(self, outputs: StepOutputs) -> None:
-        live, blame = self.live, self.blame
-        num_tokens, released = 0, False
+        num_tokens = 0
         for delta in outputs.deltas:
-            stream = live.get(delta.request_id)
+            stream = self.live.get(delta.request_id)
             if stream is None:
                 continue
-            request = stream.request
-            if delta.finish_reason == "error":
-                self._forget(delta.request_id, "error")
-                stream.fail(RequestError(delta.error) if delta.error else EngineError("the engine could not take this request in"))
-                continue
-            is_first = request.metrics.first_token_time is None
-            abort = request.take(delta)
-            if abort is not None:
-                self.core.send(abort)
-            if delta.token_ids:
-                num_tokens += len(delta.token_ids)
-                if is_first:
-                    self.metrics.first_token(request)
-                if blame.watches:
-                    released |= blame.progressed(delta.request_id)
-            if request.finished:
-                del live[delta.request_id]
-                self.metrics.finished(request)
-            stream.wake()
-        if released:
-            self._submit_all()
+            try:
+                self._take_delta(stream, delta)
+            except Exception:
+                self._fail(stream)
+            num_tokens += len(delta.token_ids)
         self.stats = outputs.stats
         self.metrics.step(outputs.stats, outputs.step_s, num_tokens)
         self.longest_step_s = max(outputs.step_s, self.longest_step_s * STEP_DECAY)
+
+    def _take_delta(self, stream: Stream, delta: ChoiceDelta) -> None:
+        request = stream.request
+        if delta.finish_reason == "error":
+            self._forget(delta.request_id, "error")
+            stream.fail(RequestError(delta.error) if delta.error else InternalError("the engine could not take this request in"))
+            return
+        is_first = request.metrics.first_token_time is None
+        abort = request.take(delta)
+        if abort is not None:
+            self.core.send(abort)
+        if delta.token_ids:
+            if is_first:
+                self.metrics.first_token(request)
+            if self.blame.watches and self.blame.progressed(delta.request_id):
+                self._unsent.set()
+        if request.finished:
+            del self.live[delta.request_id]
+            self.metrics.finished(request)
+        stream.wake()
 
     # -- the core's life -----------------------------------------------------------------------------------------
 
@@ -223,6 +278,7 @@ class Supervisor:
         """From the start of a core to its death, and what follows from that."""
         self.epoch += 1
         self.silent_s = 0.0
+        self._sending = False
         core = self.core = CoreClient(self.config, self._folder, self.epoch)
         cause = Cause.OUTSIDE
         tasks: list[asyncio.Task] = []
@@ -231,31 +287,50 @@ class Supervisor:
             if self._closing:
                 return
             await core.start(spare if spare is not None and spare.returncode is None else None)
-            pump, watch = asyncio.create_task(self._pump(core)), asyncio.create_task(self._watch(core))
-            tasks = [pump, watch, asyncio.create_task(self._prepare_spare())]
-            own_fault = await core.exited()
-            if watch.done():
-                cause = Cause.STALL
-            elif own_fault and core.ready:
-                cause = Cause.OWN
+            attendants = self._pump(core), self._send_unsent(), self._watch(core)
+            tasks = [asyncio.create_task(self._prepare_spare()), *map(asyncio.create_task, attendants)]
+            cause = await self._until_exit(core, tasks[1:])
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            for message in core.rest():
-                self._take(message)
+            try:
+                for message in core.rest():
+                    self._take(message)
+            except Exception:
+                log.exception("what the engine said last cannot be taken in: its requests go on from what was before")
             in_flight, was_ready = core.in_flight(), core.ready
             core.ready = False
             await core.close()
         if not self._closing:
             await self._bury(cause, in_flight, was_ready)
 
+    async def _until_exit(self, core: CoreClient, attendants: list[asyncio.Task]) -> Cause:
+        """Waits for the core's end, and says why it came. A core whose attendant failed is ended too: nobody looks after it."""
+        exited = asyncio.create_task(core.exited())
+        await asyncio.wait([exited, *attendants], return_when=asyncio.FIRST_COMPLETED)
+        failures = [error for task in attendants if task.done() and (error := task.exception()) is not None]
+        stood_still = any(task.done() for task in attendants) and not failures
+        for error in failures:
+            log.error("a task of the supervisor failed: the engine is replaced", exc_info=error)
+            core.kill()
+        fell_by_itself = await exited
+        if failures:
+            return Cause.OUTSIDE
+        if stood_still:
+            return Cause.STALL
+        return Cause.OWN if fell_by_itself and core.ready else Cause.OUTSIDE
+
     async def _prepare_spare(self) -> None:
         """When the core has taken up its work: importing would slow its start."""
-        if self.serving.standby:
-            await self._first_core.wait()
-            await asyncio.sleep(SPARE_DELAY_S)
+        if not self.serving.standby:
+            return
+        await self._first_core.wait()
+        await asyncio.sleep(SPARE_DELAY_S)
+        try:
             self.spare = await start_process(self.config)
+        except Exception:
+            log.exception("no process stands by: the next engine will take longer to start")
 
     async def _end_spare(self) -> None:
         if self.spare is not None:
@@ -265,9 +340,8 @@ class Supervisor:
             self.spare.stdin.close()
 
     async def _bury(self, cause: Cause, in_flight: list[str], was_ready: bool) -> None:
-        for check in self._checks:
-            check.set_result("the core died")
-        self._checks.clear()
+        while self._checks:
+            self._answer_check("the core died")
         if self.failure is None and not self._first_core.is_set():
             self.failure = EngineError("the engine could not start: see the log above")
         if self.failure is not None:
@@ -310,12 +384,12 @@ class Supervisor:
         log.error("request %s takes the engine down: refused for %.0f minutes", request_id, REFUSED_FOR_S / 60)
         while len(self.refused) >= MAX_REFUSED:
             del self.refused[next(iter(self.refused))]
-        self.refused[_fingerprint(stream.request)] = time.monotonic() + REFUSED_FOR_S
+        self.refused[stream.request.fingerprint()] = time.monotonic() + REFUSED_FOR_S
         self._forget(request_id, "error")
         stream.fail(PoisonError("this request makes the engine fail and was stopped; others are not affected"))
 
     def _refuse_poison(self, request: RequestState) -> None:
-        fingerprint, now = _fingerprint(request), time.monotonic()
+        fingerprint, now = request.fingerprint(), time.monotonic()
         self.refused = {known: until for known, until in self.refused.items() if until > now}
         if fingerprint in self.refused:
             raise PoisonError("this request made the engine fail a short while ago and is refused for ten minutes")
@@ -324,11 +398,6 @@ class Supervisor:
         for request_id, stream in list(self.live.items()):
             self._forget(request_id, "error")
             stream.fail(error)
-
-
-def _fingerprint(request: RequestState) -> bytes:
-    content = msgspec.msgpack.encode((request.prompt_token_ids, request.params))
-    return hashlib.sha256(content).digest()
 
 
 def _private_folder() -> Path:

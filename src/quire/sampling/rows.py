@@ -124,7 +124,8 @@ class SamplingRows:
     ) -> None:
         # An id outside of the vocabulary is never sampled, so dropping it changes nothing, and it cannot harm other rows.
         if params.allowed_token_ids is not None:
-            self.allowed[row] = (self._tensor(sorted({i for i in params.allowed_token_ids if self._valid(i)})),)
+            ids = np.unique(np.array(params.allowed_token_ids, np.int64))
+            self.allowed[row] = (self._tensor(ids[(ids >= 0) & (ids < self.vocab_size)].tolist()),)
         bias = {i: float(value) for i, value in params.logit_bias.items() if self._valid(i)}
         if bias:
             self.bias[row] = self._tensor(list(bias)), on_device(list(bias.values()), self.device, np.float32)

@@ -391,7 +391,7 @@ WRONG = [
     {"top_k": 2**63},  # more than a message or a tensor holds
     {"max_tokens": 2**64},
     {"top_logprobs": 2},
-    {"logprobs": True, "top_logprobs": 1000},
+    {"top_logprobs": 1000, "logprobs": True},
     {"logit_bias": {"x": 1}},
     {"logit_bias": {"0": 1000}},
     {"stop": [""]},

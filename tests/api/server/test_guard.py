@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.api.server import guard as guard_module
+from quire.api.server import json_cost as json_cost_module
 from quire.api.server import logs
 from quire.api.server.generation import CachedTokens, Usage
-from quire.api.server.guard import Guard, deeper_than
+from quire.api.server.guard import Guard
+from quire.api.server.json_cost import JsonCost, json_cost
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError
 
@@ -256,10 +258,16 @@ texts = st.text(alphabet=st.sampled_from('[]{}"\\\n,:ab'), max_size=12)
 values = st.recursive(texts | st.integers(), lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4), max_leaves=30)
 
 
-@given(value=values, limit=st.integers(0, 8))
-def test_depth_is_that_of_the_decoded_value(value, limit):
-    assert deeper_than(json.dumps(value).encode(), limit) == (depth(value) > limit)
-    assert deeper_than(json.dumps(value, ensure_ascii=False, indent=1).encode(), limit) == (depth(value) > limit)
+def cost_of(body: bytes, piece_bytes: int = 32_768) -> JsonCost:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_cost_module, "PIECE_BYTES", piece_bytes)
+        return asyncio.run(json_cost(body))
+
+
+@given(value=values, piece=st.integers(1, 40))
+def test_depth_is_that_of_the_decoded_value(value, piece):
+    assert cost_of(json.dumps(value).encode(), piece).max_depth == depth(value)
+    assert cost_of(json.dumps(value, ensure_ascii=False, indent=1).encode(), piece).max_depth == depth(value)
 
 
 @pytest.mark.parametrize("body", [b"[" * 65, b'{"a":' * 65, b'["]",' * 65, b'["\\"]",' * 65, b'["\\\\",' * 65, b"[[]," * 65])
@@ -273,7 +281,7 @@ def test_depth_is_found_fast_in_hostile_bodies(body):
     import time
 
     started = time.process_time()
-    deeper_than(body, 64)
+    cost_of(body)
     assert time.process_time() - started < 0.5
 
 

@@ -103,12 +103,18 @@ class App:
         body = await read_body(receive) if endpoint.body is not None else b""
         if body is None:
             return  # the client left
-        request_id = scope.get("state", {}).get("request_id") or secrets.token_hex(16)
+        state = scope.setdefault("state", {})
+        request_id = state.get("request_id") or secrets.token_hex(16)
+        call = Call(self.service, request_id, receive, body, argument, state)
         try:
-            answer = await endpoint.handler(Call(self.service, request_id, receive, body, argument, scope.setdefault("state", {})))
+            answer = await endpoint.handler(call)
         except Exception as error:
+            call.abort()
             answer = Answer.error(problem(error, request_id))
-        await answer(receive, send)
+        try:
+            await answer(receive, send)
+        finally:
+            call.abort()
 
 
 async def _live(receive: Receive, send: Send) -> None:

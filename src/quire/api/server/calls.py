@@ -14,6 +14,7 @@ import msgspec
 
 from quire.api.server.errors import Problem, UnknownModelError
 from quire.frontend.async_llm import AsyncLLM, Stream
+from quire.utils.loop_share import LoopShare
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -21,6 +22,7 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 JSON = b"application/json"
+PIECE_BYTES = 1 << 18  # of a large answer, sent at once
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,18 @@ class Call:
     receive: Receive
     body: bytes = b""
     argument: str = ""  # what `{…}` in the endpoint's path stood for
-    state: dict[str, Any] = field(default_factory=dict)  # shared with the guard: what is to be logged
+    state: dict[str, Any] = field(default_factory=dict)  # shared with the guard: who calls, and what is to be logged
     created_s: int = field(default_factory=lambda: int(time.time()))
+    streams: list[Stream] = field(default_factory=list)  # what it asked of the engine
 
     def core_id(self) -> str:
         """An id for the core, where two requests must never share one."""
         return f"{self.request_id}-{secrets.token_hex(4)}"
+
+    def abort(self) -> None:
+        """Ends what still runs for it."""
+        for stream in self.streams:
+            stream.abort()  # does nothing to a finished one
 
 
 class Answer:
@@ -75,7 +83,18 @@ class Answer:
 
     async def __call__(self, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
-        await send({"type": "http.response.body", "body": self.body})
+        await send_body(send, self.body, more=False)
+
+
+async def send_body(send: Send, body: bytes, more: bool) -> None:
+    """Part of an answer's body, in pieces where it is large; `more` will follow, or this was the last."""
+    if len(body) > PIECE_BYTES:
+        share = LoopShare()
+        for start in range(0, len(body), PIECE_BYTES):
+            await send({"type": "http.response.body", "body": body[start : start + PIECE_BYTES], "more_body": True})
+            await share.pause()
+        body = b""
+    await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 async def read_body(receive: Receive) -> bytes | None:

@@ -10,8 +10,21 @@ from msgspec import UNSET, UnsetType
 
 from quire.api.server.calls import Answer, Call
 from quire.api.server.errors import FieldError
-from quire.api.server.fields import MAX_MESSAGES, REFUSED, Count, NumLogprobs, Refusals, decode, given
-from quire.api.server.generation import Usage, finish, submit, text_of, usage
+from quire.api.server.fields import (
+    MAX_MESSAGE_VALUES,
+    MAX_MESSAGES,
+    MAX_TEMPLATE_VALUES,
+    REFUSED,
+    Count,
+    Name,
+    NumLogprobs,
+    Refusals,
+    Text,
+    decode,
+    free,
+    given,
+)
+from quire.api.server.generation import Usage, built, finish, submit, text_of, usage
 from quire.api.server.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
 from quire.api.server.reading import ChatMessage, ParsedEvents, Reading
 from quire.api.server.shape import ChatFields, of_chat, parsers, shows_special_tokens
@@ -20,32 +33,41 @@ from quire.errors import RequestError
 from quire.frontend.async_llm import AsyncLLM, Stream
 from quire.frontend.requests import ChoiceState
 from quire.frontend.tokenizer import Tokenizer
+from quire.params import MAX_TEXT_CHARS
 
 _MESSAGE_SCHEMA = {
     "required": ["role", "content"],
     "properties": {
         "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#/components/schemas/TextPart"}}]},
+        "content": {
+            "anyOf": [
+                {"type": "string", "maxLength": MAX_TEXT_CHARS},
+                {"type": "array", "items": {"$ref": "#/components/schemas/TextPart"}, "maxItems": MAX_MESSAGE_VALUES},
+            ]
+        },
     },
 }
 # Not structs: templates may know more keys than we do.
 Message = Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=_MESSAGE_SCHEMA)]
-Messages = Annotated[list[Message], msgspec.Meta(extra_json_schema={"minItems": 1, "maxItems": MAX_MESSAGES})]
+Messages = Annotated[
+    list[Message], free(MAX_MESSAGE_VALUES), msgspec.Meta(max_length=MAX_MESSAGES, extra_json_schema={"minItems": 1})
+]
+TemplateArguments = Annotated[dict[str, Any], free(MAX_TEMPLATE_VALUES, maxProperties=MAX_TEMPLATE_VALUES)]
 
 
 class TextPart(msgspec.Struct):
     """The one kind of part there is so far."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ChatRequest(ChatFields, kw_only=True):
     messages: Messages
     add_generation_prompt: bool | None = None  # null: unless the final message is continued
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None  # for templates that know it
+    chat_template_kwargs: TemplateArguments | None = None
+    reasoning_effort: Name | None = None  # for templates that know it
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
@@ -66,8 +88,6 @@ class HasMessages(Protocol):
 
 async def encode(llm: AsyncLLM, body: HasMessages, tools: list[dict[str, Any]] = []) -> list[int]:
     """The prompt that messages make."""
-    if len(body.messages) > MAX_MESSAGES:
-        raise FieldError("messages", f"there are {len(body.messages)} messages, one call may have {MAX_MESSAGES}")
     generation = body.add_generation_prompt if body.add_generation_prompt is not None else not body.continue_final_message
     arguments = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
@@ -119,7 +139,8 @@ async def chat(call: Call) -> Answer | EventStream:
     llm, model = call.service.llm, call.service.model_name(body.model)
     body.check(num_prompts=1)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    shape = of_chat(body, llm.model)
+    # Schemas are read here: that may take a while.
+    shape = await llm.off_loop(lambda: of_chat(body, llm.model)) if body.has_shape else of_chat(body, llm.model)
     params = body.params(llm.model, max_tokens=max_tokens, logprobs=body.num_logprobs(), structured_outputs=shape.structured)
     if shows_special_tokens(llm.model, shape.tools):
         params.skip_special_tokens = False
@@ -130,9 +151,9 @@ async def chat(call: Call) -> Answer | EventStream:
     if body.stream:
         form = _format(head, body, streams[0], llm.model.tokenizer)
         events = Events(form, streams, params.n) if reading.is_plain else ParsedEvents(form, streams, params.n, reading)
-        return EventStream(events, call.request_id)
+        return EventStream(events, call)
     await finish(call, streams)
-    return Answer.json(_completion(head, body, streams[0], llm.model.tokenizer, reading))
+    return await built(call, lambda: Answer.json(_completion(head, body, streams[0], llm.model.tokenizer, reading)))
 
 
 def _completion(
@@ -174,6 +195,7 @@ def _format(head: dict[str, Any], body: ChatRequest, stream: Stream, tokenizer: 
         before_text=b'"delta":{"content":',
         after_text=b"}",
         opening=opening,
+        slow_opening=body.prompt_logprobs is not None,
         logprobs=(lambda update: chat_logprobs(update.logprobs, tokenizer)) if body.logprobs else None,
         token_ids=bool(body.return_token_ids),
         usage_at_end=body.usage_at_end,

@@ -4,7 +4,7 @@ Called by `app.py`. Choices are numbered prompt by prompt: choice `c` of prompt 
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -12,40 +12,46 @@ from msgspec import UNSET, UnsetType
 from quire.api.server.calls import Answer, Call
 from quire.api.server.errors import FieldError
 from quire.api.server.fields import (
+    MAX_TOKEN_IDS,
     REFUSED,
     NumLogprobs,
     Refusals,
     SamplingFields,
+    Text,
     TokenId,
     TokenIds,
+    at_most,
     check_vocabulary,
     decode,
+    whole,
 )
-from quire.api.server.generation import Usage, finish, submit, text_of, usage
+from quire.api.server.generation import Usage, built, finish, submit, text_of, usage
 from quire.api.server.logprobs import CompletionLogprobs, CompletionLogprobsWriter, PromptLogprobs, prompt_logprobs
 from quire.api.server.shape import of_answer
 from quire.api.server.sse import Events, EventStream, Format
 from quire.frontend.async_llm import AsyncLLM, Stream
 from quire.frontend.requests import ChoiceState, ChoiceUpdate
 from quire.frontend.tokenizer import Tokenizer
-from quire.params import SamplingParams
+from quire.params import MAX_N, SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
+MAX_REPEATED_TOKENS = 1 << 20  # of prompts, in one answer
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
-    prompt: str | list[str | TokenId | TokenIds]
+    prompt: Text | Annotated[list[Text | TokenId | TokenIds], at_most(MAX_TOKEN_IDS)]
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: Annotated[int, whole(1, MAX_N)] | None = None
     add_special_tokens: bool | None = None
 
     def prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if self.prompt and all(isinstance(item, int) for item in self.prompt):
+        kinds = set(map(type, self.prompt))
+        if kinds == {int}:
             return [self.prompt]
-        if not self.prompt or any(isinstance(item, int) for item in self.prompt):
+        if not kinds or int in kinds:
             raise FieldError("prompt", "prompt must be text, a list of texts, a list of token ids or a list of such lists")
         return self.prompt
 
@@ -83,15 +89,20 @@ async def completions(call: Call) -> Answer | EventStream:
     if body.add_special_tokens is False:
         prompts = [await llm.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt for prompt in prompts]
     streams = await submit(call, prompts, params, body)
+    _check_echo(body, params, streams)
     written = [_Prompt(body, params, llm.model.tokenizer, stream, echo) for stream, echo in zip(streams, echoes)]
     head = {"id": f"cmpl-{call.request_id}", "created": call.created_s, "model": model}
     if body.stream:
-        return EventStream(Events(_format(head, body, written), streams, params.n), call.request_id)
+        return EventStream(Events(_format(head, body, written), streams, params.n), call)
     await finish(call, streams)
-    choices = [choice for prompt in written for choice in prompt.choices()]
-    for idx, choice in enumerate(choices):
-        choice.index = idx
-    return Answer.json(Completion(**head, choices=choices, usage=usage(streams, 0 if body.max_tokens == 0 else None)))
+
+    def whole() -> Answer:
+        choices = [choice for prompt in written for choice in prompt.choices()]
+        for idx, choice in enumerate(choices):
+            choice.index = idx
+        return Answer.json(Completion(**head, choices=choices, usage=usage(streams, 0 if body.max_tokens == 0 else None)))
+
+    return await built(call, whole)
 
 
 def _params(body: CompletionRequest, llm: AsyncLLM) -> SamplingParams:
@@ -108,6 +119,15 @@ def _params(body: CompletionRequest, llm: AsyncLLM) -> SamplingParams:
     return body.params(
         llm.model, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=of_prompt, structured_outputs=of_answer(body)
     )
+
+
+def _check_echo(body: CompletionRequest, params: SamplingParams, streams: Sequence[Stream]) -> None:
+    """Every choice repeats its prompt where that is asked for: how much that makes is known when prompts are tokenized."""
+    repeated = bool(body.echo or body.return_token_ids) * params.n
+    num_tokens = repeated * sum(len(stream.request.prompt_token_ids) for stream in streams)
+    if num_tokens > MAX_REPEATED_TOKENS:
+        text = f"prompts repeated in every choice make {num_tokens:,} tokens, the limit is {MAX_REPEATED_TOKENS:,}: lower n, or do "
+        raise FieldError("echo" if body.echo else "return_token_ids", text + "without echo and return_token_ids")
 
 
 async def _as_text(llm: AsyncLLM, prompt: str | list[int]) -> str:
@@ -190,6 +210,7 @@ def _format(head: dict[str, Any], body: CompletionRequest, prompts: Sequence[_Pr
         after_text=b"",
         opening=opening,
         can_open=can_open,
+        slow_opening=bool(body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)),
         logprobs=logprobs if body.logprobs is not None else None,
         token_ids=bool(body.return_token_ids),
         usage_at_end=body.usage_at_end,

@@ -8,7 +8,15 @@ import math
 
 import msgspec
 
-from quire.errors import DeadlineError, EngineError, OverloadedError, PoisonError, RequestError, TooLongError
+from quire.errors import (
+    DeadlineError,
+    EngineError,
+    InternalError,
+    OverloadedError,
+    PoisonError,
+    RequestError,
+    TooLongError,
+)
 from quire.params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -69,7 +77,7 @@ def problem(error: Exception, request_id: str) -> Problem:
             return Problem(503, ErrorDetail(message, "overloaded_error", code="overloaded"), [wait])
         case DeadlineError():
             return Problem(408, ErrorDetail(message, "timeout_error", code="deadline_exceeded"), [NO_RETRY])
-        case PoisonError():
+        case PoisonError() | InternalError():
             return Problem(500, ErrorDetail(message, "server_error", code="request_failed"), [NO_RETRY])
         case EngineError():
             return Problem(503, ErrorDetail(message, "server_error", code="engine_unavailable"))

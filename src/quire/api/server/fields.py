@@ -1,11 +1,15 @@
 """Request bodies: from JSON to checked structs, and the fields that chat and completions have in common.
 
-Used by every handler with a body. Fields nobody knows are ignored with one warning each; fields of the OpenAI protocol that would
+Used by every handler with a body. Each field says in its declaration how much it may hold: `decode` refuses more, and the OpenAPI
+document tells. Fields nobody knows are ignored with one warning each; fields of the OpenAI protocol that would
 change the answer and are not built are refused by name, so that nobody gets an answer to another question.
 """
 
+import functools
 import logging
 import re
+import types
+import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
@@ -13,6 +17,8 @@ import msgspec
 
 from quire import params as limits
 from quire.api.server.errors import FieldError
+from quire.errors import RequestError
+from quire.frontend.async_llm import MAX_TIMEOUT_S
 from quire.frontend.inputs import MAX_CACHE_SALT_CHARS, PRIORITY_LIMIT
 from quire.frontend.model import Model
 from quire.params import SamplingParams, StructuredOutputs
@@ -21,10 +27,18 @@ log = logging.getLogger(__name__)
 
 MAX_CHOICES = 256  # prompts × n of one call
 MAX_MESSAGES = 4096
+MAX_MESSAGE_VALUES = 65_536  # all names and values of all messages
+MAX_TEMPLATE_VALUES = 4096  # of chat_template_kwargs
+MAX_NAME_CHARS = 1024
+MAX_TOKEN_IDS = 1 << 22  # in one list; --max-json-values and the context are tighter
+MAX_TOKEN_ID = 2**31 - 1
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
-_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*?)`$")  # how msgspec ends a sentence about a field
+# How msgspec words a bound, and how it ends a sentence about a field.
+_NUMBER_BOUND = re.compile(r"Expected `(?:int|float)` (>=|<=) (\S+)")
+_LENGTH_BOUND = re.compile(r"Expected `(str|array|object)` of length (>=|<=) (\d+)")
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*?)`$")
 _MAX_WARNINGS = 100  # names of unknown fields remembered: clients choose them
 _warned: set[str] = set()
 
@@ -63,13 +77,28 @@ def decode(body: bytes, kind: type[Body], refused: Refusals = REFUSED) -> Body:
         elif refused[name](value):
             raise FieldError(name, f"{name} is not supported by this server: leave it out")
     try:
-        return msgspec.convert(values, kind, str_keys=True)
+        decoded = msgspec.convert(values, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        message = str(error)
-        path = _PATH.search(message)
-        param = path[1] if path else None
-        sentence = message[: path.start()] if path else message
-        raise FieldError(param, f"{param}: {sentence}" if param else sentence) from None
+        raise _field_error(str(error)) from None
+    if check_free := _free_checker(kind):
+        check_free("", decoded)
+    return decoded
+
+
+def _field_error(message: str) -> FieldError:
+    """What msgspec found, as a sentence about the field."""
+    path = _PATH.search(message)
+    if path is None:
+        return FieldError(None, message)
+    param, sentence = path[1], message[: path.start()]
+    name, _, inside = param.partition("[")
+    name = f"an entry of {name}" if inside and name else name
+    if bound := _NUMBER_BOUND.fullmatch(sentence):
+        return FieldError(param, f"{name} must be at {'least' if bound[1] == '>=' else 'most'} {bound[2]}")
+    if bound := _LENGTH_BOUND.fullmatch(sentence):
+        what = "characters" if bound[1] == "str" else "entries"
+        return FieldError(param, f"{name} must have at {'least' if bound[2] == '>=' else 'most'} {bound[3]} {what}")
+    return FieldError(param, f"{param}: {sentence}")
 
 
 def _warn_unknown(name: str) -> None:
@@ -84,17 +113,84 @@ def check_vocabulary(name: str, token_ids: list[int], vocab_size: int) -> None:
         raise FieldError(name, f"{name} must hold token ids from 0 to {vocab_size - 1}")
 
 
+Checker = Callable[[str, Any], None]  # of a field's name and value; raises FieldError
+
+
+@functools.cache
+def _free_checker(hint: Any) -> Checker | None:
+    """Checks what was declared `free` anywhere inside a type; None where nothing was."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        for meta in arguments[1:]:
+            if isinstance(meta, msgspec.Meta) and meta.extra:
+                return functools.partial(_check_free, meta.extra["max_values"])
+        return _free_checker(arguments[0])
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        hints = typing.get_type_hints(hint, include_extras=True)
+        fields = {name: checker for name in hints if (checker := _free_checker(hints[name])) is not None}
+        return functools.partial(_check_struct, hint, fields) if fields else None
+    if origin in (typing.Union, types.UnionType):
+        options = [checker for option in arguments if (checker := _free_checker(option)) is not None]
+        return functools.partial(_check_each_way, options) if options else None
+    if origin is list and (checker := _free_checker(arguments[0])) is not None:
+        return functools.partial(_check_entries, checker)
+    return None
+
+
+def _check_free(max_values: int, name: str, value: Any) -> None:
+    if isinstance(value, (dict, list, str)):
+        try:
+            limits.check_json(name, value, max_values)
+        except RequestError as error:
+            raise FieldError(name.partition(".")[0], str(error)) from None
+
+
+def _check_struct(kind: type, fields: dict[str, Checker], name: str, value: Any) -> None:
+    if isinstance(value, kind):
+        for field, checker in fields.items():
+            checker(f"{name}.{field}" if name else field, getattr(value, field))
+
+
+def _check_each_way(options: list[Checker], name: str, value: Any) -> None:
+    for checker in options:
+        checker(name, value)
+
+
+def _check_entries(checker: Checker, name: str, value: Any) -> None:
+    for entry in value if isinstance(value, list) else ():
+        checker(name, entry)
+
+
+def free(max_values: int, **schema: Any) -> msgspec.Meta:
+    """JSON of any shape, but at most so many names and values, numbers of 64 bits, and texts that are text."""
+    return msgspec.Meta(extra={"max_values": max_values}, extra_json_schema={"x-max-values": max_values, **schema})
+
+
+def whole(low: int, high: int) -> msgspec.Meta:
+    return msgspec.Meta(ge=low, le=high)
+
+
+def text(max_chars: int, **more: Any) -> msgspec.Meta:
+    return msgspec.Meta(max_length=max_chars, **more)
+
+
+def at_most(max_entries: int) -> msgspec.Meta:
+    return msgspec.Meta(max_length=max_entries)
+
+
 def within(low: float, high: float | None = None, **more: Any) -> msgspec.Meta:
-    """A range for the OpenAPI document. What is outside is refused by SamplingParams, whose sentences people can use."""
+    """The range of a float, for the OpenAPI document. What is outside is refused by SamplingParams."""
     return msgspec.Meta(extra_json_schema={"minimum": low, **({"maximum": high} if high is not None else {}), **more})
 
 
 Penalty = Annotated[float, within(-2, 2)]
-Count = Annotated[int, within(0)]
-TokenId = Annotated[int, within(0)]
-TokenIds = list[TokenId]
-NumLogprobs = Annotated[int, within(0, limits.MAX_LOGPROBS)]
-NonEmpty = Annotated[str, msgspec.Meta(extra_json_schema={"minLength": 1, "maxLength": limits.MAX_STOP_CHARS})]
+Count = Annotated[int, whole(0, limits.LARGEST_INT)]
+TokenId = Annotated[int, whole(0, MAX_TOKEN_ID)]
+TokenIds = Annotated[list[TokenId], at_most(MAX_TOKEN_IDS)]
+NumLogprobs = Annotated[int, whole(0, limits.MAX_LOGPROBS)]
+Name = Annotated[str, text(MAX_NAME_CHARS)]
+Text = Annotated[str, text(limits.MAX_TEXT_CHARS)]
+NonEmpty = Annotated[str, text(limits.MAX_STOP_CHARS, min_length=1)]
 
 
 class StreamOptions(msgspec.Struct):
@@ -105,44 +201,45 @@ class StreamOptions(msgspec.Struct):
 class SamplingFields(msgspec.Struct, kw_only=True):
     """What chat and completions share; null is the same as leaving a field out."""
 
-    model: str | None = None
-    n: Annotated[int, within(1, limits.MAX_N)] | None = None
+    model: Name | None = None
+    n: Annotated[int, whole(1, limits.MAX_N)] | None = None
     temperature: Annotated[float, within(0, limits.MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, within(0, 1, exclusiveMinimum=0)] | None = None
-    top_k: Annotated[int, within(-1)] | None = None
+    top_k: Annotated[int, whole(-1, limits.LARGEST_INT)] | None = None
     min_p: Annotated[float, within(0, 1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, within(0, 100, exclusiveMinimum=0)] | None = None
-    seed: Annotated[int, within(-limits.SEED_LIMIT, limits.SEED_LIMIT - 1)] | None = None
+    seed: Annotated[int, whole(-limits.SEED_LIMIT, limits.SEED_LIMIT - 1)] | None = None
     max_tokens: Count | None = None
     min_tokens: Count | None = None
-    stop: NonEmpty | list[NonEmpty] | None = None
-    stop_token_ids: TokenIds | None = None
+    stop: NonEmpty | Annotated[list[NonEmpty], at_most(limits.MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], at_most(limits.MAX_STOP_TOKENS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    bad_words: list[NonEmpty] | None = None
-    logit_bias: dict[int, Annotated[float, within(-100, 100)]] | None = None
-    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[NonEmpty], at_most(limits.MAX_BAD_WORDS)] | None = None
+    logit_bias: Annotated[dict[TokenId, Annotated[float, within(-100, 100)]], at_most(limits.MAX_LOGIT_BIAS)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], at_most(limits.MAX_ALLOWED_TOKENS)] | None = None
     prompt_logprobs: NumLogprobs | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     thinking_token_budget: Count | None = None
-    extra_args: dict[str, Any] | None = None  # for the operator's logits processors
+    # For the operator's logits processors.
+    extra_args: Annotated[dict[str, Any], free(limits.MAX_EXTRA_VALUES, maxProperties=limits.MAX_EXTRA_VALUES)] | None = None
 
-    response_format: dict[str, Any] | None = None
+    response_format: limits.GrammarObject | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
+    guided_json: limits.GrammarObject | limits.GrammarText | None = None
+    guided_regex: limits.GrammarText | None = None
+    guided_choice: limits.Choices | None = None
+    guided_grammar: limits.GrammarText | None = None
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    priority: Annotated[int, within(-PRIORITY_LIMIT, PRIORITY_LIMIT - 1)] | None = None  # lower runs earlier
-    cache_salt: Annotated[str, msgspec.Meta(extra_json_schema={"maxLength": MAX_CACHE_SALT_CHARS})] | None = None
-    timeout_s: Annotated[float, within(0, exclusiveMinimum=0)] | None = None
+    priority: Annotated[int, whole(-PRIORITY_LIMIT, PRIORITY_LIMIT - 1)] | None = None  # lower runs earlier
+    cache_salt: Annotated[str, text(MAX_CACHE_SALT_CHARS)] | None = None
+    timeout_s: Annotated[float, within(0, MAX_TIMEOUT_S, exclusiveMinimum=0)] | None = None
 
     def params(self, model: Model, **own: Any) -> SamplingParams:
         """As asked, else the model's own defaults; `own` are the protocol's fields."""
@@ -156,8 +253,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         if num_choices > MAX_CHOICES:
             param = "n" if num_prompts == 1 else "prompt"
             raise FieldError(param, f"prompts times n are {num_choices} answers, one call may ask for {MAX_CHOICES}: make several calls")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise FieldError("timeout_s", f"timeout_s must be greater than 0, not {self.timeout_s:g}")
+        if self.timeout_s is not None and not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            raise FieldError("timeout_s", f"timeout_s must be greater than 0 and at most {MAX_TIMEOUT_S:g}, not {self.timeout_s:g}")
 
     @property
     def usage_at_end(self) -> bool:

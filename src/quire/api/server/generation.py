@@ -3,16 +3,19 @@
 Used by `chat.py` and `completions.py`. Knows AsyncLLM's streams, not how an answer looks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from quire.api.server.calls import Call, Watched
+from quire.api.server.calls import Answer, Call, Watched
 from quire.api.server.fields import SamplingFields
 from quire.frontend.async_llm import Stream
 from quire.frontend.inputs import Prompt
 from quire.frontend.requests import ChoiceState
 from quire.params import SamplingParams
+from quire.utils.loop_share import LoopShare
+
+INLINE_TOKENS = 2048  # answers up to here, logprobs included, are written on the spot
 
 
 class CachedTokens(msgspec.Struct):
@@ -37,19 +40,17 @@ def usage(streams: Sequence[Stream], num_completion_tokens: int | None = None) -
     )
 
 
-async def submit(call: Call, prompts: Sequence[Prompt], params: SamplingParams, fields: SamplingFields, thinks: bool = False) -> list[Stream]:
-    """One stream per prompt; none runs on when one is refused."""
-    streams: list[Stream] = []
-    core_id, options = call.core_id(), fields.submit_options()
-    try:
-        for idx, prompt in enumerate(prompts):
-            streams.append(await call.service.llm.submit(prompt, params, request_id=f"{core_id}-{idx}", thinks=thinks, **options))
-    except BaseException:
-        for stream in streams:
-            stream.abort()
-        raise
-    call.state["usage"] = lambda: usage(streams)
-    return streams
+async def submit(
+    call: Call, prompts: Sequence[Prompt], params: SamplingParams, fields: SamplingFields, thinks: bool = False
+) -> list[Stream]:
+    """One stream per prompt. They are the call's: none runs on when it is over, or when one of them is refused."""
+    core_id, options, share = call.core_id(), fields.submit_options(), LoopShare()
+    options |= {"thinks": thinks, "owner": call.state.get("owner", "")}
+    for idx, prompt in enumerate(prompts):
+        call.streams.append(await call.service.llm.submit(prompt, params, request_id=f"{core_id}-{idx}", **options))
+        await share.pause()
+    call.state["usage"] = lambda: usage(call.streams)
+    return call.streams
 
 
 async def finish(call: Call, streams: Sequence[Stream]) -> None:
@@ -57,6 +58,17 @@ async def finish(call: Call, streams: Sequence[Stream]) -> None:
     async with Watched(call.receive, streams):
         for stream in streams:
             await stream.wait()
+
+
+async def built(call: Call, make: Callable[[], Answer]) -> Answer:
+    """A whole answer: made at once where it is short, else in a thread, so that nobody waits for it."""
+    size = sum(
+        len(choice.token_ids) + sum(len(entry.top_ids) for entry in choice.logprobs)
+        for stream in call.streams
+        for choice in stream.request.choices
+    )
+    size += sum(len(stream.request.prompt_logprobs) * stream.request.params.n for stream in call.streams)
+    return make() if size <= INLINE_TOKENS else await call.service.llm.off_loop(make, size)
 
 
 def text_of(choice: ChoiceState) -> str:

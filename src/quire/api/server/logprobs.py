@@ -4,6 +4,7 @@ Used by `chat.py` and `completions.py`. A token that is part of a character show
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -17,6 +18,11 @@ LOWEST = -9999.0  # JSON has no infinity; OpenAI's stand-in for it
 
 def token_bytes(tokenizer: Tokenizer | None, token_id: int) -> bytes:
     return tokenizer.token_bytes(token_id) if tokenizer is not None else b"token_id:%d" % token_id
+
+
+def _encoded(value: Any) -> Any:
+    """The JSON of one position. Encoding thousands of them in one call would hold up everybody."""
+    return msgspec.Raw(msgspec.json.encode(value))
 
 
 def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
@@ -42,7 +48,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 def chat_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer | None) -> ChatLogprobs:
-    return ChatLogprobs([_chat_logprob(entry, tokenizer) for entry in entries])
+    return ChatLogprobs([_encoded(_chat_logprob(entry, tokenizer)) for entry in entries])
 
 
 def _chat_logprob(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> ChatLogprob:
@@ -119,7 +125,7 @@ class CompletionLogprobsWriter:
         for token_id, logprob in zip(entry.top_ids[: self.num_top], entry.top_logprobs):
             top.setdefault(token_text(self.tokenizer, token_id), max(logprob, LOWEST))
         top.setdefault(token_text(self.tokenizer, entry.token_id), max(entry.logprob, LOWEST))
-        return top
+        return _encoded(top)
 
 
 # -- prompts, as vLLM shows them ---------------------------------------------------------------------------------------
@@ -141,5 +147,5 @@ def prompt_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer | Non
         by_id: dict[int, PromptLogprob] = {}
         for token_id, logprob, rank in tops:
             by_id.setdefault(token_id, PromptLogprob(max(logprob, LOWEST), rank, token_text(tokenizer, token_id)))
-        shown.append(by_id)
+        shown.append(_encoded(by_id))
     return shown

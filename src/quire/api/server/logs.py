@@ -70,7 +70,7 @@ def request(scope: dict[str, Any], status: int, seconds: float, body: bytes | No
         message += f" {usage.prompt_tokens}+{usage.completion_tokens} tokens"
     message += f" {fields['request_id']}"
     if body is not None:
-        fields["body"] = _printable(body.decode("utf-8", "replace"), MAX_SHOWN_CHARS)
+        fields["body"] = _printable(body[: 4 * MAX_SHOWN_CHARS + 4].decode("utf-8", "replace"), MAX_SHOWN_CHARS)
         message += " " + fields["body"]
     write(message, fields)
 

@@ -14,6 +14,7 @@ from quire import __version__
 from quire.api.server.calls import Answer, Call
 from quire.api.server.chat import TextPart
 from quire.api.server.errors import ErrorBody
+from quire.api.server.fields import MAX_NAME_CHARS
 
 if TYPE_CHECKING:
     from quire.api.server.app import Endpoint
@@ -70,7 +71,8 @@ def _operation(endpoint: "Endpoint", schema_of: dict[type, Any]) -> dict[str, An
     if endpoint.body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema_of[endpoint.body]}}}
     if names := re.findall(r"{(\w+)}", endpoint.path):
-        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+        schema = {"type": "string", "maxLength": MAX_NAME_CHARS}
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema} for name in names]
     return operation
 
 

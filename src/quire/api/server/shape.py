@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from quire.api.server.errors import FieldError
-from quire.api.server.fields import SamplingFields
+from quire.api.server.fields import Name, SamplingFields, Text, at_most
 from quire.errors import RequestError
 from quire.frontend.inputs import grammar_spec
 from quire.frontend.model import Model
 from quire.frontend.parse import OutputParser
-from quire.params import StructuredOutputs
+from quire.params import GrammarObject, StructuredOutputs
 
 MAX_TOOLS = 512
 MAX_TOOLS_BYTES = 120_000  # in one grammar, whose own limit is a little higher
@@ -31,8 +31,8 @@ class Function(msgspec.Struct, omit_defaults=True):
     """A function the model may call; `parameters` is the JSON schema of its arguments."""
 
     name: Annotated[str, msgspec.Meta(extra_json_schema={"pattern": f"^{_NAME.pattern}$"})]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+    description: Text | None = None
+    parameters: GrammarObject | None = None
     strict: bool | None = None
 
 
@@ -41,8 +41,11 @@ class Tool(msgspec.Struct, kw_only=True):
     function: Function
 
 
+Tools = Annotated[list[Tool], at_most(MAX_TOOLS)]
+
+
 class NamedFunction(msgspec.Struct):
-    name: str
+    name: Name
 
 
 class NamedTool(msgspec.Struct):
@@ -53,10 +56,16 @@ class NamedTool(msgspec.Struct):
 class ChatFields(SamplingFields, kw_only=True):
     """What a chat may say of its answer."""
 
-    tools: Annotated[list[Tool], msgspec.Meta(extra_json_schema={"maxItems": MAX_TOOLS})] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None  # false: thinking is left out of the answer
+
+    @property
+    def has_shape(self) -> bool:
+        """Whether there is more to its answer's shape than plain text."""
+        asked = self.tools, self.response_format, self.structured_outputs, self.guided_json, self.guided_regex
+        return any(value is not None for value in (*asked, self.guided_choice, self.guided_grammar))
 
 
 @dataclass(frozen=True)
@@ -106,8 +115,6 @@ def of_chat(asked: ChatFields, model: Model) -> Shape:
             raise FieldError("tool_choice", "tool_choice needs tools to choose from")
         return _of_text(structured, model)
     tools = [_checked(tool) for tool in asked.tools]
-    if len(tools) > MAX_TOOLS:
-        raise FieldError("tools", f"there are {len(tools)} tools, one call may have {MAX_TOOLS}")
     if len({tool["function"]["name"] for tool in tools}) < len(tools):
         raise FieldError("tools", "two tools have the same name")
     if choice == "none":

@@ -5,17 +5,21 @@ request and the JSON of the new text: nothing is built per token that could be b
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from quire.api.server.calls import Answer, Receive, Send, Watched
+from quire.api.server.calls import Answer, Call, Receive, Send, Watched, send_body
 from quire.api.server.errors import problem
 from quire.api.server.generation import usage
 from quire.frontend.async_llm import Stream
 from quire.frontend.requests import ChoiceUpdate
+from quire.utils.loop_share import LoopShare
+
+PART_TOKENS = 32  # with logprobs, written in one event
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -36,6 +40,7 @@ class Format:
     after_text: bytes
     opening: Callable[[int], tuple[dict[str, Any], dict[str, Any]] | None]  # first event of a choice: fields of its choice and beside it
     can_open: Callable[[int], bool] = lambda idx: True  # is all there that its first event tells?
+    slow_opening: bool = False  # does it tell so much that a thread must write it?
     logprobs: Callable[[ChoiceUpdate], Any] | None = None  # None: not asked for
     token_ids: bool = False
     usage_at_end: bool = False
@@ -112,18 +117,26 @@ class Events:
 class EventStream:
     """The answer: events as they come. Its head waits for the first token, so that what fails before it has a status of its own."""
 
-    def __init__(self, events: Events, request_id: str) -> None:
-        self.events, self.request_id = events, request_id
+    def __init__(self, events: Events, call: Call) -> None:
+        self.events, self.request_id = events, call.request_id
+        self.off_loop = call.service.llm.off_loop
 
     async def __call__(self, receive: Receive, send: Send) -> None:
-        events, begun = self.events, False
+        events, begun, share = self.events, False, LoopShare()
         async with Watched(receive, events.streams):
             try:
                 async for updates in merged(events.streams, events.n):
                     if not begun:
                         begun = True
                         await _start(send)
-                    await send({"type": "http.response.body", "body": events.encode(updates), "more_body": True})
+                    if events.form.slow_opening and events.unopened:
+                        await send_body(send, await self.off_loop(partial(events.encode, updates), len(updates)), more=True)
+                    elif events.form.logprobs is None:
+                        await send({"type": "http.response.body", "body": events.encode(updates), "more_body": True})
+                    else:
+                        for part in in_parts(updates):
+                            await send({"type": "http.response.body", "body": events.encode([part]), "more_body": True})
+                            await share.pause()
                 last = events.end()
             except Exception as error:
                 failed = problem(error, self.request_id)
@@ -133,6 +146,25 @@ class EventStream:
         if not begun:
             await _start(send)
         await send({"type": "http.response.body", "body": last})
+
+
+def in_parts(updates: list[ChoiceUpdate]) -> Iterator[ChoiceUpdate]:
+    """Each update as several, where a slow reader left many tokens with logprobs to be written: in one piece that takes long."""
+    for update in updates:
+        num_tokens = len(update.logprobs)
+        if num_tokens <= PART_TOKENS:
+            yield update
+            continue
+        for start in range(0, num_tokens, PART_TOKENS):
+            end = start + PART_TOKENS
+            is_last = end >= num_tokens
+            yield update._replace(
+                text=update.text if start == 0 else "",
+                token_ids=update.token_ids[start : None if is_last else end],
+                logprobs=update.logprobs[start:end],
+                finish_reason=update.finish_reason if is_last else None,
+                stop_reason=update.stop_reason if is_last else None,
+            )
 
 
 async def _start(send: Send) -> None:

@@ -3,29 +3,31 @@
 Called by `app.py`; nothing here reaches the engine.
 """
 
-from typing import Any
+import functools
 
 import msgspec
 
 from quire.api.server.calls import Answer, Call
-from quire.api.server.chat import TEMPLATE_REFUSED, Messages, encode
+from quire.api.server.chat import TEMPLATE_REFUSED, Messages, TemplateArguments, encode
 from quire.api.server.errors import FieldError
-from quire.api.server.fields import TokenIds, check_vocabulary, decode
-from quire.api.server.shape import Tool
+from quire.api.server.fields import Name, Text, TokenIds, check_vocabulary, decode
+from quire.api.server.generation import INLINE_TOKENS
+from quire.api.server.shape import Tools
+from quire.frontend.model import Model
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """Either a prompt, or messages and how they become one."""
 
-    model: str | None = None
-    prompt: str | None = None
+    model: Name | None = None
+    prompt: Text | None = None
     add_special_tokens: bool | None = None
     messages: Messages | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    tools: list[Tool] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+    reasoning_effort: Name | None = None
+    tools: Tools | None = None
     return_token_strs: bool | None = None
 
 
@@ -38,7 +40,7 @@ class TokenizeAnswer(msgspec.Struct):
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: TokenIds
-    model: str | None = None
+    model: Name | None = None
 
 
 class DetokenizeAnswer(msgspec.Struct):
@@ -55,11 +57,16 @@ async def tokenize(call: Call) -> Answer:
         tokens = await encode(llm, body, msgspec.to_builtins(body.tools or []))
     else:
         tokens = await llm.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    answer = functools.partial(_tokenized, llm.model, tokens, bool(body.return_token_strs))
+    return await llm.off_loop(answer, len(tokens)) if len(tokens) > INLINE_TOKENS else answer()
+
+
+def _tokenized(model: Model, tokens: list[int], with_strings: bool) -> Answer:
     strings = None
-    if body.return_token_strs:
-        spelling = llm.model.need_tokenizer("return_token_strs").backend.id_to_token
+    if with_strings:
+        spelling = model.need_tokenizer("return_token_strs").backend.id_to_token
         strings = [spelling(token_id) or "" for token_id in tokens]
-    return Answer.json(TokenizeAnswer(len(tokens), llm.model.max_model_len, tokens, strings))
+    return Answer.json(TokenizeAnswer(len(tokens), model.max_model_len, tokens, strings))
 
 
 async def detokenize(call: Call) -> Answer:
@@ -67,4 +74,6 @@ async def detokenize(call: Call) -> Answer:
     llm = call.service.llm
     call.service.model_name(body.model)
     check_vocabulary("tokens", body.tokens, llm.model.vocab_size)
+    if len(body.tokens) > (limit := llm.model.max_model_len):
+        raise FieldError("tokens", f"there are {len(body.tokens):,} tokens and the context is {limit:,}: send fewer")
     return Answer.json(DetokenizeAnswer(await llm.decode(body.tokens)))
