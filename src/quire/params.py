@@ -178,32 +178,33 @@ def check_json(name: str, value: object, max_values: int) -> None:
     values, num_values = [value], 1
     while values:
         value = values.pop()
-        inner: list[object] = []
-        if isinstance(value, dict):
-            if not all(isinstance(key, str) for key in value):
-                raise RequestError(f"{name} must be JSON: the keys of an object must be text")
-            inner = [*value, *value.values()]
-        elif isinstance(value, (list, tuple)):
-            inner = value
-        elif isinstance(value, str):
+        kind = type(value)
+        if kind is str:
             _text(name, value)
-        elif isinstance(value, int) and not -LARGEST_INT <= value <= LARGEST_INT:
-            raise RequestError(f"{name} holds a whole number of more than 64 bits")
-        elif isinstance(value, float) and not math.isfinite(value):
-            raise RequestError(f"{name} holds a number that is not finite")
-        elif value is not None and not isinstance(value, (bool, int, float)):
-            raise RequestError(f"{name} must be JSON, which {type(value).__name__} is not")
-        num_values += len(inner)
-        if num_values > max_values:
-            raise RequestError(f"{name} holds more than {max_values} values, which is the limit")
-        values += inner
+        elif kind is dict or kind is list or kind is tuple:
+            num_values += len(value) if kind is not dict else 2 * len(value)
+            if num_values > max_values:
+                raise RequestError(f"{name} holds more than {max_values} values, which is the limit")
+            values += value
+            if kind is dict:
+                if set(map(type, value)) - {str}:
+                    raise RequestError(f"{name} must be JSON: the keys of an object must be text")
+                values += value.values()
+        elif kind is int:
+            if not -LARGEST_INT <= value <= LARGEST_INT:
+                raise RequestError(f"{name} holds a whole number of more than 64 bits")
+        elif kind is float:
+            if not math.isfinite(value):
+                raise RequestError(f"{name} holds a number that is not finite")
+        elif kind is not bool and value is not None:
+            raise RequestError(f"{name} must be JSON, which {kind.__name__} is not")
 
 
 def _text(name: str, value: str) -> None:
     if len(value) > MAX_TEXT_CHARS:
         raise RequestError(f"{name} holds a text of {len(value)} characters, the limit is {MAX_TEXT_CHARS}")
     try:
-        value.encode()
+        value.isascii() or value.encode()
     except UnicodeEncodeError:
         raise RequestError(f"{name} holds a lone surrogate (half of a UTF-16 pair)") from None
 

@@ -3,6 +3,7 @@
 Read by `api/server`; the engine behind it has its own (`engine.py`, `serving.py`).
 """
 
+import ipaddress
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -27,9 +28,15 @@ class ServerConfig:
     ssl_certfile: str | None = knob(None, "certificate: with it the server speaks HTTPS", metavar="FILE")
     ssl_keyfile: str | None = knob(None, "the certificate's private key, where it is in a file of its own", metavar="FILE")
     allowed_origins: list[str] = knob([], "web pages that may call from a browser, as https://host, or * (default: none)", metavar="ORIGIN")
-    max_body_bytes: int = knob(16 << 20, "largest request body (default: 16M)", low=1)
+    max_body_bytes: int = knob(8 << 20, "largest request body (default: 8M)", low=1)
+    max_held_bytes: int = knob(1 << 30, "bodies of all requests under way together; half of it for one address (default: 1G)", low=1)
     max_json_depth: int = knob(64, "deepest nesting of lists and objects in a request", low=4, high=500)
+    max_json_values: int = knob(262_144, "values in a request's JSON; a member of an object counts as eight", low=1024)
     body_timeout_s: float = knob(60.0, "seconds a client may take to send a request", low=0.1)
+    keep_alive_s: float = knob(75.0, "seconds an idle connection is kept; should be longer than a proxy's own", low=0.1)
+    max_connections: int = knob(4096, "clients connected at a time; more are answered 503", low=1)
+    max_connections_per_address: int | None = knob(None, "of these, from one address (default: three quarters)", low=1)
+    max_idle_connections: int = knob(1024, "idle connections kept for longer than 5 s, half for one address", low=1)
     log_format: Literal["human", "json"] = knob("human", "lines for people, or one JSON object per line")
     access_log: bool = knob(True, "log a line per request")
     log_requests: bool = knob(False, "log what clients send, prompts included")
@@ -46,6 +53,25 @@ class ServerConfig:
                 raise ConfigError(f"{origin!r:.100} is no origin: write https://host or https://host:port, without a path, or *")
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("--ssl-keyfile needs --ssl-certfile")
+
+
+    def open_doors(self) -> list[str]:
+        """What anybody may do who reaches the server, where that may not be meant: sentences for the log."""
+        if self.api_key or self.api_key_file:
+            return []
+        found = []
+        if self.admin_api_key:
+            found.append("--admin-api-key is for operators' paths alone, all others need no key: give --api-key for those")
+        if not _is_loopback(self.host):
+            found.append(f"anybody who reaches {self.host} may use this server: give --api-key, or listen on 127.0.0.1")
+        return found
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def check_key(key: str) -> str:

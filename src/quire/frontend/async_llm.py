@@ -62,6 +62,7 @@ class AsyncLLM:
     def _open(self, config: EngineConfig, serving: ServingConfig) -> None:
         self.serving = serving
         self.model = Model.open(config, serving=True)
+        self.model.prepare()
         self.inputs = InputProcessor(self.model, max_logprobs=MAX_LOGPROB_ENTRIES)
         self.metrics = ServingMetrics(config.model.model)
         self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
@@ -138,8 +139,9 @@ class AsyncLLM:
         if request_id in self.supervisor.live:
             raise RequestError(f"there is a request {request_id!r:.100} already: choose another request_id")
         make = functools.partial(self.inputs.request, request_id, prompt, params, priority, cache_salt, thinks, owner)
-        is_long = _size(prompt) > INLINE_CHARS or params.structured_outputs is not None
-        request = await self.off_loop(make, _size(prompt)) if is_long else make()
+        size = _size(prompt) + _size(params.bad_words)  # both are tokenized
+        is_long = size > INLINE_CHARS or params.structured_outputs is not None
+        request = await self.off_loop(make, size) if is_long else make()
         self._admit()  # others may have come meanwhile
         stream = Stream(request, self.supervisor.abort)
         self.supervisor.add(stream)

@@ -8,6 +8,7 @@ import contextlib
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -77,13 +78,12 @@ class CoreClient:
         """The next message; msgspec.DecodeError where there is none in what came: what a core says is then unknown."""
         return _decode(await self.socket.recv())
 
-    def rest(self) -> list[FromCore]:
+    def rest(self) -> Iterator[FromCore]:
         """What a dead core had still sent, as far as it can be read."""
-        socket, found = zmq.Socket.shadow(self.socket), []
+        socket = zmq.Socket.shadow(self.socket)
         with contextlib.suppress(zmq.Again, msgspec.DecodeError):
             while True:
-                found.append(_decode(socket.recv(zmq.NOBLOCK)))
-        return found
+                yield _decode(socket.recv(zmq.NOBLOCK))
 
     async def exited(self) -> bool:
         """Waits for the end; True if the core fell by itself."""

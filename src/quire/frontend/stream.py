@@ -30,23 +30,31 @@ class Stream:
 
     async def __anext__(self) -> list[ChoiceUpdate]:
         while True:
-            if self.error is not None:
-                raise copy.copy(self.error)  # a traceback leads back here: ours stays without, else the request would be in a cycle
+            self._raise_error()
             if self._changed:
                 self._changed = False
                 if updates := self.request.updates():
                     return updates
             if self.request.finished:
                 raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self._woken()
 
     async def wait(self) -> RequestState:
         """The request when it is finished; cheaper than reading it step by step."""
         self._only_end = True
-        async for _ in self:
-            pass
+        while not self.request.finished:
+            self._raise_error()
+            await self._woken()
+        self._raise_error()
         return self.request
+
+    async def _woken(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def _raise_error(self) -> None:
+        if self.error is not None:
+            raise copy.copy(self.error)  # a traceback leads back here: ours stays without, else the request would be in a cycle
 
     def abort(self) -> None:
         """Ends the request with what it has; harmless when it is over."""

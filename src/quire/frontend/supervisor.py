@@ -294,9 +294,11 @@ class Supervisor:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            share = LoopShare()
             try:
                 for message in core.rest():
                     self._take(message)
+                    await share.pause()
             except Exception:
                 log.exception("what the engine said last cannot be taken in: its requests go on from what was before")
             in_flight, was_ready = core.in_flight(), core.ready

@@ -1,7 +1,8 @@
-"""Opens files that a stranger may have put there: what is no regular file is refused at once, and nothing is read without a limit.
+"""Opens files that a stranger may have put there: only regular files, and nothing is read whole without a limit.
 
-Used for every file of a model folder, a tokenizer, a chat template, a key file and a config file. A FIFO would wait for a writer
-for ever, a device may never end, a sparse file may claim a terabyte. Links are followed: hub caches are made of them.
+Used for every file of a model folder, a tokenizer, a chat template, a key file and a config file. A FIFO would wait
+for a writer for ever, a device may never end, a sparse file may claim a terabyte. Links are followed: hub caches are
+made of them.
 
 Every refusal is an OSError whose `strerror` is for the user: callers say which file it was.
 """
@@ -23,7 +24,12 @@ _KINDS = {
 
 def open_file(path: str | Path) -> BinaryIO:
     """The file, open for reading."""
-    _check_regular(os.stat(path))  # before it is opened, which alone can have effects on a device
+    try:
+        _check_regular(os.stat(path))  # before it is opened, which alone can have effects on a device
+    except FileNotFoundError:
+        if is_there(path):
+            raise OSError(errno.EINVAL, "it is a link to a file that is not there") from None
+        raise
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         _check_regular(os.fstat(descriptor))  # the path may name another file by now

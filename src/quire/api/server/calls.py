@@ -6,7 +6,7 @@ Used by every handler. Knows ASGI and AsyncLLM, no protocol and no endpoint.
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,6 @@ import msgspec
 
 from quire.api.server.errors import Problem, UnknownModelError
 from quire.frontend.async_llm import AsyncLLM, Stream
-from quire.utils.loop_share import LoopShare
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -23,6 +22,7 @@ Headers = list[tuple[bytes, bytes]]
 
 JSON = b"application/json"
 PIECE_BYTES = 1 << 18  # of a large answer, sent at once
+PIECE_ENTRIES = 1024  # of a long list, encoded at once
 
 
 @dataclass(frozen=True)
@@ -68,33 +68,72 @@ class Call:
 class Answer:
     """A whole answer: called with the client's `receive` and `send`, as every answer is."""
 
-    def __init__(self, body: bytes, status: int = 200, content_type: bytes = JSON, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    def __init__(self, *body: bytes, status: int = 200, content_type: bytes = JSON, headers: Headers = []) -> None:
+        """`body`: one piece or several."""
         self.body = body
         self.status = status
-        self.headers: Headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
+        size = sum(map(len, body))
+        self.headers: Headers = [(b"content-type", content_type), (b"content-length", b"%d" % size), *headers]
 
     @classmethod
     def json(cls, value: Any, status: int = 200) -> "Answer":
-        return cls(msgspec.json.encode(value), status)
+        return cls(msgspec.json.encode(value), status=status)
+
+    @classmethod
+    def large_json(cls, value: Any) -> "Answer":
+        """Encoded in pieces: a single call for all of it would let no other thread run meanwhile."""
+        bodies, pieces, size = [], [], 0
+        for piece in json_pieces(value):
+            pieces.append(piece)
+            size += len(piece)
+            if size >= PIECE_BYTES:
+                bodies.append(b"".join(pieces))
+                pieces, size = [], 0
+        return cls(*bodies, b"".join(pieces))
 
     @classmethod
     def error(cls, problem: Problem) -> "Answer":
-        return cls(problem.body, problem.status, headers=problem.headers)
+        return cls(problem.body, status=problem.status, headers=problem.headers)
 
     async def __call__(self, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
-        await send_body(send, self.body, more=False)
+        for piece in self.body[:-1]:
+            await send_body(send, piece, more=True)
+            await asyncio.sleep(0)
+        await send_body(send, self.body[-1], more=False)
 
 
 async def send_body(send: Send, body: bytes, more: bool) -> None:
     """Part of an answer's body, in pieces where it is large; `more` will follow, or this was the last."""
-    if len(body) > PIECE_BYTES:
-        share = LoopShare()
-        for start in range(0, len(body), PIECE_BYTES):
-            await send({"type": "http.response.body", "body": body[start : start + PIECE_BYTES], "more_body": True})
-            await share.pause()
-        body = b""
-    await send({"type": "http.response.body", "body": body, "more_body": more})
+    last = max(0, (len(body) - 1) // PIECE_BYTES * PIECE_BYTES)
+    for start in range(0, last, PIECE_BYTES):
+        await send({"type": "http.response.body", "body": body[start : start + PIECE_BYTES], "more_body": True})
+        await asyncio.sleep(0)
+    await send({"type": "http.response.body", "body": body[last:], "more_body": more})
+
+
+def json_pieces(value: Any) -> Iterator[bytes]:
+    """The JSON of a struct, each long list in it a few entries at a time."""
+    encode = msgspec.json.encode
+    if isinstance(value, msgspec.Struct):
+        before = b"{"
+        for name, inner in zip(value.__struct_encode_fields__, msgspec.structs.astuple(value)):
+            if inner is not msgspec.UNSET:
+                yield before + encode(name) + b":"
+                yield from json_pieces(inner)
+                before = b","
+        yield b"}" if before == b"," else b"{}"
+    elif isinstance(value, list) and value and isinstance(value[0], msgspec.Struct):
+        for idx, inner in enumerate(value):
+            yield b"," if idx else b"["
+            yield from json_pieces(inner)
+        yield b"]"
+    elif isinstance(value, list) and len(value) > PIECE_ENTRIES:
+        for start in range(0, len(value), PIECE_ENTRIES):
+            yield (b"," if start else b"[") + encode(value[start : start + PIECE_ENTRIES])[1:-1]
+        yield b"]"
+    else:
+        yield encode(value)
 
 
 async def read_body(receive: Receive) -> bytes | None:

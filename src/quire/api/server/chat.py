@@ -153,7 +153,7 @@ async def chat(call: Call) -> Answer | EventStream:
         events = Events(form, streams, params.n) if reading.is_plain else ParsedEvents(form, streams, params.n, reading)
         return EventStream(events, call)
     await finish(call, streams)
-    return await built(call, lambda: Answer.json(_completion(head, body, streams[0], llm.model.tokenizer, reading)))
+    return await built(call, lambda: _completion(head, body, streams[0], llm.model.tokenizer, reading))
 
 
 def _completion(

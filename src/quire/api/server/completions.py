@@ -96,13 +96,13 @@ async def completions(call: Call) -> Answer | EventStream:
         return EventStream(Events(_format(head, body, written), streams, params.n), call)
     await finish(call, streams)
 
-    def whole() -> Answer:
+    def completion() -> Completion:
         choices = [choice for prompt in written for choice in prompt.choices()]
         for idx, choice in enumerate(choices):
             choice.index = idx
-        return Answer.json(Completion(**head, choices=choices, usage=usage(streams, 0 if body.max_tokens == 0 else None)))
+        return Completion(**head, choices=choices, usage=usage(streams, 0 if body.max_tokens == 0 else None))
 
-    return await built(call, whole)
+    return await built(call, completion)
 
 
 def _params(body: CompletionRequest, llm: AsyncLLM) -> SamplingParams:

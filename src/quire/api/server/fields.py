@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 MAX_CHOICES = 256  # prompts × n of one call
 MAX_MESSAGES = 4096
-MAX_MESSAGE_VALUES = 65_536  # all names and values of all messages
+MAX_MESSAGE_VALUES = 32_768  # all names and values of all messages
 MAX_TEMPLATE_VALUES = 4096  # of chat_template_kwargs
 MAX_NAME_CHARS = 1024
 MAX_TOKEN_IDS = 1 << 22  # in one list; --max-json-values and the context are tighter

@@ -44,13 +44,13 @@ async def submit(
     call: Call, prompts: Sequence[Prompt], params: SamplingParams, fields: SamplingFields, thinks: bool = False
 ) -> list[Stream]:
     """One stream per prompt. They are the call's: none runs on when it is over, or when one of them is refused."""
-    core_id, options, share = call.core_id(), fields.submit_options(), LoopShare()
+    core_id, options, share, streams = call.core_id(), fields.submit_options(), LoopShare(), call.streams
     options |= {"thinks": thinks, "owner": call.state.get("owner", "")}
     for idx, prompt in enumerate(prompts):
-        call.streams.append(await call.service.llm.submit(prompt, params, request_id=f"{core_id}-{idx}", **options))
+        streams.append(await call.service.llm.submit(prompt, params, request_id=f"{core_id}-{idx}", **options))
         await share.pause()
-    call.state["usage"] = lambda: usage(call.streams)
-    return call.streams
+    call.state["usage"] = lambda: usage(streams)  # not of the call, which holds the state: a cycle would keep both for a while
+    return streams
 
 
 async def finish(call: Call, streams: Sequence[Stream]) -> None:
@@ -60,15 +60,17 @@ async def finish(call: Call, streams: Sequence[Stream]) -> None:
             await stream.wait()
 
 
-async def built(call: Call, make: Callable[[], Answer]) -> Answer:
-    """A whole answer: made at once where it is short, else in a thread, so that nobody waits for it."""
+async def built(call: Call, make: Callable[[], msgspec.Struct]) -> Answer:
+    """A whole answer: written at once where it is short, else in a thread, so that nobody waits for it."""
     size = sum(
         len(choice.token_ids) + sum(len(entry.top_ids) for entry in choice.logprobs)
         for stream in call.streams
         for choice in stream.request.choices
     )
     size += sum(len(stream.request.prompt_logprobs) * stream.request.params.n for stream in call.streams)
-    return make() if size <= INLINE_TOKENS else await call.service.llm.off_loop(make, size)
+    if size <= INLINE_TOKENS:
+        return Answer.json(make())
+    return await call.service.llm.off_loop(lambda: Answer.large_json(make()), size)
 
 
 def text_of(choice: ChoiceState) -> str:

@@ -10,16 +10,17 @@ import hmac
 import re
 import time
 import uuid
-from array import array
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from itertools import accumulate
+from collections import Counter
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from quire.api.server import logs
 from quire.api.server.errors import ErrorDetail, Problem, problem
+from quire.api.server.json_cost import CHEAP_BYTES, MAX_NUMBER_CHARS, json_cost
 from quire.config.server import ServerConfig, check_key
 from quire.errors import ConfigError
+from quire.utils.files import read_file
 
 Policy = Literal["open", "user", "admin"]
 Message = MutableMapping[str, Any]
@@ -28,10 +29,12 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 MAX_HEADER_BYTES = 32 << 10
+MAX_KEY_FILE_BYTES = 1 << 20
 CLIENT_GONE = 499  # in the log: nobody was there to get a status
 LINGER_S, LINGER_BYTES = 2.0, 64 << 20  # how long and how much of a refused body is read and dropped
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+_ONCE = {b"authorization", b"content-length", b"content-type", b"host", b"transfer-encoding", b"x-request-id"}
 
 
 class Refused(Exception):
@@ -54,6 +57,7 @@ class Guard:
         self.config = config
         self.keys = Keys(config)
         self.cors = Cors(config.allowed_origins)
+        self.held = HeldBytes(config.max_held_bytes)
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -71,15 +75,15 @@ class Guard:
         reply = Reply(send, [(b"x-request-id", request_id), *self.cors.headers(headers)])
         policy = self.policy_of(scope["method"], scope["path"])
         has_body = b"content-length" in headers or b"transfer-encoding" in headers
-        body = b""
+        body, share = b"", self.held.share((scope.get("client") or ("",))[0])
         try:
             check_head(scope["headers"])
             if self.cors.is_preflight(scope, headers):
                 await self.cors.preflight(headers, reply)
                 return
-            self.keys.check(policy, headers)
+            scope["state"]["owner"] = self.keys.check(policy, headers)
             if has_body:
-                body = await self._body(headers, receive)
+                body = await self._body(headers, receive, share)
                 receive = replay(body, receive)
             await self.app(scope, receive, reply.send)
         except ClientGone:
@@ -91,12 +95,13 @@ class Guard:
             if not reply.status:  # else the stream ends short, which is all that can still be said
                 await reply.problem(unforeseen)
         finally:
+            share.give_back()
             if self.config.access_log and (policy != "open" or reply.status not in (200, 503)):  # probes come every second
                 shown = body if self.config.log_requests else None
                 logs.request(scope, reply.status or CLIENT_GONE, time.perf_counter() - started, shown)
 
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        """The whole body, within the limits of size, time and depth."""
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive, share: "Share") -> bytes:
+        """The whole body, within the limits of size, time, depth and number of values."""
         limit, declared = self.config.max_body_bytes, headers.get(b"content-length", b"0")
         too_large = f"the body is larger than {limit:,} bytes: send less, or raise --max-body-bytes"
         if not declared.isdigit() or len(declared) > 15 or int(declared) > limit:
@@ -109,10 +114,14 @@ class Guard:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGone
-                    body += message.get("body", b"")
+                    part = message.get("body", b"")
                     more = message.get("more_body", False)
-                    if len(body) > limit:
+                    if len(body) + len(part) > limit:
                         raise Refused(413, "body_too_large", too_large, body_read=not more)
+                    if not share.take(len(part)):
+                        text = "the bodies of the requests under way take all the memory there is for them: try again later"
+                        raise Refused(503, "overloaded", text, "overloaded_error", body_read=not more)
+                    body += part
         except TimeoutError:
             text = f"the body did not arrive within {self.config.body_timeout_s:g} s: send faster, or raise --body-timeout-s"
             raise Refused(408, "body_timeout", text, "timeout_error") from None
@@ -120,10 +129,24 @@ class Guard:
         if body and headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
             text = "the body must be JSON: send it with Content-Type: application/json"
             raise Refused(415, "unsupported_media_type", text, body_read=True)
-        if deeper_than(body, self.config.max_json_depth):
-            text = f"the body nests lists and objects deeper than {self.config.max_json_depth}: flatten it, or raise --max-json-depth"
-            raise Refused(400, "json_too_deep", text, body_read=True)
+        await self._check_cost(body)
         return bytes(body)
+
+    async def _check_cost(self, body: bytearray) -> None:
+        """Refuses JSON that would take long to decode, which happens in one piece."""
+        max_depth, max_values = self.config.max_json_depth, self.config.max_json_values
+        if len(body) <= CHEAP_BYTES and body.count(b"[") + body.count(b"{") <= max_depth:
+            return
+        cost = await json_cost(body)
+        if cost.max_depth > max_depth:
+            text = f"the body nests lists and objects deeper than {max_depth}: flatten it, or raise --max-json-depth"
+            raise Refused(400, "json_too_deep", text, body_read=True)
+        if cost.num_values > max_values:
+            text = f"the body's JSON holds more than {max_values:,} values: send less, or raise --max-json-values"
+            raise Refused(400, "json_too_large", text, body_read=True)
+        if cost.has_long_number:
+            text = f"the body holds a number of more than {MAX_NUMBER_CHARS} characters: shorten it"
+            raise Refused(400, "number_too_long", text, body_read=True)
 
 
 class Reply:
@@ -166,9 +189,10 @@ class Keys:
         self.admins = [_digest(key.encode()) for key in admins]
         self.users = [_digest(key.encode()) for key in [*users, *admins]] if users else []
 
-    def check(self, policy: Policy | None, headers: dict[bytes, bytes]) -> None:
+    def check(self, policy: Policy | None, headers: dict[bytes, bytes]) -> str:
+        """Whose call it is, as a digest of the key; empty where none is needed. Refused: there is none, or a wrong one."""
         if policy == "open" or (not self.users and policy != "admin"):
-            return
+            return ""
         if policy == "admin" and not self.admins:
             text = "this path is for operators: start the server with --admin-api-key to use it"
             raise Refused(403, "no_admin_key", text, "permission_error")
@@ -179,6 +203,48 @@ class Keys:
             which = "an operator's key" if policy == "admin" else "a valid API key"
             text = f"{which} is needed: send it as Authorization: Bearer KEY"
             raise Refused(401, "invalid_api_key", text, "authentication_error")
+        return digest.hex()
+
+
+class HeldBytes:
+    """How much the bodies of calls under way may take: together, and half of it those of one address."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.total = 0
+        self.by_address: Counter[str] = Counter()
+
+    def share(self, address: str) -> "Share":
+        return Share(self, address)
+
+
+class Share:
+    """What one call has of it."""
+
+    def __init__(self, held: HeldBytes, address: str) -> None:
+        self.held, self.address = held, address
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> bool:
+        """False where there is not enough left. A lone body is bounded by its own limit, so it always fits."""
+        held = self.held
+        is_alone = held.by_address[self.address] == self.num_bytes
+        if held.total + num_bytes > held.limit or (
+            held.by_address[self.address] + num_bytes > held.limit // 2 and not is_alone
+        ):
+            return False
+        held.total += num_bytes
+        held.by_address[self.address] += num_bytes
+        self.num_bytes += num_bytes
+        return True
+
+    def give_back(self) -> None:
+        held = self.held
+        held.total -= self.num_bytes
+        held.by_address[self.address] -= self.num_bytes
+        if not held.by_address[self.address]:
+            del held.by_address[self.address]
+        self.num_bytes = 0
 
 
 class Cors:
@@ -215,9 +281,13 @@ class Cors:
         await reply.send({"type": "http.response.body", "body": b""})
 
 
-def check_head(headers: Iterable[tuple[bytes, bytes]]) -> None:
+def check_head(headers: Sequence[tuple[bytes, bytes]]) -> None:
     if sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
         raise Refused(431, "headers_too_large", f"the headers are larger than {MAX_HEADER_BYTES:,} bytes: send less")
+    names = [name for name, _ in headers if name in _ONCE]
+    if len(set(names)) < len(names):
+        twice = Counter(names).most_common(1)[0][0].decode()
+        raise Refused(400, "header_twice", f"the header {twice} is there twice: send it once")
 
 
 async def drop(receive: Receive) -> None:
@@ -247,21 +317,6 @@ def replay(body: bytes, receive: Receive) -> Receive:
     return next_message
 
 
-_NO_STRUCTURE = bytes(set(range(256)) - set(b'"[]{}'))
-_SIGNS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # as signed bytes: +1 and -1
-
-
-def deeper_than(body: bytes | bytearray, limit: int) -> bool:
-    """Whether JSON nests deeper than `limit`, without decoding it: passes of C code, at worst 0.05 s a megabyte."""
-    if body.count(b"[") + body.count(b"{") <= limit:
-        return False
-    unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    # Dropping two quotes side by side leaves everything else inside or outside of strings as it was.
-    structure = unescaped.translate(None, _NO_STRUCTURE).replace(b'""', b"")
-    outside = re.sub(rb'"[^"]*+"?', b"", structure)
-    return max(accumulate(array("b", outside.translate(_SIGNS))), default=0) > limit
-
-
 def _request_id(headers: dict[bytes, bytes]) -> bytes:
     """The client's own where it can be trusted in a log, else a new one."""
     given = headers.get(b"x-request-id", b"")
@@ -275,9 +330,10 @@ def _digest(key: bytes) -> bytes:
 def _read_keys(path: str) -> list[str]:
     """One key per line; empty lines and lines that begin with # are left out. No key at all is a mistake, not an open server."""
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        raise ConfigError(f"the key file {path!r} cannot be read") from None
+        lines = read_file(Path(path).expanduser(), MAX_KEY_FILE_BYTES).decode().splitlines()
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no such home; ValueError: bad UTF-8, a null character
+        why = getattr(error, "strerror", None) or "it is not the path of a UTF-8 text"
+        raise ConfigError(f"the key file {path!r} cannot be read: {why}") from None
     keys = [check_key(line.strip()) for line in lines if line.strip() and not line.strip().startswith("#")]
     if not keys:
         raise ConfigError(f"the key file {path!r} holds no key: write one per line")

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import errno
 import gc
+import resource
 import signal
 import socket
 import time
@@ -18,7 +19,7 @@ import uvloop
 
 from quire.api.server import logs
 from quire.api.server.app import build_app, policy_of
-from quire.api.server.connection import Connection
+from quire.api.server.connection import Connections
 from quire.api.server.guard import Guard
 from quire.config import EngineConfig, ServingConfig
 from quire.config.server import ServerConfig
@@ -27,9 +28,10 @@ from quire.frontend.async_llm import AsyncLLM
 
 WATCH_S = 0.5
 STATUS_S = 5.0
-KEEP_ALIVE_S = 75  # longer than load balancers and client libraries keep a connection: they close first, and never find it closed
+HANDSHAKE_S = 10  # for a TLS client to say hello
 LAST_BYTES_S = 5  # for finished answers to reach their readers, when stopping
 BACKLOG = 2048
+OTHER_FILES = 1024  # that the process may open beside its connections
 GC_THRESHOLD = 50_000  # requests make many objects and hardly a cycle
 
 
@@ -37,7 +39,10 @@ def serve(engine: EngineConfig, serving: ServingConfig, server: ServerConfig) ->
     """Serves until told to stop; the exit code."""
     started = time.monotonic()
     logs.setup(server.log_format)
+    for sentence in server.open_doors():
+        logs.log.warning("%s", sentence)
     names = server.served_model_name or [engine.model.model]
+    allow_open_files(server.max_connections + OTHER_FILES)
     with listen(server.host, server.port) as sock:  # first of all, so that a port in use is told at once
 
         def announce(num_kv_tokens: int) -> None:
@@ -50,7 +55,7 @@ def serve(engine: EngineConfig, serving: ServingConfig, server: ServerConfig) ->
 
         async def main() -> int:
             llm = await AsyncLLM.open(engine, serving)
-            http = Http(_http_config(Guard(build_app(llm, names), policy_of, server), server))
+            http = Http(_http_config(Guard(build_app(llm, names), policy_of, server), server), Connections(server))
             return await live(llm, http, sock, announce)
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -123,24 +128,43 @@ class StopSignals:
 class Http(uvicorn.Server):
     """uvicorn's server, which leaves the signals to us: its own way ends a drained process by the signal, not with 0."""
 
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+        super().__init__(config)
+        self.connections = connections
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket]) -> None:
+        """Answers on these sockets. Uvicorn's own way lets a TLS client take a minute to say hello."""
+        loop = asyncio.get_running_loop()
+        options: dict[str, Any] = {"backlog": BACKLOG}
+        if self.config.ssl:
+            options |= {"ssl": self.config.ssl, "ssl_handshake_timeout": HANDSHAKE_S}
+        self.servers = [await loop.create_server(self._connection, sock=sock, **options) for sock in sockets]
+        self.started = True
+
+    def _connection(self) -> asyncio.Protocol:
+        return self.connections.new(config=self.config, server_state=self.server_state, app_state={})
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn, ten times a second."""
+        self.connections.sweep(time.monotonic())
+        return await super().on_tick(counter)
 
 
 def _http_config(app: Guard, server: ServerConfig) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
         interface="asgi3",
-        http=Connection,
+        http="httptools",
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_BYTES_S,
         ssl_certfile=server.ssl_certfile,
         ssl_keyfile=server.ssl_keyfile,
@@ -165,3 +189,13 @@ def listen(host: str, port: int) -> socket.socket:
             raise ConfigError(f"port {port} needs more rights than this user has: choose one above 1023 with --port") from None
         raise ConfigError(f"cannot listen on {host}: it is no address of this machine") from None
 
+
+def allow_open_files(needed: int) -> None:
+    """Every connection is an open file, and most systems let a process have 1,024 until it asks for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        if most < needed:
+            text = "this process may open %d files, and needs up to %d: raise `ulimit -n`, or lower --max-connections"
+            logs.log.warning(text, most, needed)

@@ -66,7 +66,7 @@ def _tokenized(model: Model, tokens: list[int], with_strings: bool) -> Answer:
     if with_strings:
         spelling = model.need_tokenizer("return_token_strs").backend.id_to_token
         strings = [spelling(token_id) or "" for token_id in tokens]
-    return Answer.json(TokenizeAnswer(len(tokens), model.max_model_len, tokens, strings))
+    return Answer.large_json(TokenizeAnswer(len(tokens), model.max_model_len, tokens, strings))
 
 
 async def detokenize(call: Call) -> Answer:
