@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "sampling": {"sampling", "ops"},
     "ops": {"ops"},
     # the base: each stands on less than itself
-    "config": {"config", "errors"},
+    "config": {"config", "errors", "utils.files"},
     "params": {"errors"},
     "outputs": set(),
     "messages": {"config", "params", "step", "structured.spec"},

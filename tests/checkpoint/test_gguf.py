@@ -187,7 +187,7 @@ def test_other_versions_are_named(version: int, says: str, scratch: Callable[[by
 def test_a_missing_file_is_not_found(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="no file"):
         GGUFFile(tmp_path / "none.gguf")
-    with pytest.raises(ModelNotFoundError, match="cannot be read"):
+    with pytest.raises(BadModelFileError, match="a directory, not a regular file"):
         GGUFFile(tmp_path)
 
 

@@ -92,6 +92,7 @@ def test_tokens_that_end_a_turn_are_found_beside_eos() -> None:
         ({"model": None}, "no tokenizer"),
         ({"tokens": []}, "empty"),
         ({"tokens": ["a"] * 10}, "twice"),
+        ({"tokens": [*"abcdefghi", "x" * 5000]}, "absurdly long"),
         ({"tokens": 7}, "tokens does not hold"),
         ({"token_type": [1]}, "token types"),
         ({"merges": ["a z"]}, "damaged"),

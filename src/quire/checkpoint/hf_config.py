@@ -12,6 +12,7 @@ from quire.checkpoint.find import ModelFiles
 from quire.checkpoint.gguf_config import config_from_gguf, generation_config_from_gguf
 from quire.checkpoint.sanity import checked
 from quire.errors import BadModelFileError, ModelNotFoundError
+from quire.utils.files import is_there, read_file
 
 _MAX_JSON_BYTES = 1 << 24
 
@@ -45,19 +46,16 @@ def read_generation_config(files: ModelFiles) -> dict[str, Any]:
     if files.kind == "gguf":
         return generation_config_from_gguf(files.gguf)
     path = files.path / "generation_config.json"
-    return _read_json(path) if path.is_file() else {}
+    return _read_json(path) if is_there(path) else {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            raw = file.read(_MAX_JSON_BYTES + 1)
+        value = json.loads(read_file(path, _MAX_JSON_BYTES))
+    except FileNotFoundError:
+        raise ModelNotFoundError(f"there is no file {path.name}.") from None
     except OSError as error:
-        raise ModelNotFoundError(f"{path} cannot be read: {error.strerror}.") from None
-    if len(raw) > _MAX_JSON_BYTES:
-        raise BadModelFileError(f"{path.name} is larger than {_MAX_JSON_BYTES >> 20} MiB, which no config is.")
-    try:
-        value = json.loads(raw)
+        raise BadModelFileError(f"{path.name} cannot be read ({error.strerror}): fetch it again.") from None
     except (ValueError, RecursionError) as error:  # ValueError: also bad UTF-8 and absurdly long numbers
         raise BadModelFileError(f"{path.name} is not valid JSON ({error}): fetch it again.") from None
     if not isinstance(value, dict):

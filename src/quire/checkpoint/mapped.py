@@ -7,6 +7,7 @@ import mmap
 from pathlib import Path
 
 from quire.errors import BadModelFileError, ModelNotFoundError
+from quire.utils.files import open_file
 
 
 class MappedFile:
@@ -14,14 +15,14 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 self.raw = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
-            raise ModelNotFoundError(f"there is no file {path}.") from None
+            raise ModelNotFoundError(f"there is no file {path.name}.") from None
         except ValueError:  # mmap's way of saying that there is nothing to map
             raise BadModelFileError(f"{path.name} is empty: fetch it again.") from None
         except OSError as error:
-            raise ModelNotFoundError(f"{path} cannot be read: {error.strerror}.") from None
+            raise BadModelFileError(f"{path.name} cannot be read ({error.strerror}): fetch it again.") from None
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
         return memoryview(self.raw)[offset : offset + num_bytes]

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from quire.checkpoint.mapped import MappedFile
 from quire.errors import BadModelFileError, ModelNotFoundError, UnsupportedModelError
+from quire.utils.files import is_there, read_file
 
 _INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 1 << 26
@@ -75,7 +76,7 @@ class SafetensorsFolder:
         self.close()
 
     def _list(self) -> dict[str, SafeTensor]:
-        if (self.folder / _INDEX).is_file():
+        if is_there(self.folder / _INDEX):
             return self._list_by_index()
         tensors: dict[str, SafeTensor] = {}
         for path in _files_without_index(self.folder):
@@ -88,10 +89,10 @@ class SafetensorsFolder:
 
     def _list_by_index(self) -> dict[str, SafeTensor]:
         index_path = self.folder / _INDEX
-        with index_path.open("rb") as file:
-            raw = file.read(_MAX_INDEX_BYTES + 1)
-        if len(raw) > _MAX_INDEX_BYTES:
-            raise _bad(index_path, f"it is larger than {_MAX_INDEX_BYTES >> 20} MiB")
+        try:
+            raw = read_file(index_path, _MAX_INDEX_BYTES)
+        except OSError as error:
+            raise _bad(index_path, f"it cannot be read ({error.strerror})") from None
         weight_map = _parse(raw, index_path).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise _bad(index_path, "it has no weight_map")
@@ -112,7 +113,7 @@ class SafetensorsFolder:
 
 
 def _files_without_index(folder: Path) -> list[Path]:
-    if (folder / "model.safetensors").is_file():
+    if is_there(folder / "model.safetensors"):
         return [folder / "model.safetensors"]  # others beside it are the same weights in another layout, or adapters
     if files := sorted(folder.glob("*.safetensors")):
         return files

@@ -6,15 +6,18 @@ The file is a flat mapping (`max-model-len: 4096` or `max_model_len: 4096`). Fla
 import argparse
 import dataclasses
 import difflib
+import os
 import typing
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.config.fields import field_types, unwrap
 from quire.config.flags import reader
 from quire.errors import ConfigError
+from quire.utils.files import read_file
+
+_MAX_BYTES = 1 << 18
 
 
 def read_options(path: str, options: Iterable[type]) -> dict[str, Any]:
@@ -61,10 +64,10 @@ def _mapping(path: str) -> dict[Any, Any]:
     except ImportError:
         raise ConfigError("--config needs PyYAML: pip install pyyaml") from None
     try:
-        content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+        content = yaml.safe_load(read_file(os.path.expanduser(path), _MAX_BYTES).decode())
     except OSError as error:
         raise ConfigError(f"the config file {path!r} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: bad UTF-8, a day such as 2020-99-99
         where = getattr(error, "problem_mark", None)
         raise ConfigError(f"{path} is no valid YAML" + (f": see line {where.line + 1}" if where else "")) from None
     if content is None:

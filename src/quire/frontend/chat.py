@@ -16,10 +16,10 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire.errors import ConfigError, RequestError
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.sandbox import Sandbox, TooMuchError, check_pattern
+from quire.frontend.tokenizer import MAX_TEMPLATE_BYTES, Tokenizer
 
 Message = Mapping[str, Any]
 
@@ -49,10 +49,18 @@ class ChatTemplate:
         self._template = None
         self._own_sentinels = set(_SENTINELS.findall(source or ""))
         if source is not None:
+            if len(source) > MAX_TEMPLATE_BYTES:
+                raise ConfigError(
+                    f"the chat template is longer than {MAX_TEMPLATE_BYTES:,} characters: "
+                    "give another with --chat-template."
+                )
             try:
-                self._template = _environment().from_string(source)
-            except (jinja2.TemplateError, ValueError, RecursionError) as error:
-                raise ConfigError(f"the chat template is broken: {error}; give another with --chat-template.") from None
+                self._sandbox = _sandbox()
+                self._template = self._sandbox.from_string(source)
+            except Exception as error:  # jinja's own errors, and Python's with the code that is made of a template
+                raise ConfigError(
+                    f"the chat template is broken: {error!s:.200}; give another with --chat-template."
+                ) from None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, source: str | None = None) -> "ChatTemplate":
@@ -79,11 +87,14 @@ class ChatTemplate:
             (end,) = conversation.unused_sentinels(1, self._own_sentinels)
             conversation = conversation.with_end(end)
         text = self._run(
-            **conversation.template_kwargs,
-            **self._special_tokens,
-            messages=conversation.messages,
-            tools=conversation.tools,
-            add_generation_prompt=add_generation_prompt,
+            {
+                **conversation.template_kwargs,
+                **self._special_tokens,
+                "messages": conversation.messages,
+                "tools": conversation.tools,
+                "add_generation_prompt": add_generation_prompt,
+            },
+            sum(map(len, conversation.texts)),
         )
         if not end:
             return text
@@ -91,12 +102,12 @@ class ChatTemplate:
             raise RequestError("the chat template leaves out the final message, so it cannot be continued.")
         return text[: text.rindex(end)]
 
-    def _run(self, **variables: Any) -> str:
+    def _run(self, variables: dict[str, Any], conversation_chars: int) -> str:
         if self._template is None:
             raise RequestError("this model has no chat template: give one with --chat-template or send a plain prompt.")
         chunks, num_chars = [], 0
         try:
-            for chunk in self._template.generate(**variables):
+            for chunk in self._sandbox.render(self._template, variables, conversation_chars):
                 chunks.append(chunk)
                 num_chars += len(chunk)
                 if num_chars > _MAX_RENDERED_CHARS:
@@ -104,9 +115,13 @@ class ChatTemplate:
         except RequestError:
             raise
         except _RefusedError as error:
-            raise RequestError(f"the chat template refuses these messages: {error}") from None
+            raise RequestError(f"the chat template refuses these messages: {error!s:.500}") from None
+        except TooMuchError as error:
+            raise RequestError(
+                f"the chat template is stopped: {error}; send less, or give another with --chat-template."
+            ) from None
         except jinja2.TemplateError as error:
-            raise RequestError(f"the chat template cannot render these messages: {error}") from None
+            raise RequestError(f"the chat template cannot render these messages: {error!s:.500}") from None
         except Exception as error:  # a template can do anything Python can, and its messages may hold addresses
             raise RequestError(f"the chat template cannot render these messages ({type(error).__name__}).") from None
         return "".join(chunks)
@@ -326,14 +341,12 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    return environment
+def _sandbox() -> Sandbox:
+    sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
+    sandbox.add_filter("tojson", _to_json)
+    sandbox.globals["raise_exception"] = _raise_exception
+    sandbox.globals["strftime_now"] = lambda pattern: datetime.now().strftime(check_pattern(pattern))
+    return sandbox
 
 
 def _to_json(

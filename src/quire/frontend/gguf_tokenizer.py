@@ -16,6 +16,10 @@ from quire.errors import BadModelFileError, QuireError, UnsupportedModelError
 # tokenizer.ggml.token_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
+# Every way to cut every token in two is tried for some vocabularies. About ten times what real ones have.
+_MAX_TOKEN_CHARS = 1 << 12
+_MAX_VOCABULARY_CHARS = 1 << 24
+
 _SPACE = "▁"  # how SentencePiece vocabularies write a space
 
 # GGUF files carry no generation_config.json, and many name only one of the tokens that end a turn.
@@ -190,6 +194,9 @@ class _Fields:
         self.vocab = dict(zip(self.tokens, range(len(self.tokens)), strict=True))
         if not self.tokens or len(self.vocab) != len(self.tokens):
             raise BadModelFileError("the vocabulary of this GGUF file is empty or has a token twice: use another file.")
+        lengths = list(map(len, self.tokens))
+        if max(lengths) > _MAX_TOKEN_CHARS or sum(lengths) > _MAX_VOCABULARY_CHARS:
+            raise BadModelFileError("the vocabulary of this GGUF file has absurdly long tokens: use another file.")
         types = self._array("token_type", int) or [NORMAL] * len(self.tokens)
         if len(types) != len(self.tokens):
             raise BadModelFileError("this GGUF file has not as many token types as tokens: use another file.")

@@ -21,10 +21,11 @@ from quire.errors import ConfigError, RequestError
 from quire.frontend import reasoning, tools
 from quire.frontend.chat import ChatTemplate
 from quire.frontend.stop import StopStrings
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.tokenizer import MAX_TEMPLATE_BYTES, Tokenizer
 from quire.messages import Thinking, Vocabulary
 from quire.params import SamplingParams
 from quire.utils.devices import gpus
+from quire.utils.files import read_file
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,12 @@ class Model:
             tokenizer = Tokenizer.from_path(options.tokenizer) if options.tokenizer else Tokenizer.from_files(files)
             template = ChatTemplate.of(tokenizer, _template_source(options.chat_template))
         return cls(resolved, hf_config, read_generation_config(files), tokenizer, template)
+
+    def prepare(self) -> None:
+        """Makes what requests would make at first use, and then hold others up."""
+        _ = self.tool_format, self.reasoning_format
+        if self.tokenizer is not None:
+            self.tokenizer.prepare()
 
     @property
     def vocab_size(self) -> int:
@@ -155,6 +162,7 @@ def _template_source(option: str | None) -> str | None:
     if option is None or "{" in option:
         return option
     try:
-        return Path(option).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the chat template {option!r:.200} cannot be read: {error}") from None
+        return read_file(Path(option).expanduser(), MAX_TEMPLATE_BYTES).decode()
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no such home; ValueError: bad UTF-8, a null character
+        why = getattr(error, "strerror", None) or "it is not the path of a UTF-8 text"
+        raise ConfigError(f"the chat template {option!r:.200} cannot be read: {why}") from None

@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,15 @@ from tokenizers import Tokenizer as Backend
 from quire.checkpoint.find import ModelFiles
 from quire.checkpoint.gguf import GGUFFile
 from quire.errors import BadModelFileError, ModelNotFoundError, RequestError
-from quire.frontend import gguf_tokenizer
+from quire.frontend import gguf_tokenizer, tokenizer_json
 from quire.frontend.detokenize import Detokenizer, Pieces
+from quire.utils.files import is_there, read_file
 
+MAX_TEMPLATE_BYTES = 1 << 20  # thirty times the longest we know
+_MAX_TOKENIZER_BYTES = 1 << 27  # four times the largest we know
+_MAX_JSON_BYTES = 1 << 24
 _TOKEN_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
+_ID = re.compile("[0-9]{1,9}")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -84,12 +88,15 @@ class Tokenizer:
 
     @classmethod
     def _from_folder(cls, folder: Path, tokenizer_file: Path) -> "Tokenizer":
-        if not tokenizer_file.is_file():
+        if not is_there(tokenizer_file):
             raise ModelNotFoundError(f"{folder.name} holds no tokenizer.json: name a tokenizer with --tokenizer.")
         try:
-            backend = Backend.from_file(str(tokenizer_file))
-        except Exception as error:  # `tokenizers` raises plain Exception for everything
-            raise BadModelFileError(f"{tokenizer_file.name} of {folder.name} cannot be used: {error}.") from None
+            backend = tokenizer_json.load(read_file(tokenizer_file, _MAX_TOKENIZER_BYTES))
+        except (OSError, BadModelFileError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise BadModelFileError(
+                f"{tokenizer_file.name} of {folder.name} cannot be used ({why}): name another with --tokenizer."
+            ) from None
         config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
         _add_missing_tokens(backend, config.get("added_tokens_decoder"))
         special_tokens = {name: spelling for name in _NAMED_TOKENS if (spelling := _spelling(config.get(name)))}
@@ -119,6 +126,10 @@ class Tokenizer:
     def token_id(self, spelling: str) -> int | None:
         return self.backend.token_to_id(spelling)
 
+    def prepare(self) -> None:
+        """Makes now what long texts and chats need, and what takes a while with a large vocabulary."""
+        _ = self.longest_token_chars, self.special_pattern, self._text_backend
+
     @cached_property
     def longest_token_chars(self) -> int:
         """No text has fewer tokens than its characters divided by this."""
@@ -143,9 +154,7 @@ class Tokenizer:
         if self.backend.pre_tokenizer is not None:
             backend.pre_tokenizer = self.backend.pre_tokenizer
         in_id_order = [token for _, token in sorted(self.backend.get_added_tokens_decoder().items())]
-        for special, tokens in groupby(in_id_order, key=lambda token: token.special):
-            add = backend.add_special_tokens if special else backend.add_tokens
-            add(list(tokens))
+        backend.add_tokens(in_id_order)
         backend.encode_special_tokens = True
         return backend
 
@@ -164,14 +173,22 @@ def _encode(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
     except TypeError:
         raise RequestError("the text must be a string without lone surrogates (half of a UTF-16 pair).") from None
+    except BaseException as error:
+        if tokenizer_json.is_panic(error):
+            raise RequestError("this model's tokenizer gives up on this text: send another.") from None
+        raise
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError):
+        if not is_there(path):
+            return {}
+        value = json.loads(read_file(path, _MAX_JSON_BYTES))
+    except OSError as error:
+        raise BadModelFileError(
+            f"{path.name} of {path.parent.name} cannot be read ({error.strerror}): fetch it again."
+        ) from None
+    except (ValueError, RecursionError):
         raise BadModelFileError(f"{path.name} of {path.parent.name} is not readable JSON: fetch it again.") from None
     if not isinstance(value, dict):
         raise BadModelFileError(f"{path.name} of {path.parent.name} is not a JSON object: fetch it again.")
@@ -189,23 +206,30 @@ def _add_missing_tokens(backend: Backend, listed: Any) -> None:
     """tokenizer_config.json may list tokens tokenizer.json lacks; one that would get another id is left out."""
     if not isinstance(listed, dict):
         return
-    numbered = [(int(key), token) for key, token in listed.items() if str(key).isdecimal() and _spelling(token)]
+    tokens = {key: token for key, token in listed.items() if _ID.fullmatch(key) and isinstance(token, dict)}
+    numbered = [(int(key), token) for key, token in tokens.items() if _spelling(token)]
+    next_id = backend.get_vocab_size(with_added_tokens=True)
+    missing: dict[str, AddedToken] = {}
     for token_id, token in sorted(numbered, key=lambda item: item[0]):
-        next_id = backend.get_vocab_size(with_added_tokens=True)
-        if backend.token_to_id(token["content"]) is None and token_id == next_id:
-            added = AddedToken(token["content"], **{flag: bool(token.get(flag)) for flag in _TOKEN_FLAGS})
-            add = backend.add_special_tokens if added.special else backend.add_tokens
-            add([added])
+        spelling = token["content"]
+        if token_id == next_id and spelling not in missing and backend.token_to_id(spelling) is None:
+            missing[spelling] = AddedToken(spelling, **{flag: bool(token.get(flag)) for flag in _TOKEN_FLAGS})
+            next_id += 1
+    backend.add_tokens(list(missing.values()))  # at once: each call goes through all there are
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """A file of its own comes first; a list of named templates has one called default."""
+    path = folder / "chat_template.jinja"
     try:
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError):
-        raise BadModelFileError(f"chat_template.jinja of {folder.name} is not readable text: fetch it again.") from None
+        if is_there(path):
+            return read_file(path, MAX_TEMPLATE_BYTES).decode()
+    except OSError as error:
+        raise BadModelFileError(
+            f"{path.name} of {folder.name} cannot be read ({error.strerror}): fetch it again."
+        ) from None
+    except ValueError:
+        raise BadModelFileError(f"{path.name} of {folder.name} is not readable text: fetch it again.") from None
     template = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
