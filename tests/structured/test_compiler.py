@@ -1,15 +1,22 @@
 """Tickets: nothing waits, the same spec compiles once, monsters end themselves alone."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
+from benchmarks.server_process import children
 
 from quire.errors import ConfigError
 from quire.messages import Vocabulary
 from quire.structured import compiler as module
 from quire.structured.compiler import Compiler
 from quire.structured.spec import GrammarSpec
+from tests.serving import alive, until
 
 VOCABULARY = Vocabulary([bytes([i]) for i in range(256)] + [b"</s>"], [256], [256], 320)
 MONSTER = GrammarSpec("regex", ".*" * 400 + "x")
@@ -81,3 +88,88 @@ def test_the_cache_is_bounded(compiler, monkeypatch):
 def test_an_unknown_engine_is_refused():
     with pytest.raises(ConfigError, match="outlines"):
         Compiler("outlines", VOCABULARY)
+
+
+def quickest(compiler, *specs: GrammarSpec) -> float:
+    """Seconds that the best of them took: the machine may be busy with other things."""
+    times = []
+    for spec in specs:
+        started = time.perf_counter()
+        assert settled(compiler, spec.kind, spec.text).error is None
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+@pytest.mark.parametrize("how", ["time", "killed", "stopped"])
+def test_after_a_trial_that_died_the_next_schema_is_quick(compiler, how):
+    settled(compiler, "regex", "ready")
+    (child,) = children(compiler._workers[0]._process.pid)
+    if how == "time":
+        text = MONSTER.text + "y"
+    else:
+        os.kill(child, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        text = f"after it was {how}"
+    ticket, started = compiler.submit(GrammarSpec("regex", text)), time.perf_counter()
+    assert ticket.wait(30) and "too complex" in str(ticket.error)
+    assert time.perf_counter() - started < 6  # the limit is 2
+    assert not alive(child) and not Path(f"/proc/{child}").exists()  # it was reaped, too
+    took = quickest(compiler, *(GrammarSpec("json", json.dumps({"const": f"{how} {i}"})) for i in range(3)))
+    assert took < 0.5, f"{took:.2f} s"
+
+
+def test_a_stopped_trial_process_is_replaced_and_takes_its_child_along(compiler):
+    settled(compiler, "regex", "ready")
+    trial = compiler._workers[0]._process.pid
+    (child,) = children(trial)
+    os.kill(trial, signal.SIGSTOP)
+    ticket = compiler.submit(GrammarSpec("regex", "a stopped trial"))
+    assert ticket.wait(30) and ticket.error is not None
+    until(lambda: not alive(child), what="the end of the child")
+    assert settled(compiler, "regex", "another trial").grammar is not None and not Path(f"/proc/{trial}").exists()
+
+
+def test_finding_10_what_goes_wrong_in_the_trial_is_told_and_it_lives_on(compiler):
+    settled(compiler, "regex", "ready")
+    (child,) = children(compiler._workers[0]._process.pid)
+    for text in ('{"not": {"maxItems": 1' + "0" * 400 + "}}", '{"not": {"minItems": 1e99999999}}', '{"minimum": 1e99999999}'):
+        error = settled(compiler, "json", text).error
+        assert error is not None and "more time" not in str(error), error
+    assert children(compiler._workers[0]._process.pid) == [child]
+
+
+@pytest.mark.parametrize("raised", [MemoryError, SystemExit, KeyboardInterrupt, OverflowError])
+def test_whatever_is_raised_the_ticket_is_answered_and_the_thread_goes_on(compiler, monkeypatch, raised):
+    def broken(*args):
+        raise raised
+
+    monkeypatch.setattr(module, "send", broken)
+    assert "could not be compiled" in str(settled(compiler, "regex", f"a{raised.__name__}").error)
+    monkeypatch.undo()
+    assert settled(compiler, "regex", f"b{raised.__name__}").grammar is not None
+
+
+CORE = """
+import sys
+from quire.messages import Vocabulary
+from quire.structured.compiler import Compiler
+from quire.structured.spec import GrammarSpec
+compiler = Compiler("auto", Vocabulary([bytes([i]) for i in range(256)] + [b"</s>"], [256], [256], 320), timeout_s=60)
+compiler.submit(GrammarSpec("regex", "ready")).wait(60)
+compiler.submit(GrammarSpec("regex", ".*" * 400 + "x"))
+print(compiler._workers[0]._process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_trial_and_its_child_end_with_the_core_stopped_or_at_work():
+    with subprocess.Popen([sys.executable, "-c", CORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as core:
+        trial = int(core.stdout.readline())
+        (child,) = children(trial)
+        os.kill(trial, signal.SIGSTOP)
+        core.kill()
+    until(lambda: not alive(trial) and not alive(child), what="the end of both")
+
+
+def test_the_process_that_is_copied_has_one_thread(compiler):
+    settled(compiler, "regex", "ready")
+    assert len(os.listdir(f"/proc/{compiler._workers[0]._process.pid}/task")) == 1

@@ -1,7 +1,8 @@
 """What every grammar engine offers: a vocabulary in, a shared compiled grammar, one matcher per request, rows of masks.
 
-The core holds matchers and calls them between steps; the engines are files of their own. Must not know requests or text:
-tokens are ids, and masks are rows of int32 words, 32 tokens each, lowest bit first.
+The core holds matchers and calls them between steps; the engines are files of their own. A matcher's methods are all the calls into a
+library there are once a grammar is compiled: the trial makes each of them first, and none has an output that a grammar can
+make long. Must not know requests or text: tokens are ids, and masks are rows of int32 words, 32 tokens each, lowest bit first.
 """
 
 import time
@@ -13,21 +14,29 @@ import numpy
 from quire.messages import Vocabulary
 from quire.structured.spec import GrammarSpec
 
-SLOW_FILL_S = 0.1
-MAX_SLOW_FILLS = 3  # then a matcher counts as too slow
+SLOW_S = 0.1  # for one call
+MAX_SLOW = 3  # calls; then a matcher counts as too slow
 MAX_FORCED = 64
 
 
 class Matcher(ABC):
     """Where one output stands in its grammar."""
 
+    grammar: "Grammar | None" = None  # whose matcher it is
+
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._num_slow = 0
 
-    @abstractmethod
     def accept(self, token_id: int) -> bool:
         """Advances by one token; False, and nothing changes, if it may not come next."""
+        started = time.perf_counter()
+        accepted = self._accept(token_id)
+        self._num_slow += time.perf_counter() - started > SLOW_S
+        return accepted
+
+    def _accept(self, token_id: int) -> bool:
+        raise NotImplementedError
 
     @abstractmethod
     def rollback(self, count: int) -> None:
@@ -53,13 +62,13 @@ class Matcher(ABC):
             mask[:] = stop_mask(self._vocabulary)
         else:
             self._fill(mask)
-        self._num_slow += time.perf_counter() - started > SLOW_FILL_S
+        self._num_slow += time.perf_counter() - started > SLOW_S
         return bool(mask.any())
 
     @property
     def too_slow(self) -> bool:
-        """Its masks cost so much that it holds up everybody: the output must fail."""
-        return self._num_slow >= MAX_SLOW_FILLS
+        """It costs so much that it holds up everybody: the output must fail."""
+        return self._num_slow >= MAX_SLOW or (self.grammar is not None and self.grammar.too_slow)
 
     @classmethod
     def accept_all(cls, matchers: "Sequence[Matcher]", token_ids: Sequence[int]) -> list[int]:
@@ -72,13 +81,11 @@ class Matcher(ABC):
         for matcher, row in zip(matchers, rows):
             matcher._fill(masks[row])
 
-    def may_be_forced(self) -> bool:
-        """False where it is plain, at little cost, that several tokens are possible."""
-        return True
-
     def forced(self) -> list[int]:
-        """The tokens that follow for certain, each the only one possible; the matcher stays where it is."""
-        if self.terminated or not self.may_be_forced():
+        """The tokens that follow for certain, each the only one possible, MAX_FORCED at most; the matcher stays where it is.
+
+        Masks tell. Libraries can give the text that follows, but all of it, and a short grammar can have a long one."""
+        if self.terminated:
             return []
         mask = numpy.empty(self._vocabulary.num_words, dtype=numpy.int32)
         tokens: list[int] = []
@@ -96,9 +103,15 @@ class Grammar(ABC):
     """Compiled once, shared by requests."""
 
     num_bytes: int = 0  # roughly, in memory
+    too_slow = False  # a call on one of its matchers took so long that it was left alone
+
+    def matcher(self) -> Matcher:
+        matcher = self._matcher()
+        matcher.grammar = self
+        return matcher
 
     @abstractmethod
-    def matcher(self) -> Matcher: ...
+    def _matcher(self) -> Matcher: ...
 
     def replayed(self, token_ids: Iterable[int]) -> Matcher | None:
         """A matcher that has seen these tokens; None if they do not fit the grammar."""

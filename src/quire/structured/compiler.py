@@ -4,7 +4,9 @@ Owned by the core. A thread per worker sends specs to a process of its own (`tri
 only what that process proved: engines let other threads run while they compile. Must not know requests.
 """
 
+import contextlib
 import logging
+import os
 import queue
 import subprocess
 import sys
@@ -13,7 +15,9 @@ from collections import OrderedDict
 
 from quire.errors import ConfigError, RequestError
 from quire.messages import Vocabulary
+from quire.structured import bounded
 from quire.structured.base import Engine, Grammar
+from quire.structured.guide import TOO_SLOW
 from quire.structured.spec import GrammarSpec
 from quire.structured.trial import Lowered, Setup, engines, receive, send
 
@@ -22,6 +26,9 @@ logger = logging.getLogger(__name__)
 ENGINES = ("auto", "xgrammar", "llguidance")
 TIMEOUT_S = 10.0
 START_TIMEOUT_S = 120.0  # importing the engines, on a busy machine
+GRACE_S = 2.0  # beyond the time of a grammar, for the process that tries it to say so itself
+# Libraries that start threads when they are loaded must not: a process with several cannot be copied.
+ONE_THREAD = ["env", "OMP_NUM_THREADS=1", "OPENBLAS_NUM_THREADS=1", "MKL_NUM_THREADS=1"]
 MAX_CACHED = 512
 MAX_CACHED_BYTES = 512 << 20
 MAX_WAITING = 1024
@@ -48,6 +55,12 @@ class Ticket:
         self._done.set()
 
 
+def _refused(spec: GrammarSpec, why: str) -> Ticket:
+    ticket = Ticket(spec)
+    ticket._finish(None, RequestError(why))
+    return ticket
+
+
 class Compiler:
     def __init__(
         self, engine: str, vocabulary: Vocabulary, workers: int = 1, timeout_s: float = TIMEOUT_S, compact: bool = False
@@ -65,11 +78,14 @@ class Compiler:
         """Never waits. The same spec is compiled once, however many ask."""
         with self._lock:
             ticket = self._tickets.get(spec)
+            if ticket is not None and ticket.grammar is not None and ticket.grammar.too_slow:
+                return _refused(spec, f"{TOO_SLOW}.")
             if ticket is None:
-                ticket = Ticket(spec)
                 if self._queue.qsize() >= MAX_WAITING:
-                    ticket._finish(None, RequestError("too many grammars wait to be compiled: try again later."))
-                    return ticket
+                    return _refused(spec, "too many grammars wait to be compiled: try again later.")
+                if bounded.num_stuck() >= bounded.MAX_STUCK:
+                    return _refused(spec, "too many grammars take too long to follow: try again later.")
+                ticket = Ticket(spec)
                 self._tickets[spec] = ticket
                 self._queue.put(ticket)
             self._tickets.move_to_end(spec)
@@ -117,16 +133,16 @@ class _Worker:
             self._start()
         except RequestError:
             pass  # logged; tried again for the next spec
-        except Exception:
+        except BaseException:
             logger.exception("the grammar engines cannot be loaded")
         while (ticket := self._owner._queue.get()) is not None:
+            grammar, error = None, RequestError("the grammar could not be compiled.")
             try:
                 grammar, error = self._work(ticket.spec), None
             except RequestError as refused:
-                grammar, error = None, refused
-            except Exception:  # an engine's own fault must not end the thread
+                error = refused
+            except BaseException:  # whatever it is, the thread goes on and the ticket gets an answer
                 logger.exception("compiling a grammar failed")
-                grammar, error = None, RequestError("the grammar could not be compiled.")
             self._owner._settle(ticket, grammar, error)
 
     def _work(self, spec: GrammarSpec) -> Grammar:
@@ -139,21 +155,24 @@ class _Worker:
         if self._process is None:
             self._start()
         process, timeout_s = self._process, self._owner._setup.timeout_s
-        watchdog = threading.Timer(timeout_s + 1, process.kill)  # its own alarm rings first
+        watchdog = threading.Timer(timeout_s + GRACE_S, process.kill)  # it kills its own child before that
         watchdog.start()
         try:
             send(process.stdin, spec)
             return receive(process.stdout, Lowered)
-        except (EOFError, OSError):
-            self._kill()
+        except BaseException as error:
+            self._kill()  # what it says next may be about another spec
+            if not isinstance(error, (EOFError, OSError, ValueError)):
+                raise
             raise RequestError(f"the {spec.kind} is too complex: it needs more time ({timeout_s:g} s) or memory than allowed.") from None
         finally:
             watchdog.cancel()
 
     def _start(self) -> None:
         """Takes seconds: the engines' imports, there and here at once. Meanwhile specs wait in the queue."""
-        command = [sys.executable, "-m", "quire.structured.trial"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        command = [*ONE_THREAD, sys.executable, "-m", "quire.structured.trial", str(os.getpid())]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self._process = process = subprocess.Popen(command, **pipes)
         watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
         watchdog.start()
         try:
@@ -161,19 +180,21 @@ class _Worker:
             for kind in engines(self._owner._setup.engine):
                 self._owner._engine(kind.name)
             receive(process.stdout, Lowered)
-            self._process = process
-        except (EOFError, OSError):
-            process.kill()
-            process.wait()
+        except BaseException as error:
+            self._kill()
+            if not isinstance(error, (EOFError, OSError)):
+                raise
             logger.error("the process that tries grammars did not start")
             raise RequestError("grammars cannot be compiled: the process that tries them did not start.") from None
         finally:
             watchdog.cancel()
 
     def _kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            for pipe in (self._process.stdin, self._process.stdout):
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):  # what was not written yet is for nobody
                 pipe.close()
-            self._process = None

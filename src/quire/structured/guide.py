@@ -5,10 +5,13 @@ one fed with the tokens so far is in the same state, which is how a request surv
 """
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from quire.messages import Thinking
+from quire.structured import bounded
 from quire.structured.base import Matcher
 
 log = logging.getLogger(__name__)
@@ -17,6 +20,7 @@ CONTRADICTION = "no token satisfies both the answer's grammar and logit_bias, ba
 FAILED = "the grammar engine failed on this request: simplify the grammar, or choose another engine with --structured-outputs-backend"
 TOO_SLOW = "following this grammar takes too long: make it simpler"
 MAX_PAUSE = 7
+REPLAY_S = 0.001  # of processor time, for each token of an answer that goes on after a crash
 ALL = -1  # a word in which every token is allowed
 
 
@@ -41,10 +45,10 @@ class Guide:
         """What is wrong, if that is so: a token came that was not allowed, or the grammar costs too much."""
         was_seen, self.is_ahead = self.is_ahead, False
         if not was_seen and not self.problem:
-            try:
-                self.problem = "" if all([self._accept(token_id) for token_id in token_ids]) else CONTRADICTION
-            except Exception:
-                self.fail()
+            in_thought = self.is_thinking and len(token_ids) == 1  # then the matcher does not see it
+            fits = self._accept(token_ids[0]) if in_thought else self._call(lambda: self._accept_all(token_ids), len(token_ids))
+            if not fits and not self.problem:
+                self.problem = CONTRADICTION
         if not self.problem and self.matcher is not None and self.matcher.too_slow:
             self.problem = TOO_SLOW
         return self.problem
@@ -53,6 +57,27 @@ class Guide:
         """To be called where an engine's exception is caught: its fault is this request's alone."""
         log.exception("a grammar engine failed")
         self.problem = FAILED
+
+    def give_up(self) -> None:
+        """To be called where a call on the matcher was left alone: neither this request nor another may go on with its grammar."""
+        self.problem = TOO_SLOW
+        if self.matcher is not None and self.matcher.grammar is not None:
+            self.matcher.grammar.too_slow = True
+
+    def _call(self, function: Callable[[], Any], num_tokens: int = 1) -> Any:
+        """What calls on the matcher return; None, and a problem, where one fails or takes too long."""
+        if self.matcher is None:
+            return function()
+        try:
+            return bounded.call(function, bounded.LIMIT_S + REPLAY_S * num_tokens)
+        except bounded.TooSlowError:
+            self.give_up()
+        except Exception:
+            self.fail()
+        return None
+
+    def _accept_all(self, token_ids: list[int]) -> bool:
+        return all([self._accept(token_id) for token_id in token_ids])
 
     def _accept(self, token_id: int) -> bool:
         if self.may_think:
@@ -91,26 +116,24 @@ class Guide:
         """Tokens that follow for certain."""
         if self.is_thinking:
             return self._closing()
-        if self.matcher is None or self.may_think:
+        if self.matcher is None or self.may_think or self.problem:
             return []
         if self.pause:
             self.pause -= 1
             return []
-        try:
-            found = self.matcher.forced()
-        except Exception:
-            self.fail()
-            return []
+        found = self._call(self.matcher.forced) or []
         self.patience = 0 if found else min(2 * self.patience + 1, MAX_PAUSE)
         self.pause = self.patience
         return found
 
     def fill(self, words: np.ndarray) -> None:
-        """`words` becomes the mask of the next token."""
+        """`words` becomes the mask of the next token. May take for ever: to be called by a thread that may be left alone."""
         try:
-            self._fill(words)
+            if not self.problem:
+                self._fill(words)
         except Exception:
             self.fail()
+        if self.problem:
             words[:] = ALL
 
     def _fill(self, words: np.ndarray) -> None:

@@ -16,6 +16,7 @@ from quire.messages import Vocabulary
 from quire.structured.base import Engine, Grammar, Matcher
 from quire.structured.spec import GrammarSpec, is_lark
 
+MAX_ROW = 1000  # what a grammar's alternatives may come to at one place: accepting a token keeps Python's lock, for 0.1 s at that size
 _BLANKS = r"( |\n[ \t]{0,16})?"  # as in our own grammars: never blanks for ever
 
 
@@ -56,7 +57,8 @@ class LLGuidance(Engine):
     def compile_lowered(self, spec: GrammarSpec) -> Grammar:
         import llguidance
 
-        matcher = llguidance.LLMatcher(self._tokenizer, spec.text, log_level=0)
+        limits = llguidance.LLParserLimits(max_items_in_row=MAX_ROW)
+        matcher = llguidance.LLMatcher(self._tokenizer, spec.text, log_level=0, limits=limits)
         if matcher.is_error():
             raise RequestError(f"the {spec.kind} cannot be compiled: {_sentence(matcher.get_error())}.")
         if matcher.get_grammar_warnings():
@@ -96,7 +98,7 @@ class _Grammar(Grammar):
         self._fresh, self._vocabulary = matcher, vocabulary
         self.num_bytes = 64 * num_chars  # the library does not tell
 
-    def matcher(self) -> Matcher:
+    def _matcher(self) -> Matcher:
         return _Matcher(self._fresh.deep_copy(), self._vocabulary)
 
 
@@ -107,7 +109,7 @@ class _Matcher(Matcher):
         self._ended = False
         self._stop_ids = frozenset(vocabulary.stop_ids)
 
-    def accept(self, token_id: int) -> bool:
+    def _accept(self, token_id: int) -> bool:
         if self._ended:
             return False
         if token_id in self._stop_ids:  # kept out of the library: it could not be taken back
@@ -136,9 +138,6 @@ class _Matcher(Matcher):
                 masks[row] = 0
         if sound:
             _executor().unsafe_compute_mask_ptr(sound, masks.ctypes.data, masks.shape[1] * 4, masks.shape[0])
-
-    def may_be_forced(self) -> bool:
-        return self.is_complete or bool(self._matcher.compute_ff_bytes())
 
     @property
     def is_complete(self) -> bool:

@@ -1,21 +1,22 @@
-"""The masks of a step: every row's in one array, grammars of one kind filled together, by several cores.
+"""The masks of a step: every row's in one array, those of one grammar filled together, by several cores.
 
 Called by the core's pipeline while the device computes the step's forward pass. Knows guides and matchers, not requests.
 """
 
 import os
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from quire.step import Masks
-from quire.structured.base import SLOW_FILL_S
-from quire.structured.guide import CONTRADICTION, Guide
+from quire.structured import bounded
+from quire.structured.base import SLOW_S
+from quire.structured.bounded import Job
+from quire.structured.guide import ALL, CONTRADICTION, Guide
 
 NUM_THREADS = max(1, min(2, (os.cpu_count() or 1) - 1))  # beside the one that asks
 MIN_PART = 16  # rows a thread takes, at least
@@ -24,12 +25,25 @@ MAX_SEEN = 32  # tokens taken in by one call: if it fails, so many requests do
 Buffer = bytearray | memoryview
 
 
+class Row(NamedTuple):
+    guide: Guide
+    token_id: int
+    idx: int  # of its mask
+
+
+class Filling(NamedTuple):
+    """What one thread is at: calls for rows of one grammar each, so that one that takes too long is only its own fault."""
+
+    job: Job
+    parts: list[list[Row]]
+
+
 class Ahead(NamedTuple):
     """Rows whose masks are being made already, the first of the array."""
 
     words: np.ndarray
     places: list[int]
-    parts: list[Future[float]]  # seconds that each took
+    threads: list[Filling]
 
 
 class Masker:
@@ -37,7 +51,6 @@ class Masker:
         """`memory(num_rows, num_words)` gives an array of int32 from which masks reach the device fastest; None: any will do."""
         self.num_words = num_words  # of a mask
         self.memory = memory
-        self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="masks")
         self.one_by_one = False  # so that whoever is slow is found out
         self.own = np.empty((0, num_words), np.int32)  # used again in every step: the executor copies what it is given
 
@@ -49,69 +62,96 @@ class Masker:
             self.one_by_one = False
             return None
         words = self._words(num_rows)
-        by_kind = defaultdict(list)
-        for row, (_, guide, token_id) in enumerate(able):
+        by_grammar = defaultdict(list)
+        for idx, (_, guide, token_id) in enumerate(able):
             guide.is_ahead = True
-            by_kind[type(guide.matcher)].append((guide, token_id, row))
+            by_grammar[type(guide.matcher), guide.matcher.grammar].append(Row(guide, token_id, idx))
         started = time.perf_counter()
-        for rows in by_kind.values():
-            for at in range(0, len(rows), MAX_SEEN):
-                _see(rows[at : at + MAX_SEEN])
-        self.one_by_one = time.perf_counter() - started > SLOW_FILL_S
+        self._see([rows[at : at + MAX_SEEN] for rows in by_grammar.values() for at in range(0, len(rows), MAX_SEEN)])
+        self.one_by_one = time.perf_counter() - started > SLOW_S
         size = max(MIN_PART, -(-len(able) // NUM_THREADS))
-        parts = [rows[at : at + size] for rows in by_kind.values() for at in range(0, len(rows), size)]
-        begun = threading.Semaphore(0)
-        futures = [self.threads.submit(_fill, part, words, begun) for part in parts]
-        for _ in parts[:NUM_THREADS]:  # a thread that has not begun would wait for Python's lock until this one rests
-            begun.acquire()
-        return Ahead(words, [place for place, _, _ in able], futures)
+        shares: list[list[list[Row]]] = [[]]
+        for rows in by_grammar.values():
+            for at in range(0, len(rows), size):
+                if sum(map(len, shares[-1])) >= size:
+                    shares.append([])
+                shares[-1].append(rows[at : at + size])
+        threads = [Filling(Job([partial(_fill, part, words) for part in parts]), parts) for parts in shares]
+        for filling in threads[:NUM_THREADS]:
+            filling.job.wait_begun()
+        return Ahead(words, [place for place, _, _ in able], threads)
 
     def masks(self, wanted: Sequence[tuple[int, Guide]], ahead: Ahead | None = None) -> Masks | None:
         """Of the choosing rows at these places of the step; None where all of them are free."""
-        done = set(ahead.places) if ahead is not None else ()
-        rest = [(place, guide) for place, guide in wanted if place not in done and not guide.is_free]
-        words = ahead.words if ahead is not None else self._words(len(rest))
-        for row, (_, guide) in enumerate(rest, len(done)):
-            guide.fill(words[row])
-        if ahead is not None:
-            self.one_by_one |= max(part.result() for part in ahead.parts) > SLOW_FILL_S
-        places = [*(ahead.places if ahead is not None else ()), *(place for place, _ in rest)]
-        return Masks(places, words[: len(places)].data.cast("B")) if places else None
+        done = ahead.places if ahead is not None else []
+        known = set(done)
+        rest = [(place, guide) for place, guide in wanted if place not in known and not guide.is_free]
+        places = [*done, *(place for place, _ in rest)]
+        if not places:
+            return None
+        words = ahead.words if ahead is not None else self._words(len(places))
+        if rest:
+            rows = [Row(guide, -1, idx) for idx, (_, guide) in enumerate(rest, len(done))]
+            self._finish(Filling(Job([partial(row.guide.fill, words[row.idx]) for row in rows]), [[row] for row in rows]), words)
+        for filling in ahead.threads if ahead is not None else ():
+            self._finish(filling, words)
+            self.one_by_one |= filling.job.seconds > SLOW_S
+        return Masks(places, self._for_device(words[: len(places)]).data.cast("B"))
+
+    def _see(self, parts: list[list[Row]]) -> None:
+        """Matchers take their tokens."""
+        for stuck in Job([partial(_see, part) for part in parts]).wait():
+            for row in parts[stuck]:
+                row.guide.give_up()
+
+    def _finish(self, filling: Filling, words: np.ndarray) -> None:
+        for stuck in filling.job.wait():
+            for row in filling.parts[stuck]:
+                row.guide.give_up()
+                words[row.idx] = ALL
+            self.own = np.empty((0, self.num_words), np.int32)  # what is left alone may still write
 
     def _words(self, num_rows: int) -> np.ndarray:
-        memory = self.memory(num_rows, self.num_words)
-        if memory is not None:
-            return np.frombuffer(memory, np.int32).reshape(num_rows, self.num_words)
         if num_rows > len(self.own):
             self.own = np.empty((2 * num_rows, self.num_words), np.int32)
         return self.own[:num_rows]
 
+    def _for_device(self, words: np.ndarray) -> np.ndarray:
+        memory = self.memory(len(words), self.num_words)
+        if memory is None:
+            return words
+        copied = np.frombuffer(memory, np.int32).reshape(words.shape)
+        copied[:] = words
+        return copied
+
     def close(self) -> None:
-        self.threads.shutdown(wait=False)
+        bounded.close()
 
 
-def _see(rows: list[tuple[Guide, int, int]]) -> None:
-    """Matchers of one kind take their tokens."""
-    guides, token_ids, _ = zip(*rows)
-    matchers = [guide.matcher for guide in guides]
+def _see(rows: list[Row]) -> None:
+    """In a thread: matchers of one grammar take their tokens."""
+    matchers = [row.guide.matcher for row in rows]
     try:
-        refused = type(matchers[0]).accept_all(matchers, token_ids)
+        refused = type(matchers[0]).accept_all(matchers, [row.token_id for row in rows])
     except Exception:  # one of them, and nobody knows what the others have seen
-        for guide in guides:
-            guide.fail()
+        for row in rows:
+            row.guide.fail()
         return
     for idx in refused:
-        guides[idx].problem = CONTRADICTION
+        rows[idx].guide.problem = CONTRADICTION
 
 
-def _fill(rows: list[tuple[Guide, int, int]], words: np.ndarray, begun: threading.Semaphore) -> float:
-    """In a thread: the masks of matchers of one kind. Engines let go of Python's lock."""
-    started = time.perf_counter()
-    matchers, places = [guide.matcher for guide, _, _ in rows], [row for _, _, row in rows]
-    begun.release()
+def _fill(rows: list[Row], words: np.ndarray) -> None:
+    """In a thread: the masks of matchers of one grammar. Engines let go of Python's lock."""
+    sound = [row for row in rows if not row.guide.problem]
+    for row in rows:
+        if row.guide.problem:
+            words[row.idx] = ALL
+    if not sound:
+        return
+    matchers = [row.guide.matcher for row in sound]
     try:
-        type(matchers[0]).fill_all(matchers, words, places)
+        type(matchers[0]).fill_all(matchers, words, [row.idx for row in sound])
     except Exception:  # whose fault it is shows one by one
-        for guide, _, row in rows:
-            guide.fill(words[row])
-    return time.perf_counter() - started
+        for row in sound:
+            row.guide.fill(words[row.idx])

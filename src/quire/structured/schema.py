@@ -495,11 +495,12 @@ def _number(keyword: str, value: Any) -> int | Decimal:
 def _count(keyword: str, value: Any, capped: bool = False) -> int:
     """`capped`: a larger upper limit means no more than the largest we take."""
     number = _number(keyword, value)
+    if number > MAX_COUNT and not capped:
+        raise RequestError(f"{keyword} is larger than {MAX_COUNT}: lower it.")
+    number = min(number, MAX_COUNT)  # before it is made an integer: 1e999999999 has many digits
     if number != int(number) or number < 0:
         raise RequestError(f"{keyword} must be a whole number from 0.")
-    if number > MAX_COUNT and not capped:
-        raise RequestError(f"{keyword} is {int(number):.3g}, the limit is {MAX_COUNT}: lower it.")
-    return min(int(number), MAX_COUNT)
+    return int(number)
 
 
 def _text(keyword: str, value: Any) -> str:

@@ -5,7 +5,9 @@ Must not import an engine, and promises nothing: only compiling tells whether a 
 """
 
 import json
+import math
 import re
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -16,6 +18,7 @@ MAX_CHARS = 131_072
 MAX_DEPTH = 64  # of JSON
 MAX_GROUPS = 100  # of nested parentheses in a grammar or regular expression
 MAX_CHOICES = 10_000
+MAX_DIGITS = 40  # of any number, before and after the point
 MAX_COUNT = 10_000  # in a regular expression, and items, characters or properties a schema asks for
 KINDS = ("json", "regex", "choice", "grammar", "structural_tag")
 
@@ -61,14 +64,40 @@ def _parsed(spec: GrammarSpec) -> Any:
             if depth > MAX_DEPTH:
                 raise RequestError(f"the {spec.kind} nests deeper than {MAX_DEPTH} levels: flatten it with $defs.")
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=_no_constant, parse_int=_whole, parse_float=_broken)
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise RequestError(f"the {spec.kind} holds a lone surrogate (half of a UTF-16 pair).") from None
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "bad number"
         raise RequestError(f"the {spec.kind} is not valid JSON: {reason}.") from None
+    _check_numbers(spec.kind, value)
     return value
+
+
+def _check_numbers(kind: str, value: Any) -> None:
+    stack = [("", value)]
+    while stack:
+        keyword, value = stack.pop()
+        if isinstance(value, dict):
+            stack += value.items()
+        elif isinstance(value, list):
+            stack += [(keyword, inner) for inner in value]
+        elif value == math.inf:
+            what = f"{keyword!r:.60}" if keyword else "a number"
+            raise RequestError(f"{what} in the {kind} has more than {MAX_DIGITS} digits before or after the point: shorten it.")
+
+
+def _whole(digits: str) -> int | float:
+    """Infinity stands for numbers that are too long: JSON has none of its own."""
+    return int(digits) if len(digits.lstrip("-")) <= MAX_DIGITS else math.inf
+
+
+def _broken(digits: str) -> float:
+    number = Decimal(digits)
+    _, significant, exponent = number.as_tuple()
+    fits = len(significant) <= MAX_DIGITS and exponent >= -MAX_DIGITS and number.adjusted() < MAX_DIGITS
+    return float(digits) if fits else math.inf
 
 
 def _no_constant(name: str) -> Any:

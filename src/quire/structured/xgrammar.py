@@ -82,7 +82,7 @@ class _Grammar(Grammar):
         self._compiled, self._vocabulary = compiled, vocabulary
         self.num_bytes = compiled.memory_size_bytes
 
-    def matcher(self) -> Matcher:
+    def _matcher(self) -> Matcher:
         return _Matcher(self._compiled, self._vocabulary)
 
 
@@ -93,7 +93,7 @@ class _Matcher(Matcher):
         super().__init__(vocabulary)
         self._matcher = xgrammar.GrammarMatcher(compiled)
 
-    def accept(self, token_id: int) -> bool:
+    def _accept(self, token_id: int) -> bool:
         return self._matcher.accept_token(token_id)
 
     def rollback(self, count: int) -> None:
@@ -111,13 +111,6 @@ class _Matcher(Matcher):
     @classmethod
     def fill_all(cls, matchers: Sequence[Matcher], masks: numpy.ndarray, rows: Sequence[int]) -> None:
         _batch()._handle.batch_fill_next_token_bitmask([matcher._matcher._handle for matcher in matchers], masks, list(rows), False)
-
-    def may_be_forced(self) -> bool:
-        """Where one token is possible the text that it begins is certain, unless it ends the output."""
-        try:
-            return self.is_complete or bool(self._matcher.find_jump_forward_string())
-        except UnicodeDecodeError:  # certain bytes, which are no whole characters yet
-            return True
 
     @property
     def is_complete(self) -> bool:
