@@ -2,13 +2,14 @@
 #
 #   make serve   serve the default model            make chat    talk to it
 #   make test    run the tests                      make soak    an hour of mixed load
-#   make bench   compare with peers on this CPU     make clean   remove what these made
+#   make bench   compare with peers on this CPU     make fuzz    an hour of hostile clients and files
+#   make clean   remove what these made
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: serve chat test lint bench soak clean
+.PHONY: serve chat test lint bench soak fuzz clean
 
 serve: $(VENV)/.installed
 	@$(BIN)/quire serve
@@ -31,6 +32,9 @@ bench: $(VENV)/.installed-test
 
 soak: $(VENV)/.installed-test
 	@$(BIN)/python benchmarks/soak.py --seconds 3600
+
+fuzz: $(VENV)/.installed-test
+	@$(BIN)/python benchmarks/fuzz.py --seconds 3600
 
 clean:
 	rm -rf $(VENV) build src/*.egg-info .pytest_cache .hypothesis .ruff_cache

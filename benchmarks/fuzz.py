@@ -1,12 +1,13 @@
-"""Hostile clients and hostile files, for as long as you like: raw HTTP, JSON, grammars and model folders, and a judge after each.
+"""Hostile clients and hostile files: raw HTTP, JSON, grammars and model folders, and a judge after each batch of them.
 
     python benchmarks/fuzz.py --seconds 3600 [--seed N] [--only http,json,grammars,folders] [--json] [--replay FILE]
 
-Cases come from hypothesis with a fixed seed, so a run can be repeated. Those for a server are played in small batches; after each batch
-the server must be as it was: it answers, /ready is honest, /admin/check has no complaint, nothing unforeseen is in the log, no request is
-left, memory and file descriptors are back, the engine is the same process, and a bystander's stream has the right tokens and none of
-them late. On a finding the cases of the batch are played again one by one, each on a fresh server. Exit status 1 if anything was found; a
-finding is a line of JSON on standard output, and `--replay` plays the cases of such lines again.
+Cases come from hypothesis with a fixed seed, so a run can be repeated. Those for a server are played in small
+batches; after each batch the server must be as it was: it answers, /ready is honest, /admin/check has no complaint,
+nothing unforeseen is in the log, no request is left, memory and file descriptors are back, the engine is the same
+process, and a bystander's stream has the right tokens and none of them late. On a finding the cases of the batch are
+played again one by one, each on a fresh server. Exit status 1 if anything was found; a finding is a line of JSON on
+standard output, and `--replay` plays the cases of such lines again.
 """
 
 import argparse
@@ -370,8 +371,8 @@ class Target:
     def _grown(self) -> str:
         try:
             now = self._size()
-        except OSError:
-            return ""  # it is gone, which is told elsewhere
+        except (OSError, KeyError):  # a process that ended has no files, one nobody waited for no memory
+            return ""
         for name, value in now.items():
             more = self.limits.more_bytes["core" if "core" in name else "api"] if "memory" in name else MORE_FILES
             if value - self.usual[name] > more:

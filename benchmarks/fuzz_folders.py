@@ -1,6 +1,7 @@
-"""Model folders in which a file is something else: a pipe, a device, a link, a terabyte of nothing, cut off, or with changed bytes.
+"""Model folders in which a file is something else: a pipe, a device, a link, a terabyte of nothing, cut or changed.
 
-Used by `fuzz.py`. `quire info`, and now and then `quire serve`, must either work or say in one sentence what is wrong, soon and in little memory.
+Used by `fuzz.py`. `quire info`, and now and then `quire serve`, must either work or say in one sentence what is
+wrong, soon and in little memory.
 """
 
 import json
@@ -366,7 +367,9 @@ def _serve(folder: Path) -> str:
 
 
 def run(command: list[str], is_up: Any = None) -> tuple[int | None, str, float, int]:
-    """(exit code, None when it had to be killed; what it said; seconds; most memory it had). A server is stopped as soon as it is up."""
+    """(exit code, None when it had to be killed; what it said; seconds; most memory it had).
+
+    A server is stopped as soon as it is up."""
     started, told, most = time.monotonic(), False, 0
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(

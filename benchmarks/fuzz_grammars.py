@@ -1,4 +1,4 @@
-"""Hostile grammars: recursive, doubling, nullable, ambiguous, with huge counts, as GBNF, Lark, regular expressions, JSON schemas and tags.
+"""Hostile grammars: recursive, doubling, nullable, ambiguous, with huge counts, in every way to write them.
 
 Used by `fuzz.py`. A case is one of `fuzz_json.py`'s: a completion that asks for an answer of such a shape.
 """

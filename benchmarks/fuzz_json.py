@@ -1,7 +1,7 @@
 """Hostile JSON for every endpoint of a server's own OpenAPI document: how a case is made, sent and its answer judged.
 
-Used by `fuzz.py`. A case is a plain dict that can be printed and read back: the method, the path and a body, in which huge things are
-written as recipes ({"$list": [1, 100000]}), and what is done to the bytes and to the connection.
+Used by `fuzz.py`. A case is a plain dict that can be printed and read back: the method, the path and a body, in which
+huge things are written as recipes ({"$list": [1, 100000]}), and what is done to the bytes and to the connection.
 """
 
 import http.client

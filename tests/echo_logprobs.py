@@ -1,4 +1,4 @@
-"""An echo model with log-probabilities, as large as a request may ask for: what they cost the server, without a model's time.
+"""An echo model with log-probabilities, as large as a request may ask for: what they cost without a model's time.
 
 Used as `--executor tests.echo_logprobs`.
 """

@@ -2,16 +2,17 @@
 
     LOOP_WATCH=FILE python -m tests.loop_watch serve --executor echo
 
-runs `quire serve` in this very process. A timer on the loop fires in every turn, a millisecond apart when the loop is idle; a piece is
-what happened between two turns. Its cost is the CPU time in which the loop could not turn:
+runs `quire serve` in this very process. A timer on the loop fires in every turn, a millisecond apart when the loop is
+idle; a piece is what happened between two turns. Its cost is the CPU time in which the loop could not turn:
 
 - the CPU time of the loop's own thread, and
-- the CPU time of other threads while the loop's thread waited for the interpreter lock: time in which it neither computed, nor was kept
-  from a core by other processes (the kernel counts that), nor slept until its timer. Threads that compute without the lock, such as
-  tokenizers, do not make it wait and are not counted.
+- the CPU time of other threads while the loop's thread waited for the interpreter lock: time in which it neither
+  computed, nor was kept from a core by other processes (the kernel counts that), nor slept until its timer. Threads
+  that compute without the lock, such as tokenizers, do not make it wait and are not counted.
 
-So a busy machine makes no piece longer. Pieces from 5 ms on are written to FILE, one JSON object per line. Those above 25 ms also go to
-standard error, with the stack of the thread that had the lock, taken by a second thread while the loop stood still.
+So a busy machine makes no piece longer. Pieces from 5 ms on are written to FILE, one JSON object per line. Those
+above 25 ms also go to standard error, with the stack of the thread that had the lock, taken by a second thread while
+the loop stood still.
 """
 
 import asyncio
@@ -55,7 +56,8 @@ class Piece(NamedTuple):
     stack: list[str]  # of the thread that had the lock, innermost first; the one most often seen
 
     def __str__(self) -> str:
-        return f"{self.cost_s * 1000:.0f} ms ({self.others_s * 1000:.0f} by other threads) in {' < '.join(self.stack) or 'C code, in which no stack could be taken'}"
+        where = " < ".join(self.stack) or "C code, in which no stack could be taken"
+        return f"{self.cost_s * 1000:.0f} ms ({self.others_s * 1000:.0f} by other threads) in {where}"
 
 
 def read(path: Path, since_s: float = 0.0) -> list[Piece]:
@@ -101,7 +103,7 @@ class Watch:
         seen = Counter(
             stack for when, of_loop, stack in self.samples if when >= since_s and of_loop == (loop_s >= others_s)
         )
-        # A thread of a pool that waits for work is of no interest, unless there is no other: it may be freeing what it worked on.
+        # A thread of a pool that waits for work is of no interest, unless there is no other: it may be freeing objects.
         stack = (
             list(max(seen, key=lambda stack: (not stack[:1] or "_worker" not in stack[0], seen[stack]))) if seen else []
         )
@@ -113,8 +115,10 @@ class Watch:
             print(f"loop_watch: {piece}", file=sys.stderr, flush=True)
 
     def sample(self) -> None:
-        """On a thread of its own: where everybody is while the loop stands still. After a long call that kept the interpreter lock it
-        gets its turn just when the call returns, with the caller still at that line."""
+        """On a thread of its own: where everybody is while the loop stands still.
+
+        After a long call that kept the interpreter lock it gets its turn just when the call returns, with the caller
+        still at that line."""
         while not self.loop.is_closed():
             self.sampler_s = time.thread_time()
             time.sleep(SAMPLE_S)

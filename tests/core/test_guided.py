@@ -46,7 +46,7 @@ class Sums(Matcher):
         first = (sum(self.seen) * 7 + at) % 90
         return [*range(first, first + self.widths[at]), *([START, START_B] if self.widths[at] == 2 else [])]
 
-    def accept(self, token_id: int) -> bool:
+    def _accept(self, token_id: int) -> bool:
         fits = token_id in self.allowed()
         if fits:
             self.seen.append(token_id)

@@ -1,4 +1,7 @@
-"""A minute of benchmarks/fuzz.py with a fixed seed, and that its judges can find what they look for. Nothing here is an `assert`."""
+"""A minute of benchmarks/fuzz.py with a fixed seed, and that its judges can find what they look for.
+
+Nothing here is an `assert`.
+"""
 
 import json
 import sys
@@ -135,14 +138,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
         now = flaw if provoked.is_set() else ""
         if self.path == "/live" and now == "stuck": time.sleep(1.5)
         if self.path == "/ready": return self.answer(b"{}", 503 if now == "unready" else 200)
-        if self.path == "/metrics": return self.answer(b'quire:num_requests_running{m="x"} %d\\n' % (5 if now == "left" else 1))
-        if self.path == "/admin/check": return self.answer(b'{"problem": "%s"}' % (b"a block is lost" if now == "books" else b""))
+        if self.path == "/metrics":
+            return self.answer(b'quire:num_requests_running{m="x"} %d\\n' % (5 if now == "left" else 1))
+        if self.path == "/admin/check":
+            return self.answer(b'{"problem": "%s"}' % (b"a block is lost" if now == "books" else b""))
         if self.path == "/provoke":
             provoked.set()
             if flaw == "memory": kept.append(b"x" * (200 << 20))
             if flaw == "files": kept.extend(open(os.devnull) for _ in range(100))
             if flaw == "log": print("12:00:00 E request 5 failed", file=sys.stderr, flush=True)
-            if flaw == "traceback": print("Traceback (most recent call last):\\n  File x\\nValueError: no", file=sys.stderr, flush=True)
+            if flaw == "traceback":
+                print("Traceback (most recent call last):\\nValueError: no", file=sys.stderr, flush=True)
             if flaw == "dead": os._exit(1)
         self.answer(b"{}")
 

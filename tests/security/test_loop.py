@@ -1,4 +1,4 @@
-"""No request, however heavy, keeps the API's event loop from turning: what runs on it in one piece costs little CPU time.
+"""No request, however heavy, keeps the API's event loop from turning: every piece of work on it costs little CPU time.
 
 Each case is sent to a server under `tests/loop_watch.py`, which says what the loop did. Nothing here is an `assert`.
 """
@@ -143,7 +143,7 @@ CASES: dict[str, Callable[[], list[tuple[str, bytes]]]] = {
             COMPLETIONS,
             prompt="Hello",
             max_tokens=4,
-            guided_json={"properties": {f"x{idx}": {"type": "string"} for idx in range(200)}},
+            guided_json={"properties": {f"x{idx}": {"type": "string"} for idx in range(20)}},
         )
     ],
     "10,000 choices": lambda: [

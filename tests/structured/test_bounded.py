@@ -116,7 +116,8 @@ def test_a_matcher_that_takes_for_ever_fails_alone_and_its_late_mask_reaches_nob
         if in_batch and step:
             for each in guides:
                 each.rest()
-            ahead = masker.begin([(place, each, SLOW_TOKEN) for place, each in enumerate(guides) if not each.problem], len(guides))
+            tokens = [(place, each, SLOW_TOKEN) for place, each in enumerate(guides) if not each.problem]
+            ahead = masker.begin(tokens, len(guides))
         for each in guides:
             each.advance([SLOW_TOKEN])
         masks = masker.masks(list(enumerate(guides)), ahead)

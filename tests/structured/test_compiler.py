@@ -131,7 +131,8 @@ def test_a_stopped_trial_process_is_replaced_and_takes_its_child_along(compiler)
 def test_finding_10_what_goes_wrong_in_the_trial_is_told_and_it_lives_on(compiler):
     settled(compiler, "regex", "ready")
     (child,) = children(compiler._workers[0]._process.pid)
-    for text in ('{"not": {"maxItems": 1' + "0" * 400 + "}}", '{"not": {"minItems": 1e99999999}}', '{"minimum": 1e99999999}'):
+    long = '{"not": {"maxItems": 1' + "0" * 400 + "}}"
+    for text in (long, '{"not": {"minItems": 1e99999999}}', '{"minimum": 1e99999999}'):
         error = settled(compiler, "json", text).error
         assert error is not None and "more time" not in str(error), error
     assert children(compiler._workers[0]._process.pid) == [child]
@@ -162,7 +163,8 @@ sys.stdin.read()
 
 
 def test_the_trial_and_its_child_end_with_the_core_stopped_or_at_work():
-    with subprocess.Popen([sys.executable, "-c", CORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as core:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", CORE], text=True, **pipes) as core:
         trial = int(core.stdout.readline())
         (child,) = children(trial)
         os.kill(trial, signal.SIGSTOP)

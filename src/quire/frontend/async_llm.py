@@ -187,7 +187,7 @@ class AsyncLLM:
         tokenizer, template = self.model.need_tokenizer("a chat"), self.model.template
         encode = functools.partial(
             encode_chat, tokenizer, template, messages, add_generation_prompt, continue_final_message,
-            tools=tools, template_kwargs=chat_template_kwargs,
+            tools=tools, template_kwargs=chat_template_kwargs, max_tokens=self.model.max_model_len,
         )  # fmt: skip
         return await self.off_loop(encode, _size(messages))
 

@@ -135,26 +135,35 @@ def encode_chat(
     continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    max_tokens: int | None = None,
 ) -> list[int]:
-    """The prompt as token ids: special tokens are those the template writes, never those a message spells."""
+    """The prompt as token ids: special tokens are those the template writes, never those a message spells.
+
+    `max_tokens`: a prompt that has as many for certain is refused before it is tokenized."""
     conversation = _Conversation.checked(messages, tools, template_kwargs)
     spellings = tokenizer.special_pattern
     if not any(map(spellings.search, conversation.texts)):
         text = template._render(conversation, add_generation_prompt, continue_final_message)
+        if max_tokens is not None:
+            tokenizer.check_fits(text, max_tokens)
         return tokenizer.encode(text, add_special_tokens=False)
     marks = conversation.unused_sentinels(2, template._own_sentinels)
     marked = conversation.mapped(lambda text: spellings.sub(rf"{marks[0]}\g<0>{marks[1]}", text))
     text = template._render(marked, add_generation_prompt, continue_final_message)
-    return _encode_marked(tokenizer, spellings, text, marks)
+    return _encode_marked(tokenizer, spellings, text, marks, max_tokens)
 
 
-def _encode_marked(tokenizer: Tokenizer, spellings: re.Pattern[str], text: str, marks: Sequence[str]) -> list[int]:
+def _encode_marked(
+    tokenizer: Tokenizer, spellings: re.Pattern[str], text: str, marks: Sequence[str], max_tokens: int | None
+) -> list[int]:
     """Encodes text whose marked spellings are plain, without the marks.
 
     The text is cut only at the template's own special tokens, so that a plain spelling is tokenized together with what
     is around it. Templates may cut or drop marked text; so a mark also says that no special token reaches across it.
     """
     clean, mark_positions, plain_ends = _unmark(text, marks)
+    if max_tokens is not None:
+        tokenizer.check_fits(clean, max_tokens)
     ids: list[int] = []
     start = gap_start = position = 0  # of text not encoded yet, of the text after the last special token, of the search
     while True:

@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 
-from quire.errors import RequestError, TooLongError
+from quire.errors import RequestError
 from quire.frontend.model import Model
 from quire.frontend.requests import RequestState
+from quire.frontend.tokenizer import too_long
 from quire.messages import AddRequest, Constraint
 from quire.params import SamplingParams, StructuredOutputs, shown
 from quire.structured.spec import GrammarSpec, check
@@ -21,7 +22,6 @@ Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, {"prompt": 
 
 MAX_CACHE_SALT_CHARS = 256
 PRIORITY_LIMIT = 2**31
-PLAUSIBLE_TOKEN_CHARS = 8  # of ordinary text
 MAX_LOGPROB_ENTRIES = 1 << 19  # of a server's request: choices times tokens times (logprobs and the token itself)
 
 
@@ -77,11 +77,8 @@ class InputProcessor:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. One that is too long for the context by its characters alone is refused, not tokenized."""
-        tokenizer, limit = self.model.need_tokenizer("a text"), self.model.max_model_len
-        if len(text) > PLAUSIBLE_TOKEN_CHARS * limit:
-            fewest = len(text) // tokenizer.longest_token_chars
-            if fewest >= limit:
-                raise TooLongError(_too_long(f"at least {fewest:,}", limit))
+        tokenizer = self.model.need_tokenizer("a text")
+        tokenizer.check_fits(text, self.model.max_model_len)
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _check(self, token_ids: list[int], params: SamplingParams, priority: int, cache_salt: str) -> None:
@@ -89,7 +86,7 @@ class InputProcessor:
         if not token_ids:
             raise RequestError("the prompt is empty: give at least one token")
         if len(token_ids) >= limit:
-            raise TooLongError(_too_long(f"{len(token_ids):,}", limit))
+            raise too_long(f"{len(token_ids):,}", limit)
         _in_vocabulary("the prompt", token_ids, vocab_size)
         _in_vocabulary("stop_token_ids", params.stop_token_ids, vocab_size)
         _in_vocabulary("logit_bias", params.logit_bias, vocab_size)
@@ -158,10 +155,6 @@ def grammar_spec(asked: StructuredOutputs) -> GrammarSpec:
     spec = GrammarSpec("json" if kind == "json_object" else kind, text)
     check(spec)
     return spec
-
-
-def _too_long(num_tokens: str, limit: int) -> str:
-    return f"the prompt has {num_tokens} tokens and the limit is {limit:,} for prompt and answer together: shorten it or raise --max-model-len"
 
 
 def _in_vocabulary(what: str, token_ids: Any, vocab_size: int) -> None:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from quire.checkpoint.find import ModelFiles
 from quire.checkpoint.gguf import GGUFFile
-from quire.errors import BadModelFileError, ModelNotFoundError, RequestError
+from quire.errors import BadModelFileError, ModelNotFoundError, RequestError, TooLongError
 from quire.frontend import gguf_tokenizer, tokenizer_json
 from quire.frontend.detokenize import Detokenizer, Pieces
 from quire.utils.files import is_there, read_file
@@ -24,6 +24,7 @@ from quire.utils.files import is_there, read_file
 MAX_TEMPLATE_BYTES = 1 << 20  # thirty times the longest we know
 _MAX_TOKENIZER_BYTES = 1 << 27  # four times the largest we know
 _MAX_JSON_BYTES = 1 << 24
+_PLAUSIBLE_TOKEN_CHARS = 8  # of ordinary text
 _TOKEN_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 _ID = re.compile("[0-9]{1,9}")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -107,6 +108,13 @@ class Tokenizer:
         ids = _encode(self.backend, text, add_special_tokens)
         return [*self._prefix_ids, *ids, *self._suffix_ids] if add_special_tokens else ids
 
+    def check_fits(self, text: str, max_tokens: int) -> None:
+        """TooLongError for a text that has that many tokens by its characters alone: it need not be tokenized."""
+        if len(text) > _PLAUSIBLE_TOKEN_CHARS * max_tokens:
+            fewest = len(text) // self.longest_token_chars
+            if fewest >= max_tokens:
+                raise too_long(f"at least {fewest:,}", max_tokens)
+
     def encode_as_text(self, text: str) -> list[int]:
         """Ids of text that nobody vouches for: spellings of special tokens stay text, nothing is added."""
         return _encode(self._text_backend, text, add_special_tokens=False)
@@ -161,6 +169,11 @@ class Tokenizer:
     def _named_id(self, name: str) -> int | None:
         spelling = self.special_tokens.get(name)
         return self.backend.token_to_id(spelling) if spelling else None
+
+
+def too_long(num_tokens: str, limit: int) -> TooLongError:
+    room = f"the limit is {limit:,} for prompt and answer together"
+    return TooLongError(f"the prompt has {num_tokens} tokens and {room}: shorten it or raise --max-model-len")
 
 
 _LONG_CHARS = 512

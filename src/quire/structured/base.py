@@ -1,8 +1,9 @@
 """What every grammar engine offers: a vocabulary in, a shared compiled grammar, one matcher per request, rows of masks.
 
-The core holds matchers and calls them between steps; the engines are files of their own. A matcher's methods are all the calls into a
-library there are once a grammar is compiled: the trial makes each of them first, and none has an output that a grammar can
-make long. Must not know requests or text: tokens are ids, and masks are rows of int32 words, 32 tokens each, lowest bit first.
+The core holds matchers and calls them between steps; the engines are files of their own. A matcher's methods are all
+the calls into a library there are once a grammar is compiled: the trial makes each of them first, and none has an
+output that a grammar can make long. Must not know requests or text: tokens are ids, and masks are rows of int32
+words, 32 tokens each, lowest bit first.
 """
 
 import time
@@ -35,8 +36,8 @@ class Matcher(ABC):
         self._num_slow += time.perf_counter() - started > SLOW_S
         return accepted
 
-    def _accept(self, token_id: int) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def _accept(self, token_id: int) -> bool: ...
 
     @abstractmethod
     def rollback(self, count: int) -> None:
@@ -82,7 +83,7 @@ class Matcher(ABC):
             matcher._fill(masks[row])
 
     def forced(self) -> list[int]:
-        """The tokens that follow for certain, each the only one possible, MAX_FORCED at most; the matcher stays where it is.
+        """The tokens that follow for certain, each the only one possible, 64 at most; the matcher stays in place.
 
         Masks tell. Libraries can give the text that follows, but all of it, and a short grammar can have a long one."""
         if self.terminated:

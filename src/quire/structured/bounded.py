@@ -1,8 +1,8 @@
-"""Calls into grammar libraries that may take for ever: threads make them, the core waits a moment, then leaves them alone.
+"""Calls into grammar libraries that may take for ever: threads make them, the core waits a moment, then goes on.
 
-Used by guides and masks for whatever they ask of a matcher. A call cannot be stopped. Libraries let go of Python's lock in
-those that may take long, so the core goes on without it; its thread gets a low priority and ends with the call. Until then
-nobody may touch what the call works on, and results that it writes late must reach nobody.
+Used by guides and masks for whatever they ask of a matcher. A call cannot be stopped, only left alone. Libraries let
+go of Python's lock in those that may take long, so the core can go on; the call's thread gets a low priority and ends
+with it. Until then nobody may touch what the call works on, and what it writes late must reach nobody.
 """
 
 import contextlib

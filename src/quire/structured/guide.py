@@ -46,7 +46,10 @@ class Guide:
         was_seen, self.is_ahead = self.is_ahead, False
         if not was_seen and not self.problem:
             in_thought = self.is_thinking and len(token_ids) == 1  # then the matcher does not see it
-            fits = self._accept(token_ids[0]) if in_thought else self._call(lambda: self._accept_all(token_ids), len(token_ids))
+            if in_thought:
+                fits = self._accept(token_ids[0])
+            else:
+                fits = self._call(lambda: self._accept_all(token_ids), len(token_ids))
             if not fits and not self.problem:
                 self.problem = CONTRADICTION
         if not self.problem and self.matcher is not None and self.matcher.too_slow:
@@ -59,7 +62,7 @@ class Guide:
         self.problem = FAILED
 
     def give_up(self) -> None:
-        """To be called where a call on the matcher was left alone: neither this request nor another may go on with its grammar."""
+        """To be called where a call on the matcher was left alone: nobody may go on with its grammar."""
         self.problem = TOO_SLOW
         if self.matcher is not None and self.matcher.grammar is not None:
             self.matcher.grammar.too_slow = True
@@ -127,7 +130,7 @@ class Guide:
         return found
 
     def fill(self, words: np.ndarray) -> None:
-        """`words` becomes the mask of the next token. May take for ever: to be called by a thread that may be left alone."""
+        """`words` becomes the mask of the next token. May take for ever: for threads that can be left alone."""
         try:
             if not self.problem:
                 self._fill(words)

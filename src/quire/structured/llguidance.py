@@ -16,7 +16,8 @@ from quire.messages import Vocabulary
 from quire.structured.base import Engine, Grammar, Matcher
 from quire.structured.spec import GrammarSpec, is_lark
 
-MAX_ROW = 1000  # what a grammar's alternatives may come to at one place: accepting a token keeps Python's lock, for 0.1 s at that size
+# What a grammar's alternatives may come to at one place. Accepting a token keeps Python's lock, for 0.1 s at that size.
+MAX_ROW = 1000
 _BLANKS = r"( |\n[ \t]{0,16})?"  # as in our own grammars: never blanks for ever
 
 

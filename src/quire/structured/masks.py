@@ -32,7 +32,7 @@ class Row(NamedTuple):
 
 
 class Filling(NamedTuple):
-    """What one thread is at: calls for rows of one grammar each, so that one that takes too long is only its own fault."""
+    """What one thread is at: calls for rows of one grammar each, so that whoever takes too long hurts only itself."""
 
     job: Job
     parts: list[list[Row]]
@@ -92,7 +92,8 @@ class Masker:
         words = ahead.words if ahead is not None else self._words(len(places))
         if rest:
             rows = [Row(guide, -1, idx) for idx, (_, guide) in enumerate(rest, len(done))]
-            self._finish(Filling(Job([partial(row.guide.fill, words[row.idx]) for row in rows]), [[row] for row in rows]), words)
+            job = Job([partial(row.guide.fill, words[row.idx]) for row in rows])
+            self._finish(Filling(job, [[row] for row in rows]), words)
         for filling in ahead.threads if ahead is not None else ():
             self._finish(filling, words)
             self.one_by_one |= filling.job.seconds > SLOW_S

@@ -85,7 +85,7 @@ def _check_numbers(kind: str, value: Any) -> None:
             stack += [(keyword, inner) for inner in value]
         elif value == math.inf:
             what = f"{keyword!r:.60}" if keyword else "a number"
-            raise RequestError(f"{what} in the {kind} has more than {MAX_DIGITS} digits before or after the point: shorten it.")
+            raise RequestError(f"{what} in the {kind} has more than {MAX_DIGITS} digits: shorten it.")
 
 
 def _whole(digits: str) -> int | float:

@@ -1,8 +1,9 @@
 """The process where a stranger's grammar is worked on first: it has a memory limit and an alarm clock, and may die.
 
-Started by `compiler.py`, which sends specs and reads what they became over pipes. Loading the engines takes seconds, so the
-process that does it never touches a grammar: a child of it does, and when that dies there is another at once. Nothing compiled
-comes back (sending that costs more than compiling again): only the lowered text, proved to compile and to be followed in time.
+Started by `compiler.py`, which sends specs and reads what they became over pipes. Loading the engines takes seconds,
+so the process that does it never touches a grammar: a child of it does, and when that dies there is another at once.
+Nothing compiled comes back (sending that costs more than compiling again): only the lowered text, proved to compile
+and to be followed in time.
 """
 
 import ctypes
@@ -102,7 +103,7 @@ class Trial:
         return Lowered(error=str(first))
 
     def _prove(self, grammar: Grammar) -> None:
-        """Walks a little way into the grammar with every call that the core makes: something must be possible, and in time."""
+        """Walks a little way into the grammar with every call the core makes: some output must be possible, in time."""
         matcher, random = grammar.matcher(), numpy.random.default_rng(0)
         masks = numpy.zeros((1, self._setup.vocabulary.num_words), dtype=numpy.int32)
         for position in range(WALK_TOKENS):
@@ -181,7 +182,7 @@ class Child:
             _limit_memory()
             while True:
                 spec = receive(inward, GrammarSpec)
-                signal.setitimer(signal.ITIMER_REAL, self._timeout_s)  # by default it ends the process, whatever it does
+                signal.setitimer(signal.ITIMER_REAL, self._timeout_s)  # ends the process, whatever it is doing
                 result = self._trial.run(spec)
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 try:

@@ -11,7 +11,8 @@ from quire.utils.loop_share import LoopShare
 
 CHEAP_BYTES = 16_384  # bodies up to here hold few values, whatever they are
 PIECE_BYTES = 32_768  # read without a pause: a few milliseconds at worst
-MEMBER_VALUES = 8  # a member of an object takes as long to decode as so many numbers of a list
+LIST_VALUES = 3  # a list or object takes as long to decode as so many numbers
+MEMBER_VALUES = 8  # and a member of an object
 MAX_NUMBER_CHARS = 64  # no number needs more, and long ones take time squared
 
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -34,8 +35,8 @@ class JsonCost:
         parts = piece.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
         outside = b'"'.join(parts[self._in_string :: 2])
         self._in_string ^= len(parts) % 2 == 0
-        self.num_values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
-        self.num_values += MEMBER_VALUES * outside.count(b":")
+        self.num_values += outside.count(b",") + MEMBER_VALUES * outside.count(b":")
+        self.num_values += LIST_VALUES * (outside.count(b"[") + outside.count(b"{"))
         self.has_long_number |= _LONG_NUMBER.search(outside) is not None
         steps = array("b", outside.translate(_SIGNS, _NO_BRACKETS))
         depths = list(accumulate(steps, initial=self._depth))
