@@ -44,8 +44,9 @@ class Executor(ABC):
     def sample(self, plan: StepPlan, masks: Masks | None = None) -> PendingStep:
         """Launches the choice of tokens for the step whose forward was launched last; `masks` limit it."""
 
-    def mask_memory(self, num_rows: int, num_words: int) -> memoryview | None:
-        """Memory for the next step's masks, from which they reach the device fastest; None: any will do."""
+    def mask_memory(self, num_rows: int, num_words: int, is_new: bool) -> memoryview | None:
+        """Memory for the next step's masks, from which they reach the device fastest; None: any will do. `is_new`: it must not be any
+        that was given before."""
         return None
 
     @abstractmethod

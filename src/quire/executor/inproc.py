@@ -33,8 +33,8 @@ class InprocExecutor(Executor):
     def sample(self, plan: StepPlan, masks: Masks | None = None) -> PendingStep:
         return self.worker.sample(masks)
 
-    def mask_memory(self, num_rows: int, num_words: int) -> memoryview | None:
-        return self.worker.runner.mask_memory(num_rows, num_words)
+    def mask_memory(self, num_rows: int, num_words: int, is_new: bool) -> memoryview | None:
+        return self.worker.runner.mask_memory(num_rows, num_words, is_new)
 
     def close(self) -> None:
         if self.worker is not None:

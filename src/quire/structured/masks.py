@@ -47,12 +47,14 @@ class Ahead(NamedTuple):
 
 
 class Masker:
-    def __init__(self, num_words: int, memory: Callable[[int, int], Buffer | None] = lambda num_rows, num_words: None) -> None:
-        """`memory(num_rows, num_words)` gives an array of int32 from which masks reach the device fastest; None: any will do."""
+    def __init__(self, num_words: int, memory: Callable[[int, int, bool], Buffer | None] = lambda *asked: None) -> None:
+        """`memory(num_rows, num_words, is_new)` gives an array of int32 from which masks reach the device fastest, None where any
+        will do; `is_new`: one that was never given before."""
         self.num_words = num_words  # of a mask
         self.memory = memory
         self.one_by_one = False  # so that whoever is slow is found out
         self.own = np.empty((0, num_words), np.int32)  # used again in every step: the executor copies what it is given
+        self.is_tainted = False  # a call that was left alone may still write to what was used so far
 
     def begin(self, tokens: Sequence[tuple[int, Guide, int]], num_rows: int) -> Ahead | None:
         """Guides see their next token, and other threads begin to make the masks after it, for these places of a step that chooses
@@ -97,7 +99,7 @@ class Masker:
         for filling in ahead.threads if ahead is not None else ():
             self._finish(filling, words)
             self.one_by_one |= filling.job.seconds > SLOW_S
-        return Masks(places, self._for_device(words[: len(places)]).data.cast("B"))
+        return Masks(places, words[: len(places)].data.cast("B"))
 
     def _see(self, parts: list[list[Row]]) -> None:
         """Matchers take their tokens."""
@@ -110,20 +112,17 @@ class Masker:
             for row in filling.parts[stuck]:
                 row.guide.give_up()
                 words[row.idx] = ALL
-            self.own = np.empty((0, self.num_words), np.int32)  # what is left alone may still write
+            self.is_tainted = True
 
     def _words(self, num_rows: int) -> np.ndarray:
-        if num_rows > len(self.own):
+        """What one step's masks are written to."""
+        is_new, self.is_tainted = self.is_tainted, False
+        memory = self.memory(num_rows, self.num_words, is_new)
+        if memory is not None:
+            return np.frombuffer(memory, np.int32).reshape(num_rows, self.num_words)
+        if is_new or num_rows > len(self.own):
             self.own = np.empty((2 * num_rows, self.num_words), np.int32)
         return self.own[:num_rows]
-
-    def _for_device(self, words: np.ndarray) -> np.ndarray:
-        memory = self.memory(len(words), self.num_words)
-        if memory is None:
-            return words
-        copied = np.frombuffer(memory, np.int32).reshape(words.shape)
-        copied[:] = words
-        return copied
 
     def close(self) -> None:
         bounded.close()

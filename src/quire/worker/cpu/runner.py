@@ -100,7 +100,7 @@ class Runner:
             for group, table in zip(self.groups, tables)
         ]
 
-    def mask_memory(self, num_rows: int, num_words: int) -> None:
+    def mask_memory(self, num_rows: int, num_words: int, is_new: bool) -> None:
         return None
 
     @torch.inference_mode()

@@ -159,8 +159,8 @@ class Runner:
             rows=rows, work=inputs.work(group_idx, shape), fresh=shape.fresh,
         )  # fmt: skip
 
-    def mask_memory(self, num_rows: int, num_words: int) -> memoryview | None:
-        return self.masks.memory(num_rows, num_words)
+    def mask_memory(self, num_rows: int, num_words: int, is_new: bool) -> memoryview | None:
+        return self.masks.memory(num_rows, num_words, is_new)
 
     # -- sample ----------------------------------------------------------------------------------------------------------
 
