@@ -1,5 +1,6 @@
 """What tests share: the real default model, and a tiny random Llama saved by transformers, our oracle."""
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -10,6 +11,12 @@ if shutil.which("nvidia-smi") is None:  # without a card, Triton's kernels run i
     os.environ["TRITON_INTERPRET"] = "1"
 
 from quire.checkpoint.find import find
+
+with contextlib.suppress(ImportError):  # machines with a GPU may lack it: the tests that run there do without
+    from hypothesis import settings
+
+    settings.register_profile("busy machines", deadline=None)  # where much runs at once a slow case is no failure
+    settings.load_profile("busy machines")
 
 
 @pytest.fixture(scope="session")

@@ -76,17 +76,16 @@ def test_3_a_request_that_ends_the_engine_blocks_nobody_else(small):
         body = {"prompt": list(EXIT), "max_tokens": 5, "temperature": 0, **fields}
         return httpx.post(small.url + COMPLETIONS, json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
 
-    refused(ask("k1", cache_salt="mine", guided_regex="[ab]+"), 500, says="makes the engine fail")
-    refused(ask("k1", cache_salt="mine", guided_regex="[ab]+"), 500, says="refused")
+    # Each differs from one before in one thing alone. They end it too, so each is found guilty for itself.
     for key, fields in (
-        ("k2", {"cache_salt": "mine", "guided_regex": "[ab]+"}),
-        ("k1", {"cache_salt": "yours", "guided_regex": "[ab]+"}),
-        ("k1", {"cache_salt": "mine", "guided_regex": "[abc]+"}),
+        ("k1", {"cache_salt": "mine", "guided_regex": "[ab]+"}),
         ("k1", {"cache_salt": "mine"}),
-        ("k1", {"cache_salt": "mine", "guided_regex": "[ab]+", "max_tokens": 6}),
+        ("k1", {"cache_salt": "yours"}),
+        ("k2", {"cache_salt": "yours"}),
+        ("k2", {"cache_salt": "yours", "max_tokens": 6}),
     ):
-        answer = ask(key, **fields)  # these end it too, but each is found guilty for itself
-        refused(answer, 500, says="makes the engine fail")
+        refused(ask(key, **fields), 500, says="makes the engine fail")
+        refused(ask(key, **fields), 500, says="refused")
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])

@@ -28,6 +28,7 @@ from tests.security.conftest import check
 BODY = ServerConfig().max_body_bytes - 4096
 VALUES = ServerConfig().max_json_values - 64
 CONTEXT = 8192
+TRIES = 3
 CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
 WORDS = "one two three four five six seven eight nine ten eleven twelve "
 TEXT = WORDS * (CONTEXT // 12 - 8)  # a token a word, near the limit
@@ -272,26 +273,38 @@ def watched(smollm2, tmp_path_factory) -> Iterator[Watched]:
 @pytest.mark.parametrize("name", CASES)
 def test_no_request_keeps_the_loop_from_turning(watched, name) -> None:
     requests = CASES[name]()
-    since_s = time.time()
-    statuses = watched.play(requests)
-    check(all(status in (200, 400, 413, 422) for status in statuses), statuses)
-    over_the_limit(watched.pieces(since_s))
+
+    def play() -> None:
+        statuses = watched.play(requests)
+        check(all(status in (200, 400, 413, 422) for status in statuses), statuses)
+
+    check_pieces(watched, play)
 
 
 def test_a_dead_core_with_many_long_requests(watched) -> None:
     """All of them are sent again to the next one, piece by piece."""
-    since_s = time.time()
-    with ThreadPoolExecutor(1) as threads:
-        playing = threads.submit(watched.play, [asks(COMPLETIONS, prompt=IDS, max_tokens=190, ignore_eos=True)] * 200)
-        time.sleep(1.5)
-        os.kill(watched.core_pid, signal.SIGKILL)
-        check(set(playing.result()) == {200}, "not all were answered")
-    over_the_limit(watched.pieces(since_s))
+
+    def play() -> None:
+        with ThreadPoolExecutor(1) as threads:
+            playing = threads.submit(watched.play, [asks(COMPLETIONS, prompt=IDS, max_tokens=190, ignore_eos=True)] * 200)
+            time.sleep(1.5)
+            os.kill(watched.core_pid, signal.SIGKILL)
+            check(set(playing.result()) == {200}, "not all were answered")
+
+    check_pieces(watched, play)
 
 
-def over_the_limit(pieces: list[loop_watch.Piece]) -> None:
-    longest = pieces[0] if pieces else None
-    check(longest is None or longest.cost_s <= loop_watch.LIMIT_S, f"the loop stood still for {longest}")
+def check_pieces(watched: Watched, play: Callable[[], None]) -> None:
+    """What a request costs, it costs every time: a piece that is long once and not again was the machine's."""
+    found = []
+    for _ in range(TRIES):
+        since_s = time.time()
+        play()
+        pieces = watched.pieces(since_s)
+        if not pieces or pieces[0].cost_s <= loop_watch.LIMIT_S:
+            return
+        found.append(str(pieces[0]))
+    check(False, f"the loop stood still for {found}")
 
 
 # -- the watch itself --------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from quire.params import SamplingParams, StructuredOutputs
 log = logging.getLogger(__name__)
 
 MAX_CHOICES = 256  # prompts × n of one call
+MAX_FIELDS = 512  # of a body, known or not
 MAX_MESSAGES = 4096
 MAX_MESSAGE_VALUES = 32_768  # all names and values of all messages
 MAX_TEMPLATE_VALUES = 4096  # of chat_template_kwargs
@@ -69,6 +70,8 @@ def decode(body: bytes, kind: type[Body], refused: Refusals = REFUSED) -> Body:
         raise FieldError(None, f"the body is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise FieldError(None, "the body must be a JSON object")
+    if len(values) > MAX_FIELDS:
+        raise FieldError(None, f"the body has {len(values)} fields, the limit is {MAX_FIELDS}: leave out what nobody knows")
     for name, value in values.items():
         if name in kind.__struct_fields__ or name in NO_EFFECT:
             continue
