@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.frontend.blame import MAX_DEATHS, Blame, Cause
+from quire.frontend.blame import MAX_DEATHS, MAX_GUILTY, Blame, Cause
 
 
 class World:
@@ -122,3 +122,16 @@ def test_eight_deaths_without_a_token_are_hopeless():
         assert not blame.hopeless
         blame.died(Cause.OUTSIDE, [], set())
     assert blame.hopeless
+
+
+def test_guilty_requests_explain_deaths_up_to_a_number():
+    """Whoever sends one poisoned request after the other to an idle server does not end it; an engine that always falls does."""
+    blame = Blame()
+    for idx in range(MAX_GUILTY):
+        assert not blame.hopeless
+        assert blame.died(Cause.OWN, [f"r{idx}"], {f"r{idx}"}) is None
+        assert blame.died(Cause.OWN, [f"r{idx}"], {f"r{idx}"}) == f"r{idx}"
+        blame.forget(f"r{idx}")
+    assert blame.hopeless
+    blame.progressed("another")
+    assert not blame.hopeless
