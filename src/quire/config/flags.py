@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> typing.NoReturn:
-        if message.startswith("unrecognized arguments:"):
+        if message.startswith("unrecognized arguments:") and not message.split()[2].startswith("-"):
             message += ": a flag takes one value; where it can have several, give it several times"
         raise ConfigError(f"{message} (see {self.prog} --help)")
 

@@ -39,7 +39,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 # How msgspec words a bound, and how it ends a sentence about a field.
 _NUMBER_BOUND = re.compile(r"Expected `(?:int|float)` (>=|<=) (\S+)")
 _LENGTH_BOUND = re.compile(r"Expected `(str|array|object)` of length (>=|<=) (\d+)")
-_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*?)`$")
+_PATH = re.compile(r" - at (`key` in )?`\$\.?(.*?)`$")
 _MAX_WARNINGS = 100  # names of unknown fields remembered: clients choose them
 _warned: set[str] = set()
 
@@ -93,9 +93,12 @@ def _field_error(message: str) -> FieldError:
     path = _PATH.search(message)
     if path is None:
         return FieldError(None, message)
-    param, sentence = path[1], message[: path.start()]
+    param, sentence = path[2], message[: path.start()]
     name, _, inside = param.partition("[")
-    name = f"an entry of {name}" if inside and name else name
+    if path[1]:
+        name = f"a key of {name}"
+    elif inside and name:
+        name = f"an entry of {name}"
     if bound := _NUMBER_BOUND.fullmatch(sentence):
         return FieldError(param, f"{name} must be at {'least' if bound[1] == '>=' else 'most'} {bound[2]}")
     if bound := _LENGTH_BOUND.fullmatch(sentence):
