@@ -44,7 +44,7 @@ class Trial:
             self._process = None
 
 
-def refused(answer: dict[str, Any], *kinds: str, seconds: float = 3.0, grown_mb: float = 256.0) -> str:
+def refused(answer: dict[str, Any], *kinds: str, seconds: float = 10.0, grown_mb: float = 256.0) -> str:
     """The one sentence of an error raised on purpose, within bounds."""
     check(answer["kind"] and "QuireError" in answer["kind"], f"not refused: {str(answer)[:300]}")
     check(not kinds or set(kinds) & set(answer["kind"]), f"not {kinds}: {answer}")
