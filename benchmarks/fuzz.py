@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -645,6 +646,9 @@ def main() -> int:
                 fuzz(kind, args.seconds / num_rounds / len(kinds), args.seed * 10**9 + round_idx * 10**6, report)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
+    except Exception:  # the fuzzer's own fault: what it found so far is told all the same
+        traceback.print_exc()
+        report.add("fuzzer", "it failed itself: see above", [])
     if args.json:
         print(
             json.dumps({"cases": report.cases, "seconds": report.seconds, "findings": list(report.findings.values())})
