@@ -285,7 +285,7 @@ def apply(folder: Path, damage: Case) -> None:
         case "value":
             try:
                 values = json.loads(data)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return
             path.write_text(
                 json.dumps(values | {damage["key"]: damage["value"]} if isinstance(values, dict) else values)

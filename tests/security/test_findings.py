@@ -138,6 +138,11 @@ def test_11_a_count_too_long_to_print_is_refused(small):
     is_well(small)
 
 
+def test_an_error_does_not_repeat_all_that_was_sent(small):
+    body = {"messages": [{"role": "user", "content": "a"}], "tool_choice": "x" * 32_000}
+    refused(small.post(CHAT, body), 400, says="tool_choice")  # which also looks at the length
+
+
 @pytest.mark.parametrize("flag", ["--api-key", "--served-model-name", "--allowed-origins", "--logits-processors"])
 def test_13_no_flag_takes_the_model_for_its_own(flag):
     code = (

@@ -21,6 +21,7 @@ from quire.params import SamplingParams
 
 log = logging.getLogger(__name__)
 
+MAX_MESSAGE_CHARS = 400
 NO_RETRY = (b"x-should-retry", b"false")  # the openai client honours it; trying again would only cost more
 
 _NAMED_FIRST = {*SamplingParams.__struct_fields__, "messages", "priority", "cache_salt", "timeout_s"}
@@ -63,6 +64,8 @@ class Problem(msgspec.Struct):
 
 def problem(error: Exception, request_id: str) -> Problem:
     message = str(error)
+    if len(message) > MAX_MESSAGE_CHARS:  # some sentences repeat what was sent
+        message = message[:MAX_MESSAGE_CHARS] + "…"
     match error:
         case UnknownModelError():
             return Problem(404, ErrorDetail(message, "invalid_request_error", "model", "model_not_found"))
