@@ -33,7 +33,8 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add"):
     prompt_token_ids: list[int]
     params: SamplingParams  # complete: max_tokens is a number
     seed: int  # params.seed, or one drawn for this request
-    choices: dict[int, list[int]] = msgspec.field(default_factory=lambda: {0: []})  # those to be computed -> what they generated before an engine restart
+    # Those to be computed -> what they generated before an engine restart.
+    choices: dict[int, list[int]] = msgspec.field(default_factory=lambda: {0: []})
     eos_ids: list[int] = []
     bad_words: list[list[int]] = []
     priority: int = 0  # lower runs earlier

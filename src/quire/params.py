@@ -32,14 +32,13 @@ SEED_LIMIT = 2**63
 LARGEST_INT = 2**63 - 1  # what messages and tensors hold
 
 
+def free(max_values: int, **schema: Any) -> msgspec.Meta:
+    """Declares JSON of any shape, but of at most so many names and values: `check_json` holds it to that."""
+    return msgspec.Meta(extra={"max_values": max_values}, extra_json_schema={"x-max-values": max_values, **schema})
+
+
 GrammarText = Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARS)]
-GrammarObject = Annotated[
-    dict[str, Any],
-    msgspec.Meta(
-        extra={"max_values": MAX_GRAMMAR_VALUES},
-        extra_json_schema={"maxProperties": MAX_GRAMMAR_VALUES, "x-max-values": MAX_GRAMMAR_VALUES},
-    ),
-]
+GrammarObject = Annotated[dict[str, Any], free(MAX_GRAMMAR_VALUES, maxProperties=MAX_GRAMMAR_VALUES)]
 Choices = Annotated[list[GrammarText], msgspec.Meta(max_length=MAX_GRAMMAR_CHOICES)]
 
 

@@ -48,8 +48,6 @@ class InputProcessor:
         complete = msgspec.structs.replace(params, max_tokens=self._max_tokens(params, len(token_ids)), structured_outputs=None)
         if complete.min_tokens > complete.max_tokens:
             complete.min_tokens = complete.max_tokens
-        if complete.allowed_token_ids is not None:
-            complete.allowed_token_ids = sorted(set(complete.allowed_token_ids))
         seed = params.seed if params.seed is not None else self.seeds.getrandbits(63)
         bad_words = self._bad_word_ids(params.bad_words)
         message = AddRequest(

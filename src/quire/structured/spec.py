@@ -13,11 +13,10 @@ from typing import Any
 import msgspec
 
 from quire.errors import RequestError
+from quire.params import MAX_GRAMMAR_CHARS, MAX_GRAMMAR_CHOICES
 
-MAX_CHARS = 131_072
 MAX_DEPTH = 64  # of JSON
 MAX_GROUPS = 100  # of nested parentheses in a grammar or regular expression
-MAX_CHOICES = 10_000
 MAX_DIGITS = 40  # of any number, before and after the point
 MAX_COUNT = 10_000  # in a regular expression, and items, characters or properties a schema asks for
 KINDS = ("json", "regex", "choice", "grammar", "structural_tag")
@@ -39,8 +38,8 @@ def check(spec: GrammarSpec) -> None:
     """Raises RequestError for what is plainly wrong or too large."""
     if spec.kind not in KINDS:
         raise RequestError(f"structured output of kind {spec.kind[:40]!r} is unknown: use one of {', '.join(KINDS)}.")
-    if len(spec.text) > MAX_CHARS:
-        raise RequestError(f"the {spec.kind} has {len(spec.text)} characters, the limit is {MAX_CHARS}: shorten it.")
+    if len(spec.text) > MAX_GRAMMAR_CHARS:
+        raise RequestError(f"the {spec.kind} has {len(spec.text)} characters, the limit is {MAX_GRAMMAR_CHARS}: shorten it.")
     if not spec.text.strip():
         raise RequestError(f"the {spec.kind} must not be empty.")
     try:
@@ -127,8 +126,8 @@ def _choices(spec: GrammarSpec) -> None:
     choices = _parsed(spec)
     if not isinstance(choices, list) or not choices or any(not isinstance(c, str) or not c for c in choices):
         raise RequestError("choice must be a list of non-empty strings.")
-    if len(choices) > MAX_CHOICES:
-        raise RequestError(f"choice has {len(choices)} entries, the limit is {MAX_CHOICES}.")
+    if len(choices) > MAX_GRAMMAR_CHOICES:
+        raise RequestError(f"choice has {len(choices)} entries, the limit is {MAX_GRAMMAR_CHOICES}.")
 
 
 def _tag(spec: GrammarSpec) -> None:

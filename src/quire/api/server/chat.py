@@ -21,7 +21,6 @@ from quire.api.server.fields import (
     Refusals,
     Text,
     decode,
-    free,
     given,
 )
 from quire.api.server.generation import Usage, built, finish, submit, text_of, usage
@@ -33,7 +32,7 @@ from quire.errors import RequestError
 from quire.frontend.async_llm import AsyncLLM, Stream
 from quire.frontend.requests import ChoiceState
 from quire.frontend.tokenizer import Tokenizer
-from quire.params import MAX_TEXT_CHARS
+from quire.params import MAX_TEXT_CHARS, free
 
 _MESSAGE_SCHEMA = {
     "required": ["role", "content"],

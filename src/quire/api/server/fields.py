@@ -21,7 +21,7 @@ from quire.errors import RequestError
 from quire.frontend.async_llm import MAX_TIMEOUT_S
 from quire.frontend.inputs import MAX_CACHE_SALT_CHARS, PRIORITY_LIMIT
 from quire.frontend.model import Model
-from quire.params import SamplingParams, StructuredOutputs
+from quire.params import SamplingParams, StructuredOutputs, free
 
 log = logging.getLogger(__name__)
 
@@ -165,11 +165,6 @@ def _check_each_way(options: list[Checker], name: str, value: Any) -> None:
 def _check_entries(checker: Checker, name: str, value: Any) -> None:
     for entry in value if isinstance(value, list) else ():
         checker(name, entry)
-
-
-def free(max_values: int, **schema: Any) -> msgspec.Meta:
-    """JSON of any shape, but at most so many names and values, numbers of 64 bits, and texts that are text."""
-    return msgspec.Meta(extra={"max_values": max_values}, extra_json_schema={"x-max-values": max_values, **schema})
 
 
 def whole(low: int, high: int) -> msgspec.Meta:
