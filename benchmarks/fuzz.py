@@ -23,6 +23,7 @@ import threading
 import time
 import traceback
 import warnings
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -95,7 +96,7 @@ class Limits:
 # -- watching ----------------------------------------------------------------------------------------------------------
 
 
-class Watcher:
+class Watcher(ABC):
     """A thread that does something over and over and writes down what was wrong."""
 
     def __init__(self) -> None:
@@ -119,8 +120,9 @@ class Watcher:
         while not self.ending.is_set():
             self.turn()
 
+    @abstractmethod
     def turn(self) -> None:
-        raise NotImplementedError
+        """Looks once."""
 
 
 class Metronome(Watcher):
