@@ -62,7 +62,7 @@ def planning_s(num_waiting: int) -> float:
 
 def cache_of(num_blocks: int) -> tuple[KVManager, list[int]]:
     """A cache with `num_blocks` findable blocks; the prompt that is looked up is among them."""
-    layout = form_layout({"layer": Full(1, 1, 2)}, 16, num_blocks + 500)
+    layout = form_layout({"layer:kv": Full(1, 1, "bfloat16")}, 16, num_blocks + 500)
     kv = KVManager(layout)
     rng = random.Random(0)
     prompts = [[rng.randrange(50_000) for _ in range(16 * 100)] for _ in range(num_blocks // 100)]

@@ -33,6 +33,15 @@ class Told(msgspec.Struct, array_like=True):
     token_ids: list[int]
 
 
+class Move(msgspec.Struct, array_like=True, gc=False):
+    """A block is copied to a place outside of the device, or back, before the step computes; moves of a step happen in order."""
+
+    pool_idx: int
+    block: int
+    place: int
+    is_load: bool  # from the place to the block
+
+
 class StepPlan(msgspec.Struct, array_like=True, gc=False):
     """One step: `num_tokens[i]` tokens of row `rows[i]`, the first of them at position `starts[i]`."""
 
@@ -44,6 +53,7 @@ class StepPlan(msgspec.Struct, array_like=True, gc=False):
     samples: list[bool]  # does the last of these tokens choose a next one?
     new_blocks: list[list[list[int]]]  # per row and group: block ids appended to its table
     told: list[Told] = []
+    moves: list[Move] = []
 
     @property
     def total_tokens(self) -> int:

@@ -1,27 +1,47 @@
 """A core on the fake executor, and the oracle that says what each request must get."""
 
+import random
+from collections import OrderedDict
+
 from quire.config import EngineConfig
 from quire.core.engine import Engine
-from quire.executor.fake import FakeExecutor, next_token
-from quire.kv.specs import Full, KVSpec, Sliding
+from quire.executor.fake import VOCAB_SIZE, FakeExecutor, next_token
+from quire.kv.specs import CacheSpec, Full, Sliding
+from quire.kv.tier import NoTier
 from quire.messages import Abort, AddRequest
 from quire.params import SamplingParams
+from quire.step import StepPlan
 
-FULL = {"full": Full(1, 1, 2)}
-HYBRID = {"full": Full(1, 1, 2), "near": Sliding(1, 1, 2, window=6), "sunk": Sliding(1, 1, 2, window=5, sinks=3)}
+FULL = {"full:kv": Full(1, 1, "bfloat16")}
+HYBRID = {**FULL, "near:kv": Sliding(1, 1, "bfloat16", window=6), "nearer:kv": Sliding(1, 1, "bfloat16", window=5)}
+
+
+ALL_STOPS = tuple(range(0, VOCAB_SIZE, 5))  # about every fifth token ends an answer
+
+
+class RecordingExecutor(FakeExecutor):
+    """Keeps the plans it was given."""
+
+    def __init__(self, config: EngineConfig, specs: dict[str, CacheSpec]) -> None:
+        super().__init__(config, specs)
+        self.plans: list[StepPlan] = []
+
+    def forward(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        super().forward(plan)
 
 
 class Core:
     """Adds requests, steps, collects tokens, and compares with the oracle; `kv.check()` after every step."""
 
-    def __init__(self, specs: dict[str, KVSpec] = FULL, **options) -> None:
+    def __init__(self, specs: dict[str, CacheSpec] = FULL, tier: NoTier = NoTier(), **options) -> None:
         options = {
             "max_model_len": 64, "block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 4,
             "max_num_batched_tokens": 16, "pipeline_depth": 1, **options,
         }  # fmt: skip
         config = EngineConfig.from_kwargs(**options)
-        self.executor = FakeExecutor(config, specs)
-        self.engine = Engine(config, self.executor)
+        self.executor = RecordingExecutor(config, specs)
+        self.engine = Engine(config, self.executor, tier=tier)
         self.sent: dict[tuple[str, int], AddRequest] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], str] = {}
@@ -60,6 +80,30 @@ class Core:
             self.step()
         raise AssertionError("the core did not come to an end")
 
+    def random_traffic(self, rng: random.Random, longest_shared: int = 24, vocab_size: int = 50) -> set[str]:
+        """Requests with common beginnings, several choices, stops, aborts and preemptions, until all have ended; returns those aborted."""
+        aborted = set()
+        shared = [rng.randrange(vocab_size) for _ in range(longest_shared)]
+        for idx in range(rng.randint(1, 12)):
+            prompt = shared[: rng.randint(0, longest_shared)] + [rng.randrange(vocab_size) for _ in range(rng.randint(1, 8))]
+            self.add(
+                f"r{idx}", prompt, n=rng.choice([1, 1, 1, 3]), max_tokens=rng.choice([1, 2, 9, 30, None]),
+                eos=ALL_STOPS if rng.random() < 0.5 else (), min_tokens=rng.choice([0, 0, 1]), priority=rng.randint(0, 2),
+                cache_salt=rng.choice(["", "", "salt"]),
+            )  # fmt: skip
+            for _ in range(rng.randint(0, 4)):
+                self.step()
+            if rng.random() < 0.2:
+                victim = f"r{rng.randint(0, idx)}"
+                if (victim, 0) not in self.reasons or self.sent[victim, 0].params.n > 1:
+                    aborted.add(victim)
+                self.abort(victim)
+            if rng.random() < 0.2 and self.engine.scheduler.running:
+                self.engine.scheduler._preempt(rng.choice(self.engine.scheduler.running))
+                self.engine.kv.check()
+        self.run()
+        return aborted
+
     def expected(self, name: str, choice_idx: int = 0) -> list[int]:
         """The answer by the fake model's own definition, computed without any engine."""
         message = self.sent[name, choice_idx]
@@ -84,7 +128,40 @@ class Core:
                 assert (name, choice_idx) in self.reasons
 
     def assert_nothing_is_held(self) -> None:
-        pool = self.engine.kv.pool
-        assert pool.num_free == pool.num_blocks - 1
+        for pool in self.engine.kv.pools:
+            assert pool.num_free == pool.num_blocks - 1
         assert not self.engine.kv.live
         assert sorted(self.engine.scheduler.free_rows) == list(range(self.engine.config.scheduler.max_num_seqs))
+
+
+class ToyTier(NoTier):
+    """Keeps what was forgotten last. `wrong`: gives another's content instead."""
+
+    def __init__(self, num_places: int, max_step_bytes: int = 1 << 20, wrong: bool = False) -> None:
+        self.num_places = num_places
+        self.max_step_bytes = max_step_bytes
+        self.wrong = wrong
+        self.places: dict[int, OrderedDict[tuple[int, bytes], int]] = {}  # per pool, forgotten longest ago first
+        self.num_saved = self.num_found = 0
+
+    def keep(self, pool_idx, group_idx, content_hash, loaded):
+        kept = self.places.setdefault(pool_idx, OrderedDict())
+        place = kept.pop((group_idx, content_hash), None)
+        if place is None and len(kept) < self.num_places:
+            place = len(kept)
+        if place is None:
+            oldest = next((key for key, where in kept.items() if (pool_idx, where) not in loaded), None)
+            if oldest is None:
+                return None
+            place = kept.pop(oldest)
+        kept[group_idx, content_hash] = place
+        self.num_saved += 1
+        return place
+
+    def find(self, pool_idx, group_idx, content_hash):
+        kept = self.places.get(pool_idx, {})
+        place = kept.get((group_idx, content_hash))
+        if place is None:
+            return None
+        self.num_found += 1
+        return place if not self.wrong else (place + 1) % len(kept)

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from quire.core.request import Status
 from quire.core.scheduler import Scheduler
-from quire.executor.fake import VOCAB_SIZE
-from tests.core.harness import FULL, HYBRID, Core
+from tests.core.harness import ALL_STOPS, FULL, HYBRID, Core
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
-ALL_STOPS = tuple(range(0, VOCAB_SIZE, 5))  # about every fifth token ends an answer
 
 
 @DEPTHS
@@ -169,25 +167,6 @@ def test_any_traffic_at_any_depth_gives_every_request_its_own_tokens(seed, depth
         max_num_batched_tokens=rng.randint(5, 20), num_gpu_blocks_override=rng.randint(56, 80) if hybrid else rng.randint(17, 40),
         max_model_len=40,
     )  # fmt: skip
-    aborted = set()
-    shared = [rng.randrange(50) for _ in range(30)]
-    for idx in range(rng.randint(1, 12)):
-        prompt = shared[: rng.randint(0, 24)] + [rng.randrange(50) for _ in range(rng.randint(1, 8))]
-        core.add(
-            f"r{idx}", prompt, n=rng.choice([1, 1, 1, 3]), max_tokens=rng.choice([1, 2, 9, 30, None]),
-            eos=ALL_STOPS if rng.random() < 0.5 else (), min_tokens=rng.choice([0, 0, 1]), priority=rng.randint(0, 2),
-            cache_salt=rng.choice(["", "", "salt"]),
-        )  # fmt: skip
-        for _ in range(rng.randint(0, 4)):
-            core.step()
-        if rng.random() < 0.2:
-            victim = f"r{rng.randint(0, idx)}"
-            if (victim, 0) not in core.reasons or core.sent[victim, 0].params.n > 1:
-                aborted.add(victim)
-            core.abort(victim)
-        if rng.random() < 0.2 and core.engine.scheduler.running:
-            core.engine.scheduler._preempt(rng.choice(core.engine.scheduler.running))
-            core.engine.kv.check()
-    core.run()
+    aborted = core.random_traffic(rng)
     core.assert_all_as_expected(but=aborted)
     core.assert_nothing_is_held()

@@ -12,15 +12,15 @@ from quire.kv.manager import KVManager, RequestBlocks
 from quire.kv.pool import NULL_BLOCK
 from quire.kv.specs import Full, KVLayout, Sliding
 
-FULL = Full(num_kv_heads=1, head_size=1, dtype_bytes=2)
-NEAR = Sliding(num_kv_heads=1, head_size=1, dtype_bytes=2, window=6)
-SUNK = Sliding(num_kv_heads=1, head_size=1, dtype_bytes=2, window=5, sinks=3)
-THIN = Sliding(num_kv_heads=1, head_size=2, dtype_bytes=1, window=9)
-WIDE = Full(num_kv_heads=2, head_size=1, dtype_bytes=2)
+FULL = Full(num_kv_heads=1, head_size=1, dtype="bfloat16")
+NEAR = Sliding(num_kv_heads=1, head_size=1, dtype="bfloat16", window=6)
+NEARER = Sliding(num_kv_heads=1, head_size=1, dtype="bfloat16", window=5)
+THIN = Sliding(num_kv_heads=1, head_size=2, dtype="int8", window=9)
+WIDE = Full(num_kv_heads=2, head_size=1, dtype="bfloat16")
 
 
 def manager(*specs, num_blocks=40, block_size=4, caching=True) -> KVManager:
-    layout = form_layout({f"layer{i}": spec for i, spec in enumerate(specs)}, block_size, num_blocks)
+    layout = form_layout({f"layer{i}:kv": spec for i, spec in enumerate(specs)}, block_size, num_blocks)
     return KVManager(layout, caching)
 
 
@@ -102,14 +102,7 @@ def test_a_sliding_group_holds_its_window_and_no_more():
     live = [b for b in blocks.tables[0] if b != NULL_BLOCK]
     # The next query sits at 60 and sees 55..60: blocks 13 and 14.
     assert len(live) == 2
-    assert kv.pool.num_free == kv.pool.num_blocks - 1 - 2
-
-
-def test_sink_blocks_are_never_dropped():
-    kv = manager(SUNK)
-    blocks, _ = run(kv, list(range(60)), chunk=4)
-    assert blocks.tables[0][0] != NULL_BLOCK
-    assert blocks.tables[0][1] == NULL_BLOCK
+    assert kv.pools[0].num_free == kv.pools[0].num_blocks - 1 - 2
 
 
 def test_a_hit_of_a_sliding_group_needs_only_its_window():
@@ -127,7 +120,7 @@ def test_a_hit_of_a_hybrid_is_what_every_group_supports():
     tokens = list(range(32))
     blocks, _ = run(kv, tokens)
     kv.release(blocks, None)
-    kv.pool._forget(next(b for b, c in enumerate(kv.pool.content) if c is not None and c[0] == 1 and c[1] == blocks.chains[4].hashes[6]))
+    kv.pools[0]._forget(next(b for b, c in enumerate(kv.pools[0].content) if c is not None and c[0] == 1 and c[1] == blocks.chains[4].hashes[6]))
     # 28 would need blocks 5 and 6 of the window, 24 needs 4 and 5.
     assert kv.find_prefix(kv.open(tokens, "")) == 24
 
@@ -135,8 +128,8 @@ def test_a_hit_of_a_hybrid_is_what_every_group_supports():
 def test_groups_of_different_width_share_one_pool_with_equal_bytes():
     layout = form_layout({"a": WIDE, "b": FULL, "c": FULL}, block_size=4, num_blocks=10)
     assert [g.block_size for g in layout.groups] == [4, 8, 8]
-    assert {g.block_size * g.spec.bytes_per_token for g in layout.groups} == {layout.plane_bytes}
-    assert layout.num_planes == 1
+    assert {g.block_size * g.spec.bytes_per_token for g in layout.groups} == {layout.pools[0].plane_bytes}
+    assert layout.pools[0].num_planes == 1
 
 
 def test_too_little_memory_for_one_request_says_what_would_fit():
@@ -149,7 +142,7 @@ def test_too_little_memory_for_one_request_says_what_would_fit():
 # -- forks -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("specs", [(FULL,), (FULL, NEAR, SUNK)], ids=["full", "hybrid"])
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, NEAR, NEARER)], ids=["full", "hybrid"])
 def test_a_fork_shares_full_blocks_and_outlives_its_parent(specs):
     kv = manager(*specs, caching=False)
     parent = kv.open(list(range(14)), "")
@@ -165,7 +158,7 @@ def test_a_fork_shares_full_blocks_and_outlives_its_parent(specs):
     assert kv.grow(child, 14) is not None
     kv.release(child, None)
     kv.check()
-    assert kv.pool.num_free == kv.pool.num_blocks - 1
+    assert kv.pools[0].num_free == kv.pools[0].num_blocks - 1
 
 
 # -- steps in flight ---------------------------------------------------------------------------------------------------
@@ -176,12 +169,12 @@ def test_blocks_named_by_a_step_in_flight_wait_in_limbo():
     blocks, _ = run(kv, list(range(12)))
     kv.release(blocks, step_in_flight=7)
     kv.check()
-    assert kv.pool.num_free == 0
+    assert kv.pools[0].num_free == 0
     assert kv.find_prefix(kv.open(list(range(12)), "")) == 0  # not even as a hit
     kv.step_applied(6)
-    assert kv.pool.num_free == 0
+    assert kv.pools[0].num_free == 0
     kv.step_applied(7)
-    assert kv.pool.num_free == 3
+    assert kv.pools[0].num_free == 3
     assert kv.find_prefix(kv.open(list(range(12)), "")) == 8
 
 
@@ -189,7 +182,7 @@ def test_blocks_named_by_a_step_in_flight_wait_in_limbo():
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([(FULL,), (NEAR,), (FULL, NEAR, SUNK), (WIDE, THIN, FULL)]), st.booleans())
+@given(st.integers(0, 2**32), st.sampled_from([(FULL,), (NEAR,), (FULL, NEAR, NEARER), (WIDE, THIN, FULL)]), st.booleans())
 def test_check_holds_after_any_sequence_of_events(seed, specs, caching):
     rng = random.Random(seed)
     kv = manager(*specs, num_blocks=rng.randint(8, 40), caching=caching)
@@ -237,34 +230,34 @@ def test_check_holds_after_any_sequence_of_events(seed, specs, caching):
         kv.release(blocks, None)
     kv.step_applied(10**9)
     kv.check()
-    assert kv.pool.num_free == kv.pool.num_blocks - 1
+    assert kv.pools[0].num_free == kv.pools[0].num_blocks - 1
 
 
 # -- check() sees what is broken ---------------------------------------------------------------------------------------
 
 
 def broken_count(kv, blocks):
-    kv.pool.ref_counts[blocks.tables[0][0]] += 1
+    kv.pools[0].ref_counts[blocks.tables[0][0]] += 1
 
 
 def broken_free_list(kv, blocks):
-    kv.pool.free[blocks.tables[0][0]] = None
+    kv.pools[0].free[blocks.tables[0][0]] = None
 
 
 def lost_block(kv, blocks):
-    kv.pool.free.popitem()
+    kv.pools[0].free.popitem()
 
 
 def null_block_owned(kv, blocks):
-    kv.pool.free[NULL_BLOCK] = None
+    kv.pools[0].free[NULL_BLOCK] = None
 
 
 def stale_index(kv, blocks):
-    kv.pool.content[blocks.tables[0][0]] = None
+    kv.pools[0].content[blocks.tables[0][0]] = None
 
 
 def unlisted_content(kv, blocks):
-    kv.pool.cached[0].popitem()
+    kv.pools[0].cached[0].popitem()
 
 
 def wrong_content(kv, blocks):
@@ -276,17 +269,17 @@ def block_twice_in_a_table(kv, blocks):
 
 
 def needed_block_dropped(kv, blocks):
-    kv.pool.let_go([blocks.tables[0][1]], None)
+    kv.pools[0].let_go([blocks.tables[0][1]], None)
     blocks.tables[0][1] = NULL_BLOCK
 
 
 def limbo_miscounted(kv, blocks):
-    kv.pool.num_limbo += 1
+    kv.pools[0].num_limbo += 1
 
 
 def in_limbo_and_held(kv, blocks):
-    kv.pool.limbo.append((1, [blocks.tables[0][0]]))
-    kv.pool.num_limbo += 1
+    kv.pools[0].limbo.append((1, [blocks.tables[0][0]]))
+    kv.pools[0].num_limbo += 1
 
 
 @pytest.mark.parametrize(

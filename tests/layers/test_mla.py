@@ -147,7 +147,7 @@ def test_at_published_sizes_576_values_are_kept_of_a_token() -> None:
         assert getattr(config, name) == getattr(sizes, name)
     with torch.device("meta"):
         layer = MLA(config, config.rope(interleaved=True))
-    spec = layer.kv_spec(dtype_bytes=2)
-    assert spec == Latent(576, 2) and spec.bytes_per_token == 1152
+    (spec,) = layer.cache_specs("bfloat16").values()
+    assert spec == Latent(576, "bfloat16") and spec.bytes_per_token == 1152
     every_head = 2 * config.num_attention_heads * config.v_head_dim * 2  # what keys and values themselves would take
     assert every_head / spec.bytes_per_token > 56

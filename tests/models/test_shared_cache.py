@@ -12,8 +12,9 @@ from quire.kv.specs import Full, Sliding
 from quire.layers.attention import Attention, StepContext, native, reference
 from quire.models import gemma4
 from quire.ops.ref.attention import AttentionTables
+from quire.ops.ref.blocks import copy_blocks
 from quire.worker.build import empty
-from quire.worker.kv_cache import attach_kv, kv_specs
+from quire.worker.kv_cache import KVMemory, kv_specs
 from tests.models.oracle import OPTIONS, PROMPTS, assert_greedy, oracle
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -28,8 +29,8 @@ def answer(folder, **options):
 def test_only_layers_with_a_cache_of_their_own_take_blocks():
     model = empty(gemma4.TINY, "float32")
     specs = kv_specs(model, torch.float32)
-    sliding, full = Sliding(2, 16, 4, window=24), Full(2, 32, 4)
-    assert specs == {f"model.layers.{i}.self_attn.attn": spec for i, spec in enumerate((sliding, sliding, full))}
+    sliding, full = Sliding(2, 16, "float32", window=24), Full(2, 32, "float32")
+    assert specs == {f"model.layers.{i}.self_attn.attn:kv": spec for i, spec in enumerate((sliding, sliding, full))}
     alone = empty({**gemma4.TINY, "num_kv_shared_layers": 0}, "float32")
     assert sum(s.bytes_per_token for s in kv_specs(alone, torch.float32).values()) == 2 * sum(s.bytes_per_token for s in specs.values())
 
@@ -40,7 +41,7 @@ def test_a_layer_that_shares_gets_its_owners_cache_group_and_backend():
     for layer in layers:
         layer.backend = native
     layers[1].backend = reference  # as where a cache is not what the compiled kernels want
-    attach_kv(model, form_layout(kv_specs(model, torch.float32), 16, num_blocks=4), torch.float32, CPU)
+    KVMemory(form_layout(kv_specs(model, torch.float32), 16, num_blocks=4), CPU, copy_blocks).attach(model)
     for layer_idx, owner_idx in {3: 1, 4: 1, 5: 2}.items():
         layer, owner = layers[layer_idx], layers[owner_idx]
         assert layer.cache is owner.cache and layer.group_idx == owner.group_idx and layer.backend is owner.backend

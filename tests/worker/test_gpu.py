@@ -10,12 +10,14 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
+from quire.core.engine import Engine
 from quire.errors import ConfigError
 from quire.layers.attention import flash_attn, flashinfer, triton
 from quire.models.qwen3 import TINY
 from quire.ops import fresh
 from quire.worker.build import _backend
 from quire.worker.gpu.graphs import Graphs, fit, ladder
+from tests.core.harness import ToyTier
 from tests.layers import test_flash_attn, test_flashinfer
 
 ON_A_CARD = torch.cuda.is_available()
@@ -63,6 +65,21 @@ def test_tokens_equal_the_cpus_with_chunked_prompts_and_prefix_hits(model, depth
     expected, _, _ = answers(model, MIXED, device="cpu")
     found, _, _ = answers(model, MIXED, **DEVICE, pipeline_depth=depth)
     assert ids(found) == ids(expected)
+
+
+@pytest.mark.parametrize("device", [{"device": "cpu"}, DEVICE], ids=["cpu", "gpu"])
+def test_blocks_pushed_out_of_the_pool_come_back_with_their_numbers(model, device):
+    prompt = list(range(20, 85))
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    others = [[100 + i] * 80 for i in range(6)]
+    tier = ToyTier(100)
+    with LLM(str(model), **{**OPTIONS, **device, "num_gpu_blocks_override": 10, "max_num_seqs": 1}) as llm:
+        llm.client.engine = Engine(llm.client.engine.config, tier=tier)
+        first, *_, again = llm.generate([prompt, *others, prompt], params, use_tqdm=False)
+    assert again.num_cached_tokens == 64 and tier.num_found > 0
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+    (expected,), _, _ = answers(model, params, [prompt], device="cpu", enable_prefix_caching=False)
+    assert first.outputs[0].token_ids == expected.token_ids
 
 
 def test_prompts_that_skip_the_cache_give_the_same_tokens(model, monkeypatch):

@@ -18,9 +18,10 @@ from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.errors import EngineError
 from quire.executor.base import Executor
-from quire.kv.groups import check_capacity, form_layout, num_blocks_for
+from quire.kv.groups import check_capacity, form_layout, num_blocks_for, with_blocks
 from quire.kv.manager import KVManager
 from quire.kv.specs import KVLayout
+from quire.kv.tier import NoTier
 from quire.messages import Abort, AddRequest, ChoiceDelta, Constraint, EngineStats, StepOutputs, Vocabulary
 from quire.utils.flight import NoRecorder
 
@@ -63,13 +64,19 @@ class NoGuides:
 class Engine:
     """A core: takes AddRequest and Abort, gives StepOutputs. `config` is resolved."""
 
-    def __init__(self, config: EngineConfig, executor: Executor | None = None, recorder: NoRecorder = NoRecorder()) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor | None = None,
+        recorder: NoRecorder = NoRecorder(),
+        tier: NoTier = NoTier(),
+    ) -> None:
         self.config = config
         self.executor = executor or executor_module(config.device.executor).EXECUTOR(config)
-        layout = self._layout()
+        layout = self._layout(tier)
         self.executor.allocate(layout)
         self.pipeline = Pipeline(self.executor, config.scheduler.pipeline_depth, recorder)
-        self.kv = KVManager(layout, config.cache.enable_prefix_caching)
+        self.kv = KVManager(layout, config.cache.enable_prefix_caching, tier)
         self.scheduler = Scheduler(config.scheduler, self.kv, self.pipeline)
         self.guides: NoGuides | Guides = NoGuides()  # until the first request needs more
 
@@ -147,16 +154,16 @@ class Engine:
         self.guides.close()
         self.executor.close()
 
-    def _layout(self) -> KVLayout:
+    def _layout(self, tier: NoTier) -> KVLayout:
         """Groups, and as many blocks as the memory holds; refuses when one longest request would not fit."""
         cache, scheduler = self.config.cache, self.config.scheduler
-        specs = self.executor.kv_specs()
-        layout = form_layout(specs, cache.block_size, num_blocks=0)
+        layout = form_layout(self.executor.kv_specs(), cache.block_size)
         if cache.num_gpu_blocks_override is not None:
-            num_blocks = cache.num_gpu_blocks_override
+            num_blocks = [cache.num_gpu_blocks_override] * len(layout.pools)
         else:
-            num_blocks = num_blocks_for(layout, cache.kv_cache_memory_bytes or self.executor.kv_memory_bytes())
-        layout = msgspec.structs.replace(layout, num_blocks=num_blocks)
+            memory_bytes = cache.kv_cache_memory_bytes or self.executor.kv_memory_bytes()
+            num_blocks = num_blocks_for(layout, memory_bytes, scheduler.max_num_seqs)
+        layout = with_blocks(layout, num_blocks, tier.num_places)
         check_capacity(layout, self.config.model.max_model_len, scheduler.max_num_batched_tokens)
-        log.info("KV cache: %d blocks, %.2f GiB", num_blocks, num_blocks * layout.block_bytes / 2**30)
+        log.info("KV cache: %d blocks, %.2f GiB", num_blocks[0], layout.total_bytes / 2**30)
         return layout

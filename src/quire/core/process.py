@@ -66,7 +66,7 @@ class CoreProcess:
         gc.freeze()  # what is loaded stays: the collector need not look at it again
         gc.set_threshold(GC_THRESHOLD)
         kv = self.engine.kv
-        self._send(Ready(kv.pool.num_blocks, (kv.pool.num_blocks - 1) // len(kv.groups) * min(kv.block_sizes)))
+        self._send(Ready(kv.pools[0].num_blocks, kv.num_tokens))
         while True:
             self._read(0 if self.engine.has_work else HEARTBEAT_S)
             started = time.perf_counter()

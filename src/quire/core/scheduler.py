@@ -74,6 +74,7 @@ class Scheduler:
         if not step.entries:
             return None
         step.plan.step_id = next(self.step_ids)
+        step.plan.moves = self.kv.take_moves()
         return step
 
     def _continue_running(self, step: PlannedStep, budget: int) -> int:
@@ -96,7 +97,7 @@ class Scheduler:
     def _make_room(self, request: Request, num_tokens: int) -> list[list[int]] | None:
         """Blocks for the request to hold `num_tokens`, preempting from the end of the line if it must."""
         while (new_blocks := self.kv.grow(request.blocks, num_tokens)) is None:
-            if self.kv.pool.num_limbo:
+            if self.kv.num_limbo:
                 return None  # blocks come free when the step in flight is applied: wait for those
             victim = self.running[-1]
             self._preempt(victim)
@@ -176,7 +177,7 @@ class Scheduler:
             num_cached = self.kv.find_prefix(request.blocks)
             if self.free_rows and self.kv.can_admit(request.blocks, num_cached, self.max_tokens):
                 return
-            if self.free_rows and self.kv.pool.num_limbo:
+            if self.free_rows and self.kv.num_limbo:
                 return  # blocks are on their way
             self._preempt(self.running[-1])
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from typing import Protocol
 
 from quire.config import EngineConfig
-from quire.kv.specs import KVLayout, KVSpec
+from quire.kv.specs import CacheSpec, KVLayout
 from quire.step import Masks, StepPlan, StepResult
 
 
@@ -25,8 +25,8 @@ class Executor(ABC):
         """Loads the model; `config` is resolved."""
 
     @abstractmethod
-    def kv_specs(self) -> dict[str, KVSpec]:
-        """What each layer caches, by layer name, in order."""
+    def kv_specs(self) -> dict[str, CacheSpec]:
+        """What layers cache, in order, by "path of the layer:name of the cache"."""
 
     @abstractmethod
     def kv_memory_bytes(self) -> int:

@@ -8,7 +8,7 @@ import time
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.executor.base import Executor
-from quire.kv.specs import Full, KVLayout, KVSpec
+from quire.kv.specs import CacheSpec, Full, KVLayout
 from quire.step import Masks, StepPlan, StepResult
 
 
@@ -23,8 +23,8 @@ class EchoExecutor(Executor):
         self.next_end = 0.0
         self.prompts: dict[int, tuple[list[int], int]] = {}  # row -> its tokens, how many of them are prompt
 
-    def kv_specs(self) -> dict[str, KVSpec]:
-        return {"echo": Full(num_kv_heads=1, head_size=1, dtype_bytes=2)}
+    def kv_specs(self) -> dict[str, CacheSpec]:
+        return {"echo:kv": Full(num_kv_heads=1, head_size=1, dtype="bfloat16")}
 
     def kv_memory_bytes(self) -> int:
         return 64 << 20

@@ -1,8 +1,9 @@
 """An executor without a model, for tests: it believes nothing but the block tables.
 
-Its cache holds the tokens themselves, one per slot of every group. The next token of a row is a hash of its whole history
-READ BACK through the block tables of every group, so that a wrong slot, a block reused too early or a stale token
-changes the output. A step runs only when its result is asked for, in order, as on a device that is behind.
+Its caches hold the tokens themselves, an entry for every `tokens_per_entry` of them, and states a hash of all tokens so far. The
+next token of a row is a hash of its whole history READ BACK through the block tables of every group, so that a wrong slot, a
+block reused too early, a stale token or a wrong state changes the output. A step runs only when its result is asked for, in
+order, as on a device that is behind.
 """
 
 import hashlib
@@ -11,11 +12,11 @@ from collections.abc import Sequence
 
 from quire.config import EngineConfig
 from quire.executor.base import Executor
-from quire.kv.specs import Full, KVLayout, KVSpec
-from quire.step import Masks, StepPlan, StepResult
+from quire.kv.specs import CacheSpec, Full, Group, KVLayout
+from quire.step import Masks, Move, StepPlan, StepResult
 
 VOCAB_SIZE = 1000
-EMPTY = -1
+EMPTY = -1  # in place of a token that is not what it should be
 
 
 def next_token(history: Sequence[int], seed: int, choice_idx: int, allowed: Sequence[int] = range(VOCAB_SIZE)) -> int:
@@ -24,17 +25,22 @@ def next_token(history: Sequence[int], seed: int, choice_idx: int, allowed: Sequ
     return allowed[int.from_bytes(digest[:4], "little") % len(allowed)]
 
 
+def next_state(state: bytes, token_id: int) -> bytes:
+    """What is left of all tokens so far, as a recurrent layer would have it."""
+    return hashlib.sha256(state + token_id.to_bytes(4, "little")).digest()
+
+
 def allowed_tokens(words: bytes) -> list[int]:
     return [token_id for token_id in range(VOCAB_SIZE) if words[token_id // 8] >> token_id % 8 & 1]
 
 
 class FakeExecutor(Executor):
-    def __init__(self, config: EngineConfig, specs: dict[str, KVSpec] | None = None) -> None:
-        self.specs = specs or {"layer": Full(num_kv_heads=1, head_size=1, dtype_bytes=2)}
+    def __init__(self, config: EngineConfig, specs: dict[str, CacheSpec] | None = None) -> None:
+        self.specs = specs or {"layer:kv": Full(num_kv_heads=1, head_size=1, dtype="bfloat16")}
         self.queue: deque[_FakeStep] = deque()
         self.rows: dict[int, _Row] = {}
 
-    def kv_specs(self) -> dict[str, KVSpec]:
+    def kv_specs(self) -> dict[str, CacheSpec]:
         return self.specs
 
     def kv_memory_bytes(self) -> int:
@@ -42,7 +48,9 @@ class FakeExecutor(Executor):
 
     def allocate(self, layout: KVLayout) -> None:
         self.groups = layout.groups
-        self.cache = [[[EMPTY] * g.block_size for _ in range(layout.num_blocks)] for g in layout.groups]
+        # A block holds one group's entries at a time; whoever takes it finds what was there.
+        self.blocks: list[list[dict]] = [[{} for _ in range(pool.num_blocks)] for pool in layout.pools]
+        self.outside: list[list[dict]] = [[{} for _ in range(pool.num_places)] for pool in layout.pools]
 
     def forward(self, plan: StepPlan) -> None:
         self.queue.append(_FakeStep(self, plan))
@@ -64,6 +72,8 @@ class FakeExecutor(Executor):
         if masks is not None:
             words, width = masks.words, len(masks.words) // len(masks.places)
             allowed = {place: allowed_tokens(words[i * width : (i + 1) * width]) for i, place in enumerate(masks.places)}
+        for move in plan.moves:
+            self._move(move)
         for start in plan.new_rows:
             self.rows[start.row] = _Row(start.token_ids, start.seed, start.choice_idx, len(self.groups))
         for told in plan.told:
@@ -73,29 +83,61 @@ class FakeExecutor(Executor):
             state = self.rows[row]
             for table, blocks in zip(state.tables, new):
                 table.extend(blocks)
-            for position in range(first, first + count):
-                self._write(state, position)
+            for group_idx, group in enumerate(self.groups):
+                write = self._write_state if group.spec.is_state else self._write_entries
+                write(state, group_idx, group, first, first + count)
             place = sum(map(bool, tokens))
             tokens.append([self._choose(state, first + count, allowed.get(place, range(VOCAB_SIZE)))] if samples else [])
         return StepResult(plan.step_id, tokens)
 
-    def _write(self, state: "_Row", position: int) -> None:
-        for group_idx, group in enumerate(self.groups):
-            block = state.tables[group_idx][position // group.block_size]
-            # A block holds one group's tokens at a time: whoever takes it overwrites it for all.
-            for other in self.cache:
-                other[block][position % group.block_size] = EMPTY
-            self.cache[group_idx][block][position % group.block_size] = state.token_ids[position]
+    def _move(self, move: Move) -> None:
+        blocks, outside = self.blocks[move.pool_idx], self.outside[move.pool_idx]
+        if move.is_load:
+            blocks[move.block] = dict(outside[move.place])
+        else:
+            outside[move.place] = dict(blocks[move.block])
+
+    def _write_entries(self, state: "_Row", group_idx: int, group: Group, first: int, end: int) -> None:
+        """Entries whose last token is computed in this step."""
+        tokens, blocks = group.spec.tokens_per_entry, self.blocks[group.pool_idx]
+        for entry in range(first // tokens, end // tokens):
+            block = blocks[state.tables[group_idx][entry * tokens // group.block_size]]
+            content = tuple(state.token_ids[entry * tokens : (entry + 1) * tokens])
+            offset = entry % (group.block_size // tokens)
+            for other in range(len(self.groups)):  # the bytes are the same, whichever group wrote them
+                block.pop((other, offset), None)
+            block[group_idx, offset] = content
+
+    def _write_state(self, state: "_Row", group_idx: int, group: Group, first: int, end: int) -> None:
+        """From the state that the step before left, to what this one leaves; and at each block's end, where there is a block."""
+        table, blocks, size = state.tables[group_idx], self.blocks[group.pool_idx], group.block_size
+        value = blocks[table[(first - 1) // size]].get("state", b"") if first else b""
+        for position in range(first, end):
+            value = next_state(value, state.token_ids[position])
+            if table[position // size] and ((position + 1) % size == 0 or position + 1 == end):
+                blocks[table[position // size]]["state"] = value
 
     def _choose(self, state: "_Row", length: int, allowed: Sequence[int]) -> int:
         history = state.token_ids[:length]
         for group_idx, group in enumerate(self.groups):
-            first, table, cache = group.spec.first_needed(length - 1), state.tables[group_idx], self.cache[group_idx]
-            for position in (p for p in range(length) if p < group.spec.num_sinks or p >= first):
-                history[position] = cache[table[position // group.block_size]][position % group.block_size]
+            read = self._read_state if group.spec.is_state else self._read_entries
+            read(state, group_idx, group, history)
         token = next_token(history, state.seed, state.choice_idx, allowed)
         state.token_ids[length:] = [token]
         return token
+
+    def _read_entries(self, state: "_Row", group_idx: int, group: Group, history: list[int]) -> None:
+        tokens, table, blocks = group.spec.tokens_per_entry, state.tables[group_idx], self.blocks[group.pool_idx]
+        first = group.spec.first_needed(len(history) - 1)
+        for entry in range(-(-first // tokens), len(history) // tokens):
+            block = blocks[table[entry * tokens // group.block_size]]
+            content = block.get((group_idx, entry % (group.block_size // tokens)), (EMPTY,) * tokens)
+            history[entry * tokens : (entry + 1) * tokens] = content
+
+    def _read_state(self, state: "_Row", group_idx: int, group: Group, history: list[int]) -> None:
+        value = self.blocks[group.pool_idx][state.tables[group_idx][(len(history) - 1) // group.block_size]].get("state")
+        if value != state.true_state(history):
+            history[0] = EMPTY
 
 
 class _Row:
@@ -104,6 +146,13 @@ class _Row:
         self.seed = seed
         self.choice_idx = choice_idx
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+
+    @staticmethod
+    def true_state(history: Sequence[int]) -> bytes:
+        value = b""
+        for token_id in history:
+            value = next_state(value, token_id)
+        return value
 
 
 class _FakeStep:

@@ -7,7 +7,7 @@ import importlib
 
 from quire.config import EngineConfig
 from quire.executor.base import Executor, PendingStep
-from quire.kv.specs import KVLayout, KVSpec
+from quire.kv.specs import CacheSpec, KVLayout
 from quire.step import Masks, StepPlan
 
 WORKER = "quire.worker.worker"
@@ -18,7 +18,7 @@ class InprocExecutor(Executor):
     def __init__(self, config: EngineConfig) -> None:
         self.worker = importlib.import_module(WORKER).Worker(config)
 
-    def kv_specs(self) -> dict[str, KVSpec]:
+    def kv_specs(self) -> dict[str, CacheSpec]:
         return self.worker.kv_specs()
 
     def kv_memory_bytes(self) -> int:

@@ -1,61 +1,138 @@
-"""From the specs of a model's layers to groups of equal block size, and to a number of blocks.
+"""From the specs of a model's caches to groups of equal block bytes, and to numbers of blocks.
 
-Called once at start by the engine. Equal specs form a group; a spec with more layers than the rarest one is split, and short
-groups leave planes unused, so that every group's block has the same bytes and all draw from one pool.
+Called once at start by the engine. Equal specs form a group; a spec with many layers is split, and short groups leave planes
+unused, so that every group's block has the same bytes and all draw from one pool. States have pools of their own.
 """
 
 import math
+from collections.abc import Iterable
+
+import msgspec
 
 from quire.errors import CapacityError, ConfigError
-from quire.kv.specs import Group, KVLayout, KVSpec, Sliding
+from quire.kv.specs import CacheSpec, Group, KVLayout, PoolLayout
+
+# Memory that padding and unused planes may take of a request of so many tokens. Long ones are what memory runs out for.
+SHORT_TOKENS, MAX_UNUSED = 2_048, 0.10
+LONG_TOKENS, MAX_UNUSED_OF_LONG = 131_072, 0.05
+MAX_GROUPS = 16  # each has a block table, which a step reads and extends
+STATE_BLOCKS_PER_ROW = 4  # what a running request holds, and what stays findable of others
 
 
-def form_layout(specs: dict[str, KVSpec], block_size: int, num_blocks: int) -> KVLayout:
-    """Groups for `specs` (layer name -> spec); `block_size` is that of the spec with the most bytes per token."""
-    layers_of: dict[KVSpec, list[str]] = {}
-    for layer, spec in specs.items():
-        layers_of.setdefault(spec, []).append(layer)
-    if not layers_of:
+def form_layout(specs: dict[str, CacheSpec], block_size: int, num_blocks: int = 0, num_state_blocks: int = 0) -> KVLayout:
+    """Groups for `specs` (name of the cache -> spec); `block_size` is that of the spec with the most bytes per token.
+
+    `num_blocks`: of the pool that all share; `num_state_blocks`: of each pool of states.
+    """
+    if not specs:
         raise ConfigError("the model has no layer with a KV cache")
-    plane_bytes = block_size * max(spec.bytes_per_token for spec in layers_of)
-    num_planes = min(len(layers) for layers in layers_of.values())
-    groups = []
-    for spec, layers in layers_of.items():
-        # A spec with fewer bytes per token gets more tokens into the same bytes.
-        tokens = block_size * (plane_bytes // (block_size * spec.bytes_per_token))
-        for start in range(0, len(layers), num_planes):
-            groups.append(Group(spec, tokens, tuple(layers[start : start + num_planes])))
-    return KVLayout(tuple(groups), num_blocks, num_planes, plane_bytes)
+    caches_of: dict[CacheSpec, list[str]] = {}
+    for cache, spec in specs.items():
+        caches_of.setdefault(spec, []).append(cache)
+    shared = {spec: caches for spec, caches in caches_of.items() if not spec.is_state}
+    groups: list[Group] = []
+    pools: list[PoolLayout] = []
+    if shared:
+        num_planes, sizes = _choose_planes(shared, block_size)
+        plane_bytes = max(spec.block_bytes(size) for spec, size in sizes.items())
+        pools.append(PoolLayout(num_planes, plane_bytes, num_blocks))
+        for spec, caches in shared.items():
+            starts = range(0, len(caches), num_planes)
+            groups += [Group(spec, sizes[spec], tuple(caches[start : start + num_planes])) for start in starts]
+    for spec, caches in caches_of.items():
+        if spec.is_state:
+            groups.append(Group(spec, spec.tokens_per_entry, tuple(caches), pool_idx=len(pools)))
+            pools.append(PoolLayout(len(caches), spec.entry_bytes, num_state_blocks))
+    return KVLayout(tuple(groups), tuple(pools))
 
 
-def blocks_needed(group: Group, num_tokens: int, chunk_tokens: int) -> int:
-    """Most blocks of this group that one request of `num_tokens` holds at once, in steps of `chunk_tokens`."""
-    blocks = math.ceil(num_tokens / group.block_size)
-    if isinstance(group.spec, Sliding):
-        # Window behind the chunk, the chunk itself, and one block on either side for alignment.
-        live = math.ceil((group.spec.window + chunk_tokens) / group.block_size) + 2
-        blocks = min(blocks, live + math.ceil(group.spec.sinks / group.block_size))
-    return blocks
+def _choose_planes(caches_of: dict[CacheSpec, list[str]], block_size: int) -> tuple[int, dict[CacheSpec, int]]:
+    """How many planes a block has, and how many tokens a block of each spec stands for."""
+    units = {spec: math.lcm(block_size, spec.tokens_per_entry) for spec in caches_of}
+    plane_bytes = max(spec.block_bytes(unit) for spec, unit in units.items())
+    sizes = {spec: unit * _multiple(plane_bytes / spec.block_bytes(unit)) for spec, unit in units.items()}
+    counts = {spec: len(caches) for spec, caches in caches_of.items()}
+
+    def num_groups(num_planes: int) -> int:
+        return sum(-(-count // num_planes) for count in counts.values())
+
+    def unused(num_planes: int, num_tokens: int) -> float:
+        needed = held = 0.0
+        for spec, count in counts.items():
+            tokens = min(num_tokens, spec.window or num_tokens)
+            needed += count * tokens * spec.bytes_per_token
+            held += -(-count // num_planes) * num_planes * plane_bytes * tokens / sizes[spec]
+        return 1 - needed / held
+
+    choices = [
+        (num_groups(planes), unused(planes, LONG_TOKENS), unused(planes, SHORT_TOKENS), planes)
+        for planes in range(1, max(counts.values()) + 1)
+    ]
+    choices = [choice for choice in choices if choice[0] <= MAX_GROUPS] or [min(choices)]
+    for max_of_long in (MAX_UNUSED_OF_LONG, MAX_UNUSED):
+        good = [choice for choice in choices if choice[1] <= max_of_long + 1e-9 and choice[2] <= MAX_UNUSED + 1e-9]
+        if good:
+            return min(good)[-1], sizes
+    return min(choices, key=lambda choice: (choice[1] + choice[2], choice))[-1], sizes
 
 
-def num_blocks_for(layout: KVLayout, memory_bytes: int) -> int:
-    return memory_bytes // layout.block_bytes
+def _multiple(ratio: float) -> int:
+    """How many times a small spec's block fits into a plane: a power of two, so that blocks of all groups often end at the same
+    token, unless that wastes too much."""
+    power = 1 << int(math.log2(ratio + 1e-9))
+    return power if power >= (1 - MAX_UNUSED) * ratio else int(ratio + 1e-9)
+
+
+def num_blocks_for(layout: KVLayout, memory_bytes: int, num_rows: int) -> list[int]:
+    """Blocks of each pool: states get what `num_rows` requests need, half of the memory at most; the others share the rest."""
+    wanted = [num_rows * STATE_BLOCKS_PER_ROW + 1 if is_state else 0 for is_state in _are_states(layout)]
+    state_bytes = sum(count * pool.block_bytes for count, pool in zip(wanted, layout.pools))
+    scale = min(1.0, memory_bytes / 2 / state_bytes) if state_bytes else 1.0
+    counts = [int(count * scale) for count in wanted]
+    left = memory_bytes - sum(count * pool.block_bytes for count, pool in zip(counts, layout.pools))
+    return [count or left // pool.block_bytes for count, pool in zip(counts, layout.pools)]
+
+
+def with_blocks(layout: KVLayout, num_blocks: Iterable[int], num_places: int = 0) -> KVLayout:
+    """`num_places`: for blocks outside of the device, in each pool."""
+    pools = [
+        msgspec.structs.replace(pool, num_blocks=count, num_places=num_places)
+        for pool, count in zip(layout.pools, num_blocks, strict=True)
+    ]
+    return msgspec.structs.replace(layout, pools=tuple(pools))
 
 
 def check_capacity(layout: KVLayout, max_model_len: int, chunk_tokens: int) -> None:
     """One request of max_model_len must fit, or the engine could wait for ever."""
-    needed = sum(blocks_needed(g, max_model_len, chunk_tokens) for g in layout.groups)
-    usable = layout.num_blocks - 1  # block 0 is nobody's
-    if needed <= usable:
+    if _fits(layout, max_model_len, chunk_tokens):
         return
     low, high = 0, max_model_len
     while low < high:  # the longest request that would fit
         middle = (low + high + 1) // 2
-        fits = sum(blocks_needed(g, middle, chunk_tokens) for g in layout.groups) <= usable
-        low, high = (middle, high) if fits else (low, middle - 1)
+        low, high = (middle, high) if _fits(layout, middle, chunk_tokens) else (low, middle - 1)
+    needed = _blocks_needed(layout, max_model_len, chunk_tokens)
+    needed_bytes = sum(count * pool.block_bytes for count, pool in zip(needed, layout.pools))
+    usable_bytes = sum(max(0, pool.num_blocks - 1) * pool.block_bytes for pool in layout.pools)
     raise CapacityError(
-        f"one request of max_model_len {max_model_len} needs {needed * layout.block_bytes / 2**30:.2f} GiB of KV cache, "
-        f"there are {max(0, usable) * layout.block_bytes / 2**30:.2f} GiB: "
+        f"one request of max_model_len {max_model_len} needs {needed_bytes / 2**30:.2f} GiB of KV cache, "
+        f"there are {usable_bytes / 2**30:.2f} GiB: "
         + (f"lower --max-model-len to {low} or " if low > 0 else "")
         + "raise --kv-cache-memory-bytes or --gpu-memory-utilization"
     )
+
+
+def _fits(layout: KVLayout, num_tokens: int, chunk_tokens: int) -> bool:
+    needed = _blocks_needed(layout, num_tokens, chunk_tokens)
+    return all(count <= pool.num_blocks - 1 for count, pool in zip(needed, layout.pools))  # block 0 is nobody's
+
+
+def _blocks_needed(layout: KVLayout, num_tokens: int, chunk_tokens: int) -> list[int]:
+    """Of each pool, at most."""
+    needed = [0] * len(layout.pools)
+    for group in layout.groups:
+        needed[group.pool_idx] += group.spec.most_blocks(num_tokens, chunk_tokens, group.block_size)
+    return needed
+
+
+def _are_states(layout: KVLayout) -> list[bool]:
+    return [any(g.spec.is_state for g in layout.groups if g.pool_idx == idx) for idx in range(len(layout.pools))]

@@ -1,4 +1,4 @@
-"""The paged cache's bookkeeping: which blocks each request holds, prefix hits, forks, freeing behind a sliding window.
+"""The paged cache's bookkeeping: which blocks each request holds, prefix hits, forks, freeing behind a window, moves to a tier.
 
 Called by `core/scheduler.py`. Knows tokens and block ids, not requests' lives and not tensors. Everything a group wants
 peculiar is asked of its spec: a hybrid model is no special case.
@@ -8,10 +8,11 @@ import math
 from collections.abc import Sequence
 
 from quire.errors import EngineError
-from quire.kv.groups import blocks_needed
 from quire.kv.pool import NULL_BLOCK, BlockPool
 from quire.kv.prefix import HashChain, root_hash
 from quire.kv.specs import KVLayout
+from quire.kv.tier import NoTier
+from quire.step import Move
 
 
 class RequestBlocks:
@@ -29,17 +30,25 @@ class RequestBlocks:
     def reset(self, num_groups: int) -> None:
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.num_published = [0] * num_groups  # leading blocks offered to the prefix cache
-        self.num_dropped = [0] * num_groups  # leading blocks passed by the window (sinks excepted)
+        self.num_dropped = [0] * num_groups  # leading blocks that no query needs any more
         self.capacity = 0  # tokens that fit into the blocks held: grow() has nothing to do up to here
         self.next_advance = 0  # advance() has nothing to do below this many computed tokens
 
 
 class KVManager:
-    def __init__(self, layout: KVLayout, enable_prefix_caching: bool = True) -> None:
+    def __init__(self, layout: KVLayout, enable_prefix_caching: bool = True, tier: NoTier = NoTier()) -> None:
         self.groups = layout.groups
         self.block_sizes = [group.block_size for group in layout.groups]
-        self.pool = BlockPool(layout.num_blocks, len(layout.groups))
+        self.pool_layouts = layout.pools
+        self.pools = [
+            BlockPool(pool.num_blocks, len(layout.groups), self._before_forgetting) for pool in layout.pools
+        ]
+        self.pool_of = [self.pools[group.pool_idx] for group in layout.groups]
         self.prefix_caching = enable_prefix_caching
+        self.tier = tier
+        self.moves: list[Move] = []  # of the step that is being planned
+        self.moved_bytes = 0  # by these
+        self.loaded_places: set[tuple[int, int]] = set()  # by these: (pool, place)
         self._no_blocks: list[list[int]] = [[] for _ in layout.groups]
         self.live: dict[int, RequestBlocks] = {}  # by id(): the holders that check() counts
         self.hit_unit = math.lcm(*self.block_sizes)  # a hit ends where every group has a block border
@@ -54,32 +63,42 @@ class KVManager:
         if not self.prefix_caching:
             return 0
         length = (len(blocks.tokens) - 1) // self.hit_unit * self.hit_unit
-        settled = False
-        while not settled and length > 0:
-            settled = True
+        while length > 0:
+            supported = length
             for group_idx in range(len(self.groups)):
-                supported = self._supported(group_idx, blocks, length)
-                if supported < length:
-                    length, settled = supported, False
-        return length
+                supported = self._supported(group_idx, blocks, supported)
+            if supported == length:
+                supported -= self._too_much_to_load(blocks, length)
+            if supported == length:
+                return length
+            length = supported
+        return 0
 
     def can_admit(self, blocks: RequestBlocks, num_cached: int, chunk_tokens: int) -> bool:
         """Would the request's present tokens fit into what is free? (They are taken chunk by chunk, later.)"""
-        needed = 0
+        needed = [0] * len(self.pools)
         for group_idx, group in enumerate(self.groups):
-            needed += blocks_needed(group, len(blocks.tokens), chunk_tokens)
-            for block in self._hit_blocks(group_idx, blocks, num_cached):
-                if block != NULL_BLOCK and self.pool.ref_counts[block] > 0:
-                    needed -= 1  # shared with somebody who runs: costs nothing
-        return needed <= self.pool.num_free
+            count = group.spec.most_blocks(len(blocks.tokens), chunk_tokens, group.block_size)
+            for block in self._found_blocks(group_idx, blocks, num_cached):
+                if block is not None and block != NULL_BLOCK and self.pool_of[group_idx].ref_counts[block] > 0:
+                    count -= 1  # shared with somebody who runs: costs nothing
+            needed[group.pool_idx] += count
+        return all(count <= pool.num_free for count, pool in zip(needed, self.pools))
 
     def enter(self, blocks: RequestBlocks, num_cached: int) -> None:
-        """The request starts to hold blocks: those of its prefix hit, or none."""
+        """The request starts to hold blocks: those of its prefix hit, or none. What the tier has of them is loaded."""
         blocks.reset(len(self.groups))
-        for group_idx in range(len(self.groups)):
-            table = self._hit_blocks(group_idx, blocks, num_cached)
-            self.pool.share(table)
+        tables = [self._found_blocks(group_idx, blocks, num_cached) for group_idx in range(len(self.groups))]
+        places = self._places(blocks, tables)
+        for pool, table in zip(self.pool_of, tables):  # before blocks are taken: that may evict what nobody holds
+            pool.share([block for block in table if block is not None])
+        for group_idx, table in enumerate(tables):
+            first_loaded = table.index(None) if None in table else len(table)
+            for idx in range(first_loaded, len(table)):
+                if table[idx] is None:
+                    table[idx] = self._load(group_idx, places[group_idx, idx])
             self._adopt(blocks, group_idx, table, num_cached)
+            blocks.num_published[group_idx] = first_loaded  # the rest when the step that loads them is applied
         self.live[id(blocks)] = blocks
 
     def fork(self, parent: RequestBlocks, child: RequestBlocks, max_tokens: int) -> int:
@@ -92,12 +111,11 @@ class KVManager:
             length -= self.hit_unit
         child.reset(len(self.groups))
         for group_idx, size in enumerate(self.block_sizes):
-            first, sinks = self._needed_range(group_idx, length)
+            needed = self._needed(group_idx, length)
             table = [
-                block if idx < sinks or idx >= first else NULL_BLOCK
-                for idx, block in enumerate(parent.tables[group_idx][: length // size])
+                block if idx in needed else NULL_BLOCK for idx, block in enumerate(parent.tables[group_idx][: length // size])
             ]
-            self.pool.share(table)
+            self.pool_of[group_idx].share(table)
             self._adopt(child, group_idx, table, length)
         self.live[id(child)] = child
         return length
@@ -109,42 +127,98 @@ class KVManager:
     # -- growing -------------------------------------------------------------------------------------------------
 
     def grow(self, blocks: RequestBlocks, num_tokens: int) -> list[list[int]] | None:
-        """Room for `num_tokens` tokens in all: the new block ids per group, or None when they are not to be had."""
+        """Room for `num_tokens` tokens in all: what each group's table gains, or None when blocks are not to be had."""
         if num_tokens <= blocks.capacity:
             return self._no_blocks
-        wanted = [-(-num_tokens // size) - len(table) for size, table in zip(self.block_sizes, blocks.tables)]
-        if sum(w for w in wanted if w > 0) > self.pool.num_free:
+        written, needed = [], [0] * len(self.pools)
+        for group, table in zip(self.groups, blocks.tables):
+            num_after = max(len(table), -(-num_tokens // group.block_size))
+            new = group.spec.written_blocks(len(table), num_after, self.hit_unit // group.block_size)
+            written.append((num_after, new))
+            needed[group.pool_idx] += len(new)
+        if any(count > pool.num_free for count, pool in zip(needed, self.pools)):
             return None
-        new = []
-        for table, count in zip(blocks.tables, wanted):
-            fresh = self.pool.take(count) if count > 0 else []
-            table.extend(fresh)
-            new.append(fresh)
+        gained = []
+        for pool, table, (num_after, new) in zip(self.pool_of, blocks.tables, written):
+            added = [NULL_BLOCK] * (num_after - len(table))
+            for idx, block in zip(new, pool.take(len(new))):
+                added[idx - len(table)] = block
+            table.extend(added)
+            gained.append(added)
         blocks.capacity = min(len(table) * size for size, table in zip(self.block_sizes, blocks.tables))
-        return new
+        return gained
 
     def advance(self, blocks: RequestBlocks, num_computed: int, step_in_flight: int | None) -> None:
         """`num_computed` tokens are in the cache for good: publish full blocks, drop what no query needs any more."""
         if num_computed < blocks.next_advance:
             return
+        if num_computed > len(blocks.tokens):
+            raise EngineError("tokens were computed that the request does not have: their blocks cannot be named")
         for group_idx, size in enumerate(self.block_sizes):
-            table = blocks.tables[group_idx]
+            table, pool = blocks.tables[group_idx], self.pool_of[group_idx]
             full = num_computed // size
             if self.prefix_caching and full > blocks.num_published[group_idx]:
                 hashes = blocks.chains[size].upto(blocks.tokens, full)
                 for idx in range(blocks.num_published[group_idx], full):
                     if table[idx] != NULL_BLOCK:
-                        self.pool.publish(table[idx], group_idx, hashes[idx])
+                        pool.publish(table[idx], group_idx, hashes[idx])
                 blocks.num_published[group_idx] = full
             needed_at = num_computed if blocks.pinned is None else min(num_computed, blocks.pinned)
-            first, sinks = self._needed_range(group_idx, needed_at)
-            start = max(blocks.num_dropped[group_idx], sinks)
+            start, first = blocks.num_dropped[group_idx], self._needed(group_idx, needed_at).start
             if first > start:
-                self.pool.let_go(table[start:first], step_in_flight)
+                pool.let_go(table[start:first], step_in_flight)
                 table[start:first] = [NULL_BLOCK] * (first - start)
                 blocks.num_dropped[group_idx] = first
         # Publishing and dropping both happen at block borders, of the sequence or of the window behind it.
         blocks.next_advance = min(self._next_event(g, num_computed) for g in range(len(self.groups)))
+
+    # -- moves between the pools and the tier --------------------------------------------------------------------
+
+    def take_moves(self) -> list[Move]:
+        """What the step that was planned copies before it computes."""
+        moves, self.moves = self.moves, []
+        self.moved_bytes = 0
+        self.loaded_places.clear()
+        return moves
+
+    def _before_forgetting(self, block: int, group_idx: int, content_hash: bytes) -> None:
+        pool_idx = self.groups[group_idx].pool_idx
+        if self.moved_bytes + self.pool_layouts[pool_idx].block_bytes <= self.tier.max_step_bytes:
+            place = self.tier.keep(pool_idx, group_idx, content_hash, self.loaded_places)
+            if place is not None:
+                self._move(Move(pool_idx, block, place, is_load=False))
+
+    def _places(self, blocks: RequestBlocks, tables: list[list[int | None]]) -> dict[tuple[int, int], int]:
+        """Where the tier has what is None in `tables`: (group, index in the table) -> place. They are not given away in this step."""
+        places = {}
+        for group_idx, table in enumerate(tables):
+            pool_idx, hashes = self.groups[group_idx].pool_idx, blocks.chains[self.block_sizes[group_idx]].hashes
+            for idx in (idx for idx, block in enumerate(table) if block is None):
+                place = self.tier.find(pool_idx, group_idx, hashes[idx])
+                places[group_idx, idx] = place
+                self.loaded_places.add((pool_idx, place))
+        return places
+
+    def _load(self, group_idx: int, place: int) -> int:
+        (block,) = self.pool_of[group_idx].take(1)
+        self._move(Move(self.groups[group_idx].pool_idx, block, place, is_load=True))
+        return block
+
+    def _move(self, move: Move) -> None:
+        self.moves.append(move)
+        self.moved_bytes += self.pool_layouts[move.pool_idx].block_bytes
+
+    def _too_much_to_load(self, blocks: RequestBlocks, length: int) -> int:
+        """By how many tokens, at least, a hit must be shorter so that one step can load it."""
+        if not self.tier.num_places:
+            return 0
+        load_bytes = unit_bytes = 0
+        for group_idx, group in enumerate(self.groups):
+            block_bytes = self.pool_layouts[group.pool_idx].block_bytes
+            load_bytes += block_bytes * self._found_blocks(group_idx, blocks, length).count(None)
+            unit_bytes += block_bytes * self.hit_unit // group.block_size
+        excess = load_bytes - (self.tier.max_step_bytes - self.moved_bytes)
+        return max(1, excess // unit_bytes) * self.hit_unit if excess > 0 else 0
 
     # -- leaving -------------------------------------------------------------------------------------------------
 
@@ -152,17 +226,28 @@ class KVManager:
         """The request holds nothing any more. Tails go first, so that beginnings stay findable longest."""
         if self.live.pop(id(blocks), None) is None:
             return
-        for table in blocks.tables:
-            self.pool.let_go(table[::-1], step_in_flight)
+        for pool, table in zip(self.pool_of, blocks.tables):
+            pool.let_go(table[::-1], step_in_flight)
         blocks.reset(len(self.groups))
 
     def step_applied(self, step_id: int) -> None:
-        self.pool.step_applied(step_id)
+        for pool in self.pools:
+            pool.step_applied(step_id)
 
     @property
     def usage(self) -> float:
-        usable = self.pool.num_blocks - 1
-        return 1 - self.pool.num_free / usable if usable else 0.0
+        """Of the pool that is fullest."""
+        return max(1 - pool.num_free / (pool.num_blocks - 1) if pool.num_blocks > 1 else 0.0 for pool in self.pools)
+
+    @property
+    def num_limbo(self) -> int:
+        return sum(pool.num_limbo for pool in self.pools)
+
+    @property
+    def num_tokens(self) -> int:
+        """That fit into the pool all groups share, were they needed for ever."""
+        shared = [size for size, pool in zip(self.block_sizes, self.pool_of) if pool is self.pools[0]]
+        return (self.pools[0].num_blocks - 1) // len(shared) * min(shared)
 
     def _next_event(self, group_idx: int, num_computed: int) -> int:
         size, spec = self.block_sizes[group_idx], self.groups[group_idx].spec
@@ -173,65 +258,65 @@ class KVManager:
 
     # -- what a group needs --------------------------------------------------------------------------------------
 
-    def _needed_range(self, group_idx: int, position: int) -> tuple[int, int]:
-        """(first block a query at `position` needs, number of leading sink blocks it needs besides)."""
-        spec, size = self.groups[group_idx].spec, self.block_sizes[group_idx]
-        first = spec.first_needed(position) // size
-        return first, min(first, -(-spec.num_sinks // size))
+    def _needed(self, group_idx: int, num_tokens: int) -> range:
+        """The blocks that a request needs to go on after so many tokens."""
+        return self.groups[group_idx].spec.needed_blocks(num_tokens, self.block_sizes[group_idx])
 
     def _supported(self, group_idx: int, blocks: RequestBlocks, length: int) -> int:
         """The longest hit of at most `length` tokens for which this group has every needed block, in hit units."""
         size = self.block_sizes[group_idx]
         hashes = blocks.chains[size].upto(blocks.tokens, length // size)
+        pool, pool_idx = self.pool_of[group_idx], self.groups[group_idx].pool_idx
         found: dict[int, bool] = {}
 
         def has(idx: int) -> bool:
             if idx not in found:
-                found[idx] = self.pool.find(group_idx, hashes[idx]) is not None
+                in_pool = pool.find(group_idx, hashes[idx]) is not None
+                found[idx] = in_pool or self.tier.find(pool_idx, group_idx, hashes[idx]) is not None
             return found[idx]
 
-        if self._needed_range(group_idx, length)[0] == 0:  # needs everything: walk up to the first miss
+        if self._needed(group_idx, length).start == 0:  # needs everything: walk up to the first miss
             idx = 0
             while idx < length // size and has(idx):
                 idx += 1
             return idx * size // self.hit_unit * self.hit_unit
         while length > 0:
-            first, sinks = self._needed_range(group_idx, length)
-            missing = next((i for i in range(length // size - 1, first - 1, -1) if not has(i)), None)
-            if missing is None and all(has(i) for i in range(sinks)):
-                return length
             # A block that is missing inside the window can only lie behind the end of a shorter hit.
-            end = missing * size if missing is not None else length - self.hit_unit
-            length = end // self.hit_unit * self.hit_unit
+            missing = next((idx for idx in reversed(self._needed(group_idx, length)) if not has(idx)), None)
+            if missing is None:
+                return length
+            length = missing * size // self.hit_unit * self.hit_unit
         return 0
 
-    def _hit_blocks(self, group_idx: int, blocks: RequestBlocks, length: int) -> list[int]:
-        size = self.block_sizes[group_idx]
-        first, sinks = self._needed_range(group_idx, length)
-        cached, hashes = self.pool.cached[group_idx], blocks.chains[size].hashes
-        return [cached[hashes[i]] if i < sinks or i >= first else NULL_BLOCK for i in range(length // size)]
+    def _found_blocks(self, group_idx: int, blocks: RequestBlocks, length: int) -> list[int | None]:
+        """The table of a hit of `length` tokens; None where the tier has the block."""
+        size, needed = self.block_sizes[group_idx], self._needed(group_idx, length)
+        pool, hashes = self.pool_of[group_idx], blocks.chains[size].hashes
+        return [pool.find(group_idx, hashes[idx]) if idx in needed else NULL_BLOCK for idx in range(length // size)]
 
     def _adopt(self, blocks: RequestBlocks, group_idx: int, table: list[int], length: int) -> None:
         blocks.tables[group_idx] = table
         blocks.num_published[group_idx] = len(table)
-        blocks.num_dropped[group_idx] = self._needed_range(group_idx, length)[0]
+        blocks.num_dropped[group_idx] = self._needed(group_idx, length).start
 
     def _holds(self, group_idx: int, blocks: RequestBlocks, length: int) -> bool:
-        first, sinks = self._needed_range(group_idx, length)
-        table, count = blocks.tables[group_idx], length // self.block_sizes[group_idx]
-        needed = [*range(sinks), *range(first, count)]
-        return count <= len(table) and all(table[i] != NULL_BLOCK for i in needed)
+        table, needed = blocks.tables[group_idx], self._needed(group_idx, length)
+        return needed.stop <= len(table) and all(table[idx] != NULL_BLOCK for idx in needed)
 
     # -- invariants ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raises EngineError unless every block is free, held or in limbo, and counts, tables and hashes agree."""
-        pool = self.pool
-        counted = [0] * pool.num_blocks
         for blocks in self.live.values():
             self._check_tables(blocks)
-            for table in blocks.tables:
-                for block in table:
+        for pool in self.pools:
+            self._check_pool(pool)
+
+    def _check_pool(self, pool: BlockPool) -> None:
+        counted = [0] * pool.num_blocks
+        for blocks in self.live.values():
+            for table, table_pool in zip(blocks.tables, self.pool_of):
+                for block in table if table_pool is pool else ():
                     counted[block] += 1
         limbo = [block for _, waiting in pool.limbo for block in waiting]
         _require(len(limbo) == pool.num_limbo == len(set(limbo)), "limbo counts its blocks wrongly")
@@ -251,14 +336,13 @@ class KVManager:
         for group_idx, (table, size) in enumerate(zip(blocks.tables, self.block_sizes)):
             held = [b for b in table if b != NULL_BLOCK]
             _require(len(held) == len(set(held)), "a table holds a block twice")
-            sinks = -(-self.groups[group_idx].spec.num_sinks // size)
-            dropped = range(min(sinks, blocks.num_dropped[group_idx]), blocks.num_dropped[group_idx])
-            _require(
-                all((table[i] == NULL_BLOCK) == (i in dropped) for i in range(len(table))), "a needed block was dropped, or the reverse"
-            )
+            num_dropped = blocks.num_dropped[group_idx]
+            _require(not any(table[:num_dropped]), "a block was dropped and is held")
+            may_be_empty = self.groups[group_idx].spec.is_state
+            _require(may_be_empty or all(table[num_dropped:]), "a needed block was dropped")
             hashes = blocks.chains[size].hashes
             for idx in range(min(blocks.num_published[group_idx], len(hashes))):
-                content = self.pool.content[table[idx]] if table[idx] != NULL_BLOCK else None
+                content = self.pool_of[group_idx].content[table[idx]] if table[idx] != NULL_BLOCK else None
                 _require(content is None or content == (group_idx, hashes[idx]), "a block's content is not its tokens'")
 
 

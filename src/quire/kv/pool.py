@@ -6,17 +6,20 @@ Called by `kv/manager.py` only. A block is always in exactly one state:
     held     reference count > 0: in the tables of one or more requests
     limbo    let go by its last holder while a step in flight still names it; free once that step is applied
 
-Block 0 belongs to nobody: tables point at it where a sliding window has moved on.
+Block 0 belongs to nobody: tables point at it where a window has moved on, and where nothing is written.
 """
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 
 NULL_BLOCK = 0
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int, num_groups: int) -> None:
+    def __init__(self, num_blocks: int, num_groups: int, before_forgetting: Callable[[int, int, bytes], None]) -> None:
+        """`before_forgetting` is told the block, its group and its content hash."""
         self.num_blocks = num_blocks
+        self.before_forgetting = before_forgetting
         self.ref_counts = [0] * num_blocks
         self.content: list[tuple[int, bytes] | None] = [None] * num_blocks  # (group, hash) a block can be found by
         self.cached: list[dict[bytes, int]] = [{} for _ in range(num_groups)]  # per group: hash -> block
@@ -34,6 +37,7 @@ class BlockPool:
         for _ in range(count):
             block, _ = self.free.popitem(last=False)
             if self.content[block] is not None:
+                self.before_forgetting(block, *self.content[block])
                 self._forget(block)
             self.ref_counts[block] = 1
             blocks.append(block)

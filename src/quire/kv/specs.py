@@ -1,104 +1,148 @@
 """What a layer caches, as data: the one piece of the KV cache both towers share.
 
-A layer's `kv_spec()` returns one of these; `kv/` turns them into groups and block counts, and the worker into
-tensors. A spec also says which past tokens a query still needs, which is all that prefix hits and block
-freeing ever ask. Must not know torch, models or requests.
+A layer returns its caches by name, each with a CacheSpec; `kv/` turns them into groups and block counts, and the worker into
+tensors. A spec says what an entry holds, how many tokens it stands for and how long it is needed; prefix hits, forks and the
+freeing of blocks follow from its answers. Must not know torch, models or requests.
 """
+
+import math
 
 import msgspec
 
+DTYPE_BYTES = {
+    "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e8m0fnu": 1, "int8": 1, "uint8": 1,
+}  # fmt: skip
 
-class Full(msgspec.Struct, frozen=True, tag="full"):
+
+class Part(msgspec.Struct, frozen=True):
+    """One tensor of a cache: what it holds of each entry. In a block, all entries of the first part come first."""
+
+    name: str
+    dtype: str  # torch's name for it
+    shape: tuple[int, ...]
+
+    @property
+    def entry_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class CacheSpec(msgspec.Struct, frozen=True):
+    """Contents (parts, tokens per entry) and reach (everything, a window, or only the state that a step leaves).
+
+    A state is one entry per block: what is left after the block's last computed token, overwritten by each step. A full block
+    keeps the state at its end, which is where another request may resume.
+    """
+
+    kind: str  # what people call it
+    parts: tuple[Part, ...]
+    tokens_per_entry: int = 1
+    window: int = 0  # the last so many tokens are needed, a query's own included; 0: all of them
+    is_state: bool = False
+
+    @property
+    def entry_bytes(self) -> int:
+        return sum(part.entry_bytes for part in self.parts)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """What a token adds to the cache of a long request."""
+        return 0 if self.is_state else self.entry_bytes / self.tokens_per_entry
+
+    def block_bytes(self, block_size: int) -> int:
+        """Of a block that stands for `block_size` tokens, a multiple of `tokens_per_entry`."""
+        return block_size // self.tokens_per_entry * self.entry_bytes
+
+    def first_needed(self, position: int) -> int:
+        """The earliest token whose entry a query at `position`, or later, still reads."""
+        if self.is_state:
+            return max(0, position - 1)
+        return max(0, position - self.window + 1) if self.window else 0
+
+    def needed_blocks(self, num_tokens: int, block_size: int) -> range:
+        """Of a request with so many tokens computed, those that its next query reads."""
+        return range(self.first_needed(num_tokens) // block_size, -(-num_tokens // block_size))
+
+    def written_blocks(self, num_before: int, num_after: int, resume_blocks: int) -> list[int]:
+        """Which of the blocks from `num_before` to `num_after` steps write to; the others may stay empty.
+
+        Of states only the last, and the last before it at which requests may resume: one in `resume_blocks`.
+        """
+        new = range(num_before, num_after)
+        if not self.is_state:
+            return list(new)
+        newest_resumable = (num_after - 1) // resume_blocks * resume_blocks - 1
+        return [idx for idx in new if idx in (newest_resumable, num_after - 1)]
+
+    def most_blocks(self, num_tokens: int, chunk_tokens: int, block_size: int) -> int:
+        """That one request of `num_tokens` holds at once, in steps of `chunk_tokens`."""
+        blocks = -(-num_tokens // block_size)
+        if self.is_state:
+            return min(blocks, 4)  # the state before a step and after it, where requests may resume, and one for a fork
+        if self.window:  # behind the chunk, the chunk itself, and one block on either side for alignment
+            return min(blocks, -(-(self.window + chunk_tokens) // block_size) + 2)
+        return blocks
+
+
+def Full(num_kv_heads: int, head_size: int, dtype: str) -> CacheSpec:
     """Keys and values of every token."""
-
-    num_kv_heads: int
-    head_size: int
-    dtype_bytes: int
-
-    @property
-    def bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_size * self.dtype_bytes
-
-    def first_needed(self, position: int) -> int:
-        """The earliest token, after any sinks, that a query at `position` or later still reads."""
-        return 0
-
-    def shape(self, block_size: int) -> tuple[int, ...]:
-        """Of one block."""
-        return 2, block_size, self.num_kv_heads, self.head_size
-
-    @property
-    def num_sinks(self) -> int:
-        return 0
+    return CacheSpec("full", _keys_and_values(num_kv_heads, head_size, dtype))
 
 
-class Latent(msgspec.Struct, frozen=True, tag="latent"):
+def Sliding(num_kv_heads: int, head_size: int, dtype: str, window: int) -> CacheSpec:
+    """Keys and values of the last `window` tokens, the query's own included."""
+    return CacheSpec("sliding", _keys_and_values(num_kv_heads, head_size, dtype), window=window)
+
+
+def Latent(latent_size: int, dtype: str) -> CacheSpec:
     """One vector of every token, from which keys and values of all heads are made."""
-
-    latent_size: int
-    dtype_bytes: int
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.latent_size * self.dtype_bytes
-
-    def first_needed(self, position: int) -> int:
-        return 0
-
-    def shape(self, block_size: int) -> tuple[int, ...]:
-        return block_size, self.latent_size
-
-    @property
-    def num_sinks(self) -> int:
-        return 0
+    return CacheSpec("latent", (Part("latent", dtype, (latent_size,)),))
 
 
-class Sliding(msgspec.Struct, frozen=True, tag="sliding"):
-    """Keys and values of the last `window` tokens (the query's own included) and of the first `sinks`."""
-
-    num_kv_heads: int
-    head_size: int
-    dtype_bytes: int
-    window: int
-    sinks: int = 0
-
-    @property
-    def bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_size * self.dtype_bytes
-
-    def first_needed(self, position: int) -> int:
-        return max(0, position - self.window + 1)
-
-    def shape(self, block_size: int) -> tuple[int, ...]:
-        return 2, block_size, self.num_kv_heads, self.head_size
-
-    @property
-    def num_sinks(self) -> int:
-        return self.sinks
+def State(parts: tuple[Part, ...], every: int) -> CacheSpec:
+    """What is left of all tokens so far; kept for others every so many tokens."""
+    return CacheSpec("state", parts, tokens_per_entry=every, is_state=True)
 
 
-KVSpec = Full | Latent | Sliding
+def _keys_and_values(num_kv_heads: int, head_size: int, dtype: str) -> tuple[Part, ...]:
+    shape = num_kv_heads, head_size
+    return Part("keys", dtype, shape), Part("values", dtype, shape)
 
 
 class Group(msgspec.Struct, frozen=True):
-    """Layers that share one block table: equal specs, so a block of the group serves all of them."""
+    """Caches that share one block table: equal specs, so a block of the group serves all of them."""
 
-    spec: KVSpec
+    spec: CacheSpec
     block_size: int  # tokens per block
-    layers: tuple[str, ...]
+    caches: tuple[str, ...]  # "path of the layer:name of the cache"
+    pool_idx: int = 0
+
+    @property
+    def layers(self) -> list[str]:
+        return [cache.partition(":")[0] for cache in self.caches]
 
 
-class KVLayout(msgspec.Struct, frozen=True):
-    """What the worker allocates: `num_planes` tensors of `num_blocks` x `plane_bytes`.
+class PoolLayout(msgspec.Struct, frozen=True):
+    """Memory that groups share: `num_planes` tensors of `num_blocks` x `plane_bytes`.
 
-    Layer i of every group lives in plane i, so a block id means the same bytes whichever group holds it.
+    Cache i of every group lives in plane i, so a block id means the same bytes whichever group holds it.
     """
 
-    groups: tuple[Group, ...]
-    num_blocks: int
     num_planes: int
     plane_bytes: int  # of one block in one plane
+    num_blocks: int = 0
+    num_places: int = 0  # for blocks that are kept outside of the device, in the host's memory
 
     @property
     def block_bytes(self) -> int:
         return self.num_planes * self.plane_bytes
+
+
+class KVLayout(msgspec.Struct, frozen=True):
+    """What the worker allocates."""
+
+    groups: tuple[Group, ...]
+    pools: tuple[PoolLayout, ...]  # the first is everybody's; states have one of their own
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(pool.num_blocks * pool.block_bytes for pool in self.pools)

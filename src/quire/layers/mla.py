@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quire.errors import UnsupportedModelError
-from quire.kv.specs import KVSpec, Latent
+from quire.kv.specs import CacheSpec, Latent
 from quire.layers.attention import CacheLayer
 from quire.layers.config import DecoderConfig
 from quire.layers.linear import Linear
@@ -78,8 +78,11 @@ class MLA(CacheLayer):
         self.kv_b_proj = UpProjection(self.latent_size, self.num_heads, self.nope_size + self.value_size)
         self.o_proj = Linear(self.num_heads * self.value_size, hidden_size, bias=bias)
 
-    def kv_spec(self, dtype_bytes: int) -> KVSpec:
-        return Latent(self.latent_size + self.rope_size, dtype_bytes)
+    def cache_specs(self, dtype: str) -> dict[str, CacheSpec]:
+        return {"latent": Latent(self.latent_size + self.rope_size, dtype)}
+
+    def attach_cache(self, name: str, group_idx: int, parts: dict[str, Tensor]) -> None:
+        self.group_idx, self.cache = group_idx, parts["latent"]
 
     def work_shape(self, dtype: torch.dtype, *, decode: bool) -> tuple:
         return self.backend.work_shape(dtype, self.num_heads, self.latent_size, decode=decode)

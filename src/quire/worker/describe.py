@@ -36,7 +36,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
     model = build(config, hf_config)
     dtype = DTYPES[config.model.dtype]
     specs = kv_specs(model, dtype)
-    layout = form_layout(specs, config.cache.block_size, 0)
+    layout = form_layout(specs, config.cache.block_size)
     shapes = {name: math.prod(shape) for name, shape in wanted_shapes(model).items() if name not in model.tied}
     weight_bytes = _weight_bytes(files, config, hf_config, model, shapes)
     attention = next(m for m in model.modules() if isinstance(m, CacheLayer))
@@ -49,8 +49,8 @@ def describe(config: EngineConfig) -> dict[str, Any]:
         "quantization": config.model.quantization,
         "weight_types": {} if config.model.load_format == "dummy" else _weight_types(files),
         "weight_bytes": weight_bytes,
-        "kv_bytes_per_token": sum(spec.bytes_per_token for spec in specs.values()),
-        "kv_groups": [f"{len(g.layers)} layers, {type(g.spec).__name__.lower()}" for g in layout.groups],
+        "kv_bytes_per_token": math.ceil(sum(spec.bytes_per_token for spec in specs.values())),
+        "kv_groups": [f"{len(g.caches)} layers, {g.spec.kind}" for g in layout.groups],
         "kv_memory_bytes": config.cache.kv_cache_memory_bytes or _kv_memory_bytes(config, weight_bytes),
         "max_model_len": config.model.max_model_len,
         "attention": attention.backend.__name__.rsplit(".", 1)[1],
@@ -77,7 +77,7 @@ def kv_kinds(fields: dict[str, Any]) -> list[str]:
     with TemporaryDirectory() as folder:  # so that it is read as any other
         (Path(folder) / "config.json").write_text(json.dumps(fields))
         model = empty(read_config(find(folder)), "bfloat16")
-    return sorted({type(spec).__name__.lower() for spec in kv_specs(model, torch.bfloat16).values()})
+    return sorted({spec.kind for spec in kv_specs(model, torch.bfloat16).values()})
 
 
 def _model_file(module_name: str) -> str | None:

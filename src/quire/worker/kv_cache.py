@@ -1,38 +1,85 @@
-"""The KV cache's memory: planes of blocks, and each attention layer's view into its plane.
+"""The KV cache's memory: planes of blocks in each pool, each layer's view into them, and places outside for blocks that move.
 
-Called by the worker once the number of blocks is known. Which block holds what is `kv/`'s business.
+Made by the worker once the number of blocks is known. Which block holds what is `kv/`'s business.
 """
 
 import mmap
+from collections.abc import Callable, Sequence
+from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quire.kv.specs import KVLayout, KVSpec
+from quire.kv.specs import CacheSpec, Group, KVLayout, PoolLayout
 from quire.layers.attention import CacheLayer, native, reference
+from quire.ops.transfer import to_device
+from quire.step import Move
 
 
-def kv_specs(model: nn.Module, dtype: torch.dtype) -> dict[str, KVSpec]:
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, CacheLayer)}
-    return {name: layer.kv_spec(dtype.itemsize) for name, layer in layers.items() if layer.shares is None}
+def kv_specs(model: nn.Module, dtype: torch.dtype) -> dict[str, CacheSpec]:
+    """Of every cache, by "path of the layer:name of the cache"."""
+    owners = {path: m for path, m in model.named_modules() if isinstance(m, CacheLayer) and m.shares is None}
+    specs = {path: layer.cache_specs(str(dtype).removeprefix("torch.")) for path, layer in owners.items()}
+    return {f"{path}:{name}": spec for path, named in specs.items() for name, spec in named.items()}
 
 
-def attach_kv(model: nn.Module, layout: KVLayout, dtype: torch.dtype, device: torch.device) -> None:
-    """Gives every layer with a cache its group and its cache, [num_blocks, *what its spec says]."""
-    shape = layout.num_blocks, layout.plane_bytes
-    on_host = device.type == "cpu"
-    planes = [_zero_pages(*shape) if on_host else torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(layout.num_planes)]
-    for group_idx, group in enumerate(layout.groups):
-        for plane, name in zip(planes, group.layers):
-            layer = model.get_submodule(name)
-            layer.group_idx = group_idx
-            layer.cache = _view(plane, group.block_size, group.spec, dtype)
-            if on_host and layer.backend is native and not layer.cache.is_contiguous():
-                layer.backend = reference  # compiled kernels take blocks without padding
-    for layer in model.modules():
-        if isinstance(layer, CacheLayer) and layer.shares is not None:
-            owner = model.get_submodule(layer.shares)
-            layer.group_idx, layer.cache, layer.backend = owner.group_idx, owner.cache, owner.backend
+class KVMemory:
+    def __init__(self, layout: KVLayout, device: torch.device, copy_blocks: Callable[[Tensor, Tensor, Tensor], None]) -> None:
+        self.groups = layout.groups
+        self.device = device
+        self.copy_blocks = copy_blocks
+        self.planes = [_planes(pool, device) for pool in layout.pools]
+        self.outside = [_outside_planes(pool, device) for pool in layout.pools]
+
+    def attach(self, model: nn.Module) -> None:
+        """Gives every layer its caches, and the group whose block table they go by."""
+        for group_idx, group in enumerate(self.groups):
+            for plane, cache in zip(self.planes[group.pool_idx], group.caches):
+                path, _, name = cache.partition(":")
+                layer = model.get_submodule(path)
+                layer.attach_cache(name, group_idx, _parts(plane, group))
+                if self.device.type == "cpu" and layer.backend is native and not layer.cache.is_contiguous():
+                    layer.backend = reference  # compiled kernels take blocks without padding
+        for layer in model.modules():
+            if isinstance(layer, CacheLayer) and layer.shares is not None:
+                owner = model.get_submodule(layer.shares)
+                layer.group_idx, layer.cache, layer.backend = owner.group_idx, owner.cache, owner.backend
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Copies blocks to places outside and back, in order; nobody waits for it."""
+        for (pool_idx, is_load, _), run in groupby(_numbered_runs(moves), key=lambda numbered: numbered[0]):
+            pairs = [(move.place, move.block) if is_load else (move.block, move.place) for _, move in run]
+            pairs_P2 = to_device(np.array(pairs, np.int32), self.device)
+            for plane, outside in zip(self.planes[pool_idx], self.outside[pool_idx]):
+                source, target = (outside, plane) if is_load else (plane, outside)
+                self.copy_blocks(source, target, pairs_P2)
+
+
+def _numbered_runs(moves: Sequence[Move]) -> list[tuple[tuple[int, bool, int], Move]]:
+    """Moves that can happen at once have the same key: one direction, and no block or place twice."""
+    numbered, run, seen, last = [], 0, set(), None
+    for move in moves:
+        kind = move.pool_idx, move.is_load
+        touched = {("block", move.block), ("place", move.place)}
+        if kind != last or seen & touched:
+            run, seen, last = run + 1, set(), kind
+        seen |= touched
+        numbered.append(((*kind, run), move))
+    return numbered
+
+
+def _planes(pool: PoolLayout, device: torch.device) -> list[Tensor]:
+    shape = pool.num_blocks, pool.plane_bytes
+    if device.type == "cpu":
+        return [_zero_pages(*shape) for _ in range(pool.num_planes)]
+    return [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(pool.num_planes)]
+
+
+def _outside_planes(pool: PoolLayout, device: torch.device) -> list[Tensor]:
+    """Pinned, so that kernels of the device reach them."""
+    shape, pinned = (pool.num_places, pool.plane_bytes), device.type != "cpu"
+    return [torch.empty(shape, dtype=torch.uint8, pin_memory=pinned) for _ in range(pool.num_planes if pool.num_places else 0)]
 
 
 def _zero_pages(num_blocks: int, block_bytes: int) -> Tensor:
@@ -43,6 +90,13 @@ def _zero_pages(num_blocks: int, block_bytes: int) -> Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8).view(num_blocks, block_bytes)
 
 
-def _view(plane: Tensor, block_size: int, spec: KVSpec, dtype: torch.dtype) -> Tensor:
-    used = plane[:, : block_size * spec.bytes_per_token]  # the rest of a plane pads groups to equal bytes
-    return used.view(dtype).unflatten(1, spec.shape(block_size))
+def _parts(plane: Tensor, group: Group) -> dict[str, Tensor]:
+    """Views of a plane, [num_blocks, entries of a block, *shape of an entry]; what is left of a block pads groups to equal bytes."""
+    num_entries = group.block_size // group.spec.tokens_per_entry
+    parts, first = {}, 0
+    for part in group.spec.parts:
+        size = num_entries * part.entry_bytes
+        values = plane[:, first : first + size].view(getattr(torch, part.dtype))
+        parts[part.name] = values.unflatten(1, (num_entries, *part.shape))
+        first += size
+    return parts

@@ -16,13 +16,13 @@ from quire.checkpoint.hf_config import read_config
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kv.groups import form_layout
-from quire.kv.specs import KVLayout, KVSpec
+from quire.kv.specs import CacheSpec, KVLayout
 from quire.layers.linear import Linear, LMHead
 from quire.sampling.custom import load as load_processors
 from quire.step import Masks, StepPlan
 from quire.utils.memory import available_bytes
 from quire.worker.build import DTYPES, build, runs_on_triton
-from quire.worker.kv_cache import attach_kv, kv_specs
+from quire.worker.kv_cache import KVMemory, kv_specs
 from quire.worker.load import checkpoint_tensors, dummy_tensors, load_weights, translated, uploaded
 
 log = logging.getLogger(__name__)
@@ -77,14 +77,14 @@ class Worker:
         tied = [m for m in linears if getattr(m, "weight", None) is not None and m.weight.data_ptr() in seen]
         return sum(seen.values()) + sum(m.num_bytes for m in linears if m not in tied)
 
-    def kv_specs(self) -> dict[str, KVSpec]:
+    def kv_specs(self) -> dict[str, CacheSpec]:
         return kv_specs(self.model, self.dtype)
 
     def kv_memory_bytes(self) -> int:
         if self.device.type == "cpu":
             return kv_memory_bytes(self.config)
         self.is_rehearsed = True
-        layout = form_layout(self.kv_specs(), self.config.cache.block_size, num_blocks=2)
+        layout = form_layout(self.kv_specs(), self.config.cache.block_size, num_blocks=2, num_state_blocks=2)
         with self._capacity("running the largest step"):
             return device_module().kv_memory_bytes(self.config, lambda: self._runner(layout))
 
@@ -99,18 +99,20 @@ class Worker:
         log.info("runner ready in %.2f s", time.monotonic() - started)
 
     def _runner(self, layout: KVLayout):
-        attach_kv(self.model, layout, self.dtype, self.device)
+        copy_blocks = importlib.import_module("quire.ops.blocks" if self.on_triton else "quire.ops.ref.blocks").copy_blocks
+        memory = KVMemory(layout, self.device, copy_blocks)
+        memory.attach(self.model)
         num_rows, max_len = self.config.scheduler.max_num_seqs, self.config.model.max_model_len
         if not self.on_triton:
             from quire.worker.cpu.runner import Runner
 
-            return Runner(self.model, layout, num_rows, max_len, self.vocab_size)
+            return Runner(self.model, layout, memory, num_rows, max_len, self.vocab_size)
         from quire.worker.gpu.runner import Runner
 
         max_tokens = self.config.scheduler.max_num_batched_tokens
         like = torch.empty(0, self.hidden_size, dtype=self.dtype, device=self.device)
         return Runner(
-            self.model, layout, num_rows=num_rows, max_tokens=max_tokens, max_len=max_len, vocab_size=self.vocab_size, like=like
+            self.model, layout, memory, num_rows=num_rows, max_tokens=max_tokens, max_len=max_len, vocab_size=self.vocab_size, like=like
         )
 
     def _capacity(self, what: str) -> contextlib.AbstractContextManager:

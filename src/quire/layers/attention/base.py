@@ -1,6 +1,6 @@
 """The attention layer: norms heads if asked, rotates, writes new keys and values into the cache, attends.
 
-Used by models. It says what it caches (`kv_spec`); its cache tensor, group and backend are attached by the worker.
+Used by models. It says what it caches (`cache_specs`); its cache tensor, group and backend are attached by the worker.
 
 Shape letters: T tokens of the step, H query heads, K key/value heads, D head size.
 """
@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from quire.kv.specs import Full, KVSpec, Sliding
+from quire.kv.specs import CacheSpec, Full, Sliding
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
 from quire.ops.ref.attention import AttentionTables
@@ -49,7 +49,12 @@ class CacheLayer(nn.Module, ABC):
     shares: str | None = None  # path of the layer whose cache this one reads, of the same spec, instead of having its own
 
     @abstractmethod
-    def kv_spec(self, dtype_bytes: int) -> KVSpec: ...
+    def cache_specs(self, dtype: str) -> dict[str, CacheSpec]:
+        """What it caches, by name, where numbers are kept in `dtype` (torch's name for it)."""
+
+    @abstractmethod
+    def attach_cache(self, name: str, group_idx: int, parts: dict[str, Tensor]) -> None:
+        """The memory of one of its caches: of each part, [num_blocks, entries of a block, *shape of an entry]."""
 
     def work_shape(self, dtype: torch.dtype, *, decode: bool) -> tuple:
         """On GPUs: the backend's `WorkShape` for steps that decode, or for others."""
@@ -91,10 +96,16 @@ class Attention(CacheLayer):
         if self.window >= max_len:
             self.window = 0
 
-    def kv_spec(self, dtype_bytes: int) -> KVSpec:
+    def cache_specs(self, dtype: str) -> dict[str, CacheSpec]:
         if self.window:
-            return Sliding(self.num_kv_heads, self.head_size, dtype_bytes, self.window)
-        return Full(self.num_kv_heads, self.head_size, dtype_bytes)
+            return {"kv": Sliding(self.num_kv_heads, self.head_size, dtype, self.window)}
+        return {"kv": Full(self.num_kv_heads, self.head_size, dtype)}
+
+    def attach_cache(self, name: str, group_idx: int, parts: dict[str, Tensor]) -> None:
+        self.group_idx = group_idx
+        keys = parts["keys"]  # in each block values follow them
+        shape = keys.shape[0], 2, *keys.shape[1:]
+        self.cache = keys.as_strided(shape, (keys.stride(0), keys[0].numel(), *keys.stride()[1:]))
 
     def forward(
         self, qkv_TX: Tensor, positions_T: Tensor, q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None

@@ -17,6 +17,7 @@ from quire.sampling.sampler import RowMasks, sample
 from quire.step import Masks, StepPlan, StepResult, TokenLogprobs
 from quire.worker.cpu.batch import Batch
 from quire.worker.cpu.graphs import DecodeGraphs
+from quire.worker.kv_cache import KVMemory
 from quire.worker.logprobs import LOGPROBS_AT_ONCE, entries, prompt_span
 
 
@@ -40,8 +41,11 @@ class Ready:
 
 
 class Runner:
-    def __init__(self, model: nn.Module, layout: KVLayout, num_rows: int, max_len: int, vocab_size: int) -> None:
+    def __init__(
+        self, model: nn.Module, layout: KVLayout, memory: KVMemory, num_rows: int, max_len: int, vocab_size: int
+    ) -> None:
         self.model = model
+        self.memory = memory
         self.groups = layout.groups
         self.batch = Batch(num_rows, max_len, layout.groups, vocab_size)
         self.graphs = DecodeGraphs(model, layout.groups, num_rows, max_len)
@@ -54,6 +58,7 @@ class Runner:
     def forward(self, plan: StepPlan) -> None:
         batch = self.batch
         batch.update(plan)
+        self.memory.move(plan.moves)
         if not plan.rows:  # empty steps are legal
             self.launched = _Launched(plan, torch.empty(0, 0), np.zeros(1, np.int32))
             return

@@ -25,6 +25,7 @@ from quire.worker.gpu.failure import told
 from quire.worker.gpu.graphs import Graphs, fit, ladder
 from quire.worker.gpu.inputs import Shape, StepInputs, decode_shape, mixed_shape
 from quire.worker.gpu.masks import NOBODY, MaskStaging
+from quire.worker.kv_cache import KVMemory
 from quire.worker.logprobs import LOGPROBS_AT_ONCE, entries, prompt_span
 
 FIRST_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # recorded before the first request is served
@@ -48,9 +49,19 @@ class _Launched:
 
 class Runner:
     def __init__(
-        self, model: nn.Module, layout: KVLayout, *, num_rows: int, max_tokens: int, max_len: int, vocab_size: int, like: Tensor
+        self,
+        model: nn.Module,
+        layout: KVLayout,
+        memory: KVMemory,
+        *,
+        num_rows: int,
+        max_tokens: int,
+        max_len: int,
+        vocab_size: int,
+        like: Tensor,
     ) -> None:
         """`like`: an empty tensor as hidden states are, [0, D]."""
+        self.memory = memory
         self.model, self.device, self.num_rows, self.max_tokens = model, like.device, num_rows, max_tokens
         self.batch = Batch(num_rows, max_len, layout.groups, vocab_size, self.device)
         self.inputs = StepInputs(model, layout.groups, num_rows, max_tokens, like)
@@ -101,7 +112,7 @@ class Runner:
         context = self.model.context
         context.tables.clear()
         context.slots_T.clear()
-        context.wanted = self.forwards = self.samplings = self.model = None
+        context.wanted = self.forwards = self.samplings = self.model = self.memory = None
 
     # -- forward ---------------------------------------------------------------------------------------------------------
 
@@ -109,6 +120,7 @@ class Runner:
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> None:
         self.batch.update(plan)
+        self.memory.move(plan.moves)
         shape, recorded = self._shape(plan)
         if plan.rows:  # empty steps are legal
             self.inputs.fill(plan, shape)
