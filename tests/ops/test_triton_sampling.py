@@ -291,8 +291,8 @@ def test_the_twin_chooses_what_the_sampler_chooses() -> None:
     positions = torch.arange(30, 30 + len(asked))
     expected = sample(logits.clone(), rows.tolist(), batch, tokens.clone(), positions).token_ids
 
-    columns, out = twin.SamplerColumns(**{name: getattr(batch, name) for name in twin.SamplerColumns._fields}), rows.int()
-    twin.sample(logits, rows.int(), positions, columns, tokens, out, random=True, restricted=True, penalized=True)
+    out = rows.int()
+    twin.sample(logits, rows.int(), positions, batch.columns, tokens, out, random=True, restricted=True, penalized=True)
     assert out.tolist() == expected.tolist()
 
 

@@ -19,7 +19,6 @@ from transformers import (
 
 from quire.ops.cpu import sampling as native
 from quire.ops.ref.mask import mask_logits
-from quire.ops.ref.sampling import SamplerColumns
 from quire.params import SamplingParams
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import edit_sparsely
@@ -51,8 +50,7 @@ def edit(logits: Tensor, batch: SamplingRows, tokens: Tensor, lengths: Tensor) -
     """All that comes before the argmax, in place."""
     rows = torch.arange(ROWS)
     edit_sparsely(logits, range(ROWS), rows, lengths, batch, tokens)
-    columns = SamplerColumns(**{name: getattr(batch, name) for name in SamplerColumns._fields})
-    native.penalize(logits, rows, lengths, columns, tokens)
+    native.penalize(logits, rows, lengths, batch.columns, tokens)
 
 
 def edited(logits: Tensor, history: Tensor, prompt_len: int, **given) -> Tensor:

@@ -68,8 +68,8 @@ def draws(logits: Tensor, kind: str, varying: str, num_draws: int = NUM_DRAWS) -
     drawn = []
     for start in range(0, num_draws, DRAWS_PER_STEP):
         counter = torch.arange(start, start + DRAWS_PER_STEP)
-        batch.seed.copy_(counter if varying == "seed" else torch.tensor(7))
-        batch.choice_idx.copy_(counter if varying == "choice" else torch.tensor(3))
+        batch.columns.seed.copy_(counter if varying == "seed" else torch.tensor(7))
+        batch.columns.choice_idx.copy_(counter if varying == "choice" else torch.tensor(3))
         positions = counter if varying == "position" else torch.full_like(counter, 5)
         repeated = logits.repeat(DRAWS_PER_STEP, 1)
         drawn.append(sample(repeated, range(DRAWS_PER_STEP), batch, tokens, positions).token_ids)
@@ -262,7 +262,9 @@ def test_a_recycled_row_carries_nothing_of_its_former_owner():
     for batch in (used, fresh):
         batch.set(1, SamplingParams(temperature=0), seed=1, prompt_len=4)
     for name, value in vars(fresh).items():
-        if name != "table":  # its columns are compared
+        if name == "columns":
+            assert all(map(torch.equal, used.columns, value))
+        elif name != "table":  # its columns are compared
             assert torch.equal(vars(used)[name], value) if isinstance(value, Tensor) else vars(used)[name] == value
     logits, tokens, lengths = random_logits(1, VOCAB), torch.full((3, 8), 9, dtype=torch.int32), torch.full((3,), 8)
     output = sample(logits.clone(), [1], used, tokens, lengths[:1])

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.ref.sampling import SamplerColumns
 from quire.ops.transfer import on_device
 from quire.params import SamplingParams
 from quire.sampling.custom import LogitsProcessor
 from quire.step import RowStart
 
-FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-INTS = ("seed", "choice_idx", "top_k", "min_tokens", "prompt_len")
+FLOATS, INTS = SamplerColumns._fields[:6], (*SamplerColumns._fields[6:], "min_tokens")  # in the order of a row's record
 MIN_TOP_P = 1e-30  # in float32 a smaller one could be 0, which no set of tokens satisfies; this one keeps the most likely token
 
 
@@ -41,28 +41,13 @@ class Table(NamedTuple):
 
 
 class SamplingRows:
-    """Columns over `num_rows` rows; each name of FLOATS and INTS is a tensor [num_rows]."""
-
-    temperature: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    presence_penalty: Tensor
-    frequency_penalty: Tensor
-    repetition_penalty: Tensor
-    seed: Tensor
-    choice_idx: Tensor
-    top_k: Tensor
-    min_tokens: Tensor
-    prompt_len: Tensor
-
     def __init__(self, num_rows: int, vocab_size: int, table: "Table | None" = None) -> None:
         """`table`: where the dense parameters live, for a batch that keeps them elsewhere and writes them its own way."""
         self.vocab_size = vocab_size
         self.table = table or Table.on_host(num_rows)
         self.device = self.table.floats.device
-        for names, columns in ((FLOATS, self.table.floats), (INTS, self.table.ints)):
-            for name, column in zip(names, columns.unbind(1), strict=True):
-                setattr(self, name, column)
+        *ints, self.min_tokens = self.table.ints.unbind(1)
+        self.columns = SamplerColumns(*self.table.floats.unbind(1), *ints)  # what the device's sampler reads
         # Rows that use a feature; a row in none of these takes the argmax of its logits.
         self.random: set[int] = set()  # temperature > 0: the others are greedy
         self.restricted: set[int] = set()  # random, with top_k, top_p or min_p
@@ -87,7 +72,7 @@ class SamplingRows:
     ) -> None:
         """`seed` is drawn by the frontend where the user gave none; `stop_ids` are all that end the request (also EOS)."""
         self._forget(row)
-        ints = [seed, choice_idx, params.top_k, params.min_tokens, prompt_len]
+        ints = [seed, choice_idx, params.top_k, prompt_len, params.min_tokens]
         floats = {name: getattr(params, name) for name in FLOATS}
         floats["top_p"] = max(params.top_p, MIN_TOP_P)
         self.table.write(row, list(floats.values()), ints)

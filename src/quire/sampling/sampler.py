@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from quire.ops.cpu.vocab import repaired_argmax, row_argmax
-from quire.ops.ref.sampling import SamplerColumns
 from quire.ops.transfer import on_device
 from quire.sampling import processors
 from quire.sampling.logprobs import TokenLogprobs, token_logprobs
@@ -55,11 +54,10 @@ class Sampler:
         are the rows' histories; `scratch` is what the device's `sample` wants for itself."""
         self._sample, self._mask_logits, self._scratch = sample, mask_logits, scratch
         self.batch, self.tokens = batch, tokens
-        self.columns = SamplerColumns(**{name: getattr(batch, name) for name in SamplerColumns._fields})
 
     def choose(self, logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, out_S: Tensor, **stages: bool) -> None:
         """The device's `sample` alone, for rows that need no more: what a CUDA graph can hold."""
-        self._sample(logits_SV, rows_S, positions_S, self.columns, self.tokens, out_S, **stages, scratch=self._scratch)
+        self._sample(logits_SV, rows_S, positions_S, self.batch.columns, self.tokens, out_S, **stages, scratch=self._scratch)
 
     def sample(
         self,
@@ -124,7 +122,7 @@ def edit_sparsely(
         tail_SL = processors.history_tail(tokens, rows_S, lengths_S, beginning_NL.shape[1])
         processors.bad_words(logits_SV, place_N, beginning_NL, last_N, tail_SL)
     if users(rows, batch.late):
-        too_short_S = lengths_S - batch.prompt_len[rows_S] < batch.min_tokens[rows_S]
+        too_short_S = lengths_S - batch.columns.prompt_len[rows_S] < batch.min_tokens[rows_S]
         processors.min_tokens(logits_SV, *entries(rows, batch.late), too_short_S)
     for processor, wanted_by in batch.custom:
         places = users(rows, wanted_by)

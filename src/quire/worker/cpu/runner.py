@@ -124,7 +124,7 @@ class Runner:
         positions = (np.array(plan.starts) + np.array(plan.num_tokens))[which]  # where the new tokens go
         token_ids = torch.empty(len(rows), dtype=torch.int32)
         logprobs = self.sampler.sample(
-            logits_SV, rows.tolist(), torch.from_numpy(rows), torch.from_numpy(positions), token_ids, sample_masks(masks)
+            logits_SV, rows.tolist(), torch.from_numpy(rows), torch.from_numpy(positions), token_ids, _sample_masks(masks) if masks is not None else None
         )
         for idx, token_id in zip(which.tolist(), token_ids.tolist()):
             result.token_ids[idx] = [token_id]
@@ -151,9 +151,7 @@ class Runner:
             result.prompt_logprobs[idx] = _logprobs(self.model, hidden, targets, wanted)
 
 
-def sample_masks(masks: Masks | None) -> SampleMasks | None:
-    if masks is None:
-        return None
+def _sample_masks(masks: Masks) -> SampleMasks:
     words = np.frombuffer(masks.words, np.int32).reshape(len(masks.places), -1)
     return SampleMasks(torch.tensor(masks.places), torch.tensor(words))
 
