@@ -10,9 +10,10 @@ import time
 import torch
 from torch import Tensor
 
+from quire.ops.cpu import sampling, vocab
 from quire.params import SamplingParams
 from quire.sampling.rows import SamplingRows
-from quire.sampling.sampler import sample
+from quire.sampling.sampler import Sampler
 
 CASES = {
     "greedy": SamplingParams(temperature=0),
@@ -36,14 +37,15 @@ def best_step_ms(params: SamplingParams, num_rows: int, vocab_size: int, num_run
     batch = SamplingRows(num_rows, vocab_size)
     for row in range(num_rows):
         batch.set(row, params, seed=row, prompt_len=HISTORY_TOKENS // 2)
-    tokens = torch.randint(vocab_size, (num_rows, HISTORY_TOKENS), dtype=torch.int32)
-    lengths = torch.full((num_rows,), HISTORY_TOKENS)
+    tokens = torch.randint(vocab_size, (num_rows, HISTORY_TOKENS + num_runs + 2), dtype=torch.int32)
+    sampler = Sampler(sampling.sample, vocab.mask_logits, batch, tokens)
+    rows, positions, token_ids = torch.arange(num_rows), torch.full((num_rows,), HISTORY_TOKENS), torch.empty(num_rows, dtype=torch.int32)
     scratch = torch.empty_like(logits)
     best_s = float("inf")
     for run in range(num_runs + 2):  # two to warm up
         scratch.copy_(logits)
         start = time.perf_counter()
-        sample(scratch, range(num_rows), batch, tokens, lengths, lengths + run)
+        sampler.sample(scratch, range(num_rows), rows, positions + run, token_ids)
         if run >= 2:
             best_s = min(best_s, time.perf_counter() - start)
     return best_s * 1000

@@ -50,7 +50,7 @@ def planning_s(num_waiting: int) -> float:
     )
     engine = Engine(config, SilentExecutor(config))
     for idx in range(64 + num_waiting):
-        engine.add(AddRequest(str(idx), [idx % 1000 + 1] * 16, SamplingParams(max_tokens=1500), seed=0))
+        engine.handle(AddRequest(str(idx), [idx % 1000 + 1] * 16, SamplingParams(max_tokens=1500), seed=0))
     for _ in range(20):
         engine.step()
     gc.collect()

@@ -57,10 +57,10 @@ class Core:
         for choice_idx in choices:
             self.sent[name, choice_idx] = message
             self.tokens[name, choice_idx] = []
-        self.engine.add(message)
+        self.engine.handle(message)
 
     def abort(self, name: str, choice_idx: int | None = None) -> None:
-        self.engine.abort(Abort(name, choice_idx))
+        self.engine.handle(Abort(name, choice_idx))
 
     def step(self) -> None:
         outputs = self.engine.step()

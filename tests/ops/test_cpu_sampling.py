@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.ops.cpu import sampling as native
+from quire.ops.cpu import vocab as native
 from quire.ops.ref import gumbel, vocab
 
 WIDTHS = [1, 15, 16, 17, 255, 256, 5003, 49_152]

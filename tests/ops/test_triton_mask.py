@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quire.ops import mask
-from quire.ops.cpu import sampling
+from quire.ops.cpu import vocab
 from quire.ops.ref.mask import mask_logits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,5 +38,5 @@ def test_the_compiled_mask_is_the_twins(vocab_size):
     words[:, ::3], words[:, 1::3] = 0, -1
     expected = logits.clone()
     mask_logits(expected, places, words)
-    sampling.mask_logits(logits, places, words)
+    vocab.mask_logits(logits, places, words)
     assert torch.equal(logits, expected)

@@ -5,6 +5,7 @@ Without a GPU the kernels run in Triton's interpreter, which needs some 50 ms fo
 
 import pytest
 import torch
+from tests.sampling.on_cpu import sample
 from torch import Tensor
 
 from quire.ops import sampling
@@ -13,7 +14,6 @@ from quire.ops.ref import gumbel
 from quire.ops.ref import sampling as twin
 from quire.params import SamplingParams
 from quire.sampling.rows import FLOATS, INTS, SamplingRows
-from quire.sampling.sampler import sample
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -289,10 +289,10 @@ def test_the_twin_chooses_what_the_sampler_chooses() -> None:
         prompt_len = params.pop("prompt_len")
         batch.set(row, SamplingParams(**params), seed=row * 7, choice_idx=row, prompt_len=prompt_len)
     positions = torch.arange(30, 30 + len(asked))
-    expected = sample(logits.clone(), rows.tolist(), batch, tokens, positions, positions).token_ids
+    expected = sample(logits.clone(), rows.tolist(), batch, tokens.clone(), positions).token_ids
 
-    columns, out = twin.SamplerColumns(**{name: getattr(batch, name) for name in twin.SamplerColumns._fields}), rows.int()
-    twin.sample(logits, rows.int(), positions, columns, tokens, out, random=True, restricted=True, penalized=True)
+    out = rows.int()
+    twin.sample(logits, rows.int(), positions, batch.columns, tokens, out, random=True, restricted=True, penalized=True)
     assert out.tolist() == expected.tolist()
 
 

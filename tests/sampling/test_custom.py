@@ -25,7 +25,7 @@ class After(LogitsProcessor):
 
     def apply(self, logits, rows, tokens, lengths):
         rows = torch.tensor(rows)
-        wanted = (self.first[rows] + lengths[rows].long()) % self.vocab_size
+        wanted = (self.first[rows] + lengths) % self.vocab_size
         logits.scatter_(1, wanted[:, None], 1e9)
 
 

@@ -17,11 +17,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from quire.ops.cpu import sampling as native
 from quire.ops.ref.mask import mask_logits
 from quire.params import SamplingParams
-from quire.sampling import processors
 from quire.sampling.rows import SamplingRows
-from quire.sampling.sampler import edit
+from quire.sampling.sampler import edit_sparsely
 
 VOCAB = 3000  # wide enough for blocks and for every width of candidates
 ROWS = 4
@@ -39,11 +39,18 @@ def restricted(logits: Tensor, min_p: float = 0.0, top_k: int = 0, top_p: float 
     """What `restrict` leaves, as logits over the whole vocabulary."""
     result = torch.full_like(logits, -torch.inf)
     num_rows = 0
-    for group in processors.restrict(logits, column(min_p), column(top_k, torch.int64), column(top_p)):
+    for group in native.restrict(logits, column(min_p), column(top_k, torch.int64), column(top_p)):
         result[group.rows] = result[group.rows].scatter(1, group.ids, group.logits)
         num_rows += len(group.rows)
     assert num_rows == len(logits)
     return result
+
+
+def edit(logits: Tensor, batch: SamplingRows, tokens: Tensor, lengths: Tensor) -> None:
+    """All that comes before the argmax, in place."""
+    rows = torch.arange(ROWS)
+    edit_sparsely(logits, range(ROWS), rows, lengths, batch, tokens)
+    native.penalize(logits, rows, lengths, batch.columns, tokens)
 
 
 def edited(logits: Tensor, history: Tensor, prompt_len: int, **given) -> Tensor:
@@ -53,7 +60,7 @@ def edited(logits: Tensor, history: Tensor, prompt_len: int, **given) -> Tensor:
     for row in range(ROWS):
         batch.set(row, SamplingParams(**given, max_tokens=None), seed=0, prompt_len=prompt_len, **outside)
     logits = logits.clone()
-    edit(logits, range(ROWS), batch, history.int(), torch.full((ROWS,), history.shape[1]), None)
+    edit(logits, batch, history.int(), torch.full((ROWS,), history.shape[1]))
     return logits
 
 
@@ -72,7 +79,7 @@ vocab_sizes = st.sampled_from([50, 3000, 5003])
 def test_temperature_equals_transformers(seed, temperature):
     logits = random_logits(seed)
     expected = TemperatureLogitsWarper(temperature)(None, logits.clone())
-    processors.temperature(logits, column(temperature))
+    native.divide_by_temperature(logits, column(temperature))
     torch.testing.assert_close(logits, expected)
 
 
@@ -163,11 +170,11 @@ def test_penalties_of_rows_with_different_lengths_do_not_touch_each_other():
     logits, history = random_logits(1), random_history(1, 50, 20)
     lengths, prompts = torch.tensor([50, 3, 17, 30]), [10, 3, 2, 30]
     batch = SamplingRows(ROWS, VOCAB)
-    for row in (0, 1, 3):  # row 2 has no penalty
+    for row in range(ROWS):
         params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2)
-        batch.set(row, params, seed=0, prompt_len=prompts[row])
+        batch.set(row, SamplingParams() if row == 2 else params, seed=0, prompt_len=prompts[row])
     ours = logits.clone()
-    edit(ours, range(ROWS), batch, history.int(), lengths, None)
+    edit(ours, batch, history.int(), lengths)
     assert torch.equal(ours[2], logits[2])
     for row in (0, 1, 3):
         seen = history[row : row + 1, : lengths[row]]

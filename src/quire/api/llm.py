@@ -145,30 +145,23 @@ class LLM:
         try:
             with interrupts_deferred() as raise_if_interrupted:
                 for request in requests:
-                    if request.message.constraint is not None and not self.client.knows_vocabulary:
-                        self.client.learn(self.model.vocabulary)
-                    self.client.add(request.message)
+                    self.client.prepare(request.message, lambda: self.model.vocabulary)
+                    self.client.send(request.message)
                 while live:
                     outputs = self.client.step()
                     raise_if_interrupted()
-                    for delta in outputs.deltas:
-                        request = live.get(delta.request_id)
-                        if request is None:
-                            continue
-                        if delta.error:
-                            raise RequestError(delta.error)
-                        abort = request.take(delta)
-                        if abort is not None:
-                            self.client.abort(abort)
-                        num_tokens += len(delta.token_ids)
-                        if request.finished:
-                            del live[delta.request_id]
-                        yield request
+                    for change in self.client.take_in(outputs, live.get):
+                        if change.error is not None:
+                            raise change.error
+                        num_tokens += change.num_tokens
+                        if change.request.finished:
+                            del live[change.request.request_id]
+                        yield change.request
                     if bar is not None and num_tokens:
                         bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False)
         finally:
             for request_id in live:  # stopped early: by Ctrl-C, an error, or a stream nobody reads any more
-                self.client.abort(Abort(request_id))
+                self.client.send(Abort(request_id))
 
 
 def _is_one(prompts: Any) -> bool:

@@ -22,7 +22,19 @@ from quire.kv.groups import check_capacity, form_layout, num_blocks_for, with_bl
 from quire.kv.manager import KVManager
 from quire.kv.specs import KVLayout
 from quire.kv.tier import NoTier
-from quire.messages import Abort, AddRequest, ChoiceDelta, Constraint, EngineStats, StepOutputs, Vocabulary
+from quire.messages import (
+    Abort,
+    AddRequest,
+    Check,
+    Checked,
+    ChoiceDelta,
+    Constraint,
+    EngineStats,
+    FromCore,
+    StepOutputs,
+    ToCore,
+    Vocabulary,
+)
 from quire.utils.flight import NoRecorder
 
 if TYPE_CHECKING:
@@ -62,7 +74,7 @@ class NoGuides:
 
 
 class Engine:
-    """A core: takes AddRequest and Abort, gives StepOutputs. `config` is resolved."""
+    """A core: `handle` takes what a frontend says, `step` gives what came of it. `config` is resolved."""
 
     def __init__(
         self,
@@ -79,11 +91,27 @@ class Engine:
         self.kv = KVManager(layout, config.cache.enable_prefix_caching, tier)
         self.scheduler = Scheduler(config.scheduler, self.kv, self.pipeline)
         self.guides: NoGuides | Guides = NoGuides()  # until the first request needs more
+        self.refused: list[ChoiceDelta] = []  # requests that ended before they began, for the next step's outputs
+
+    def handle(self, message: ToCore) -> FromCore | None:
+        """Takes a message in; gives the answer, where there is one."""
+        match message:
+            case AddRequest():
+                self._add(message)
+            case Vocabulary():
+                self.guides = importlib.import_module(GUIDES).Guides.of(message, self.config.structured, self.executor)
+                self.pipeline.masker = self.guides.masker
+            case Abort():
+                self._abort(message)
+            case Check():
+                return Checked(self._problem())
+        return None
 
     def step(self) -> StepOutputs:
         """One turn: fill the pipeline, then take in the oldest step. Grammars' masks are made from when their tokens are there until
         the next step is planned."""
-        refused = self._admit_guided()
+        self._admit_guided()
+        refused, self.refused = self.refused, []
         while self.pipeline.has_room and (step := self.scheduler.plan()) is not None:
             self.pipeline.submit(step)
         if not self.pipeline.steps:
@@ -98,14 +126,19 @@ class Engine:
         deltas += refused
         return StepOutputs(deltas, self.stats(step.plan.total_tokens))
 
-    def add(self, message: AddRequest) -> None:
-        """Takes all choices of a request in, or none: where one cannot be, none stays."""
+    def refuse(self, request_id: str, choice_idx: int = 0, error: str = "") -> None:
+        """Ends a request that never began. `error`: what is wrong with it, if that is the reason."""
+        self.refused.append(ChoiceDelta(request_id, choice_idx, [], "error", error=error))
+
+    def _add(self, message: AddRequest) -> None:
+        """Takes all choices of a request in, or none: where one cannot be, none stays, and others are not affected."""
         try:
             for choice_idx in message.choices:
                 self._add_choice(message, choice_idx)
-        except BaseException:
-            self.abort(Abort(message.request_id))
-            raise
+        except Exception:
+            log.exception("request %s cannot be taken in", message.request_id)
+            self._abort(Abort(message.request_id))
+            self.refuse(message.request_id)
 
     def _add_choice(self, message: AddRequest, choice_idx: int) -> None:
         params = message.params
@@ -117,18 +150,15 @@ class Engine:
         else:
             self.guides.add(request, message.constraint)
 
-    def learn(self, vocabulary: Vocabulary) -> None:
-        self.guides = importlib.import_module(GUIDES).Guides.of(vocabulary, self.config.structured, self.executor)
-        self.pipeline.masker = self.guides.masker
-
-    def _admit_guided(self) -> list[ChoiceDelta]:
-        """Those whose grammar is there join the line; what became of those whose grammar is no good."""
-        ready, refused = self.guides.take()
+    def _admit_guided(self) -> None:
+        """Those whose grammar is there join the line; those whose grammar is no good are refused."""
+        ready, hopeless = self.guides.take()
         for request in ready:
             self.scheduler.add(request)
-        return [ChoiceDelta(request.request_id, request.choice_idx, [], "error", error=error) for request, error in refused]
+        for request, error in hopeless:
+            self.refuse(request.request_id, request.choice_idx, error)
 
-    def abort(self, message: Abort) -> None:
+    def _abort(self, message: Abort) -> None:
         self.guides.abort(message.request_id, message.choice_idx)
         choices = [message.choice_idx] if message.choice_idx is not None else [
             choice_idx for request_id, choice_idx in list(self.scheduler.requests) if request_id == message.request_id
@@ -136,9 +166,17 @@ class Engine:
         for choice_idx in choices:
             self.scheduler.abort(message.request_id, choice_idx)
 
+    def _problem(self) -> str:
+        """What is wrong with the books; empty if nothing is."""
+        try:
+            self.kv.check()
+        except Exception as error:
+            return str(error) or type(error).__name__
+        return ""
+
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self.guides.has_work
+        return self.scheduler.has_work or self.guides.has_work or bool(self.refused)
 
     def stats(self, step_tokens: int = 0) -> EngineStats:
         scheduler = self.scheduler

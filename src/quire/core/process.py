@@ -22,20 +22,7 @@ import zmq
 from quire import env
 from quire.core.engine import Engine, executor_module
 from quire.errors import QuireError
-from quire.messages import (
-    Abort,
-    AddRequest,
-    Check,
-    Checked,
-    ChoiceDelta,
-    CoreSetup,
-    Failed,
-    FromCore,
-    Ready,
-    StepOutputs,
-    ToCore,
-    Vocabulary,
-)
+from quire.messages import AddRequest, CoreSetup, Failed, FromCore, Ready, ToCore
 from quire.utils.flight import FlightRecorder
 
 log = logging.getLogger(__name__)
@@ -88,40 +75,15 @@ class CoreProcess:
                     log.exception("a message cannot be decoded")
                     self._refuse_undecoded(data)
                     continue
-                self._take(message)
-
-    def _take(self, message: ToCore) -> None:
-        match message:
-            case AddRequest():
-                try:
-                    self.engine.add(message)
-                except Exception:
-                    log.exception("request %s cannot be taken in", message.request_id)
-                    self._refuse(message.request_id)
-            case Vocabulary():
-                self.engine.learn(message)
-            case Abort():
-                self.engine.abort(message)
-            case Check():
-                self._send(Checked(self._problem()))
-
-    def _refuse(self, request_id: str) -> None:
-        """Ends a request that never began, with all its choices."""
-        self._send(StepOutputs([ChoiceDelta(request_id, 0, [], finish_reason="error")], self.engine.stats()))
+                if (answer := self.engine.handle(message)) is not None:
+                    self._send(answer)
 
     def _refuse_undecoded(self, data: bytes) -> None:
         """Whose message it was is at its beginning, which can be read without understanding the rest."""
         with contextlib.suppress(Exception):
             match msgspec.msgpack.decode(data):
                 case [kind, str(request_id), *_] if kind == AddRequest.__struct_config__.tag:
-                    self._refuse(request_id)
-
-    def _problem(self) -> str:
-        try:
-            self.engine.kv.check()
-        except Exception as error:
-            return str(error) or type(error).__name__
-        return ""
+                    self.engine.refuse(request_id)
 
     def _send(self, message: FromCore) -> None:
         self.socket.send(self.encode(message), zmq.NOBLOCK)

@@ -16,6 +16,7 @@ import zmq
 import zmq.asyncio
 
 from quire.config import EngineConfig
+from quire.frontend.exchange import Client
 from quire.messages import CoreSetup, FromCore, ToCore
 from quire.utils.flight import FlightRecorder
 
@@ -39,7 +40,7 @@ async def start_process(config: EngineConfig) -> Process:
     )
 
 
-class CoreClient:
+class CoreClient(Client):
     def __init__(self, config: EngineConfig, folder: Path, epoch: int) -> None:
         self.config = config
         self.address = f"ipc://{folder}/core-{epoch}"
@@ -51,7 +52,6 @@ class CoreClient:
         self.socket.bind(self.address)
         self.process: Process | None = None
         self.ready = False
-        self.knows_vocabulary = False
         self.killed = False  # by us, maybe before there was a process
 
     @property

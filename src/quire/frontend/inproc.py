@@ -3,26 +3,18 @@
 import importlib
 
 from quire.config import EngineConfig
-from quire.messages import Abort, AddRequest, StepOutputs, Vocabulary
+from quire.frontend.exchange import Client
+from quire.messages import StepOutputs, ToCore
 
 ENGINE = "quire.core.engine"
 
 
-class InprocClient:
+class InprocClient(Client):
     def __init__(self, config: EngineConfig) -> None:
         self.engine = importlib.import_module(ENGINE).Engine(config)
-        self.knows_vocabulary = False
 
-    def add(self, message: AddRequest) -> None:
-        self.engine.add(message)
-
-    def learn(self, vocabulary: Vocabulary) -> None:
-        """To be told before the first request with a constraint."""
-        self.engine.learn(vocabulary)
-        self.knows_vocabulary = True
-
-    def abort(self, message: Abort) -> None:
-        self.engine.abort(message)
+    def send(self, message: ToCore) -> None:
+        self.engine.handle(message)
 
     def step(self) -> StepOutputs:
         return self.engine.step()

@@ -16,16 +16,16 @@ from pathlib import Path
 
 from quire import errors
 from quire.config import EngineConfig, ServingConfig
-from quire.errors import DeadlineError, EngineError, InternalError, PoisonError, RequestError
+from quire.errors import DeadlineError, EngineError, InternalError, PoisonError, QuireError, RequestError
 from quire.frontend.blame import MAX_DEATHS, Blame, Cause
 from quire.frontend.core_client import CoreClient, encode, start_process
+from quire.frontend.exchange import Change
 from quire.frontend.requests import RequestState
 from quire.frontend.stream import Stream
 from quire.messages import (
     Abort,
     Check,
     Checked,
-    ChoiceDelta,
     EngineStats,
     Failed,
     FromCore,
@@ -168,9 +168,7 @@ class Supervisor:
             encoded = encode(request.restart())
         elif encoded is None:
             encoded = encode(request.message)
-        if request.message.constraint is not None and not core.knows_vocabulary:
-            core.send(self._vocabulary())
-            core.knows_vocabulary = True
+        core.prepare(request.message, self._vocabulary)
         core.send_encoded(encoded)
         stream.epoch = self.epoch
 
@@ -183,17 +181,19 @@ class Supervisor:
             for stream in list(self.live.values()):
                 try:
                     self._send(stream)
-                except Exception:
-                    self._fail(stream)
+                except Exception as error:
+                    self._fail(stream, error)
                 await share.pause()
             self._sending = False
 
-    def _fail(self, stream: Stream) -> None:
-        """To be called where an exception is caught that only this request may have caused."""
+    def _fail(self, stream: Stream, error: Exception) -> None:
+        """`error`: what the core says of this request, or an exception that only this request may have caused."""
         request_id = stream.request.request_id
-        log.exception("request %s failed: others go on", request_id)
+        if not isinstance(error, QuireError):
+            log.error("request %s failed: others go on", request_id, exc_info=error)
+            error = InternalError("the server failed on this request, others are not affected: its log has more")
         self._forget(request_id, "error")
-        stream.fail(InternalError("the server failed on this request, others are not affected: its log has more"))
+        stream.fail(error)
 
     # -- what the core says --------------------------------------------------------------------------------------
 
@@ -227,36 +227,32 @@ class Supervisor:
 
     def _take_outputs(self, outputs: StepOutputs) -> None:
         num_tokens = 0
-        for delta in outputs.deltas:
-            stream = self.live.get(delta.request_id)
-            if stream is None:
-                continue
+        for change in self.core.take_in(outputs, self._find):
+            stream = self.live[change.request.request_id]
             try:
-                self._take_delta(stream, delta)
-            except Exception:
-                self._fail(stream)
-            num_tokens += len(delta.token_ids)
+                self._take_change(stream, change)
+            except Exception as error:
+                self._fail(stream, error)
+            num_tokens += change.num_tokens
         self.stats = outputs.stats
         self.metrics.step(outputs.stats, outputs.step_s, num_tokens)
         self.longest_step_s = max(outputs.step_s, self.longest_step_s * STEP_DECAY)
 
-    def _take_delta(self, stream: Stream, delta: ChoiceDelta) -> None:
-        request = stream.request
-        if delta.finish_reason == "error":
-            self._forget(delta.request_id, "error")
-            stream.fail(RequestError(delta.error) if delta.error else InternalError("the engine could not take this request in"))
+    def _find(self, request_id: str) -> RequestState | None:
+        stream = self.live.get(request_id)
+        return stream.request if stream is not None else None
+
+    def _take_change(self, stream: Stream, change: Change) -> None:
+        if change.error is not None:
+            self._fail(stream, change.error)
             return
-        is_first = request.metrics.first_token_time is None
-        abort = request.take(delta)
-        if abort is not None:
-            self.core.send(abort)
-        if delta.token_ids:
-            if is_first:
-                self.metrics.first_token(request)
-            if self.blame.watches and self.blame.progressed(delta.request_id):
-                self._unsent.set()
+        request = change.request
+        if change.is_first:
+            self.metrics.first_token(request)
+        if change.num_tokens and self.blame.watches and self.blame.progressed(request.request_id):
+            self._unsent.set()
         if request.finished:
-            del self.live[delta.request_id]
+            del self.live[request.request_id]
             self.metrics.finished(request)
         stream.wake()
 

@@ -3,7 +3,7 @@
 Called by `ops/sampling.py`, also inside a CUDA graph. Knows logits, columns of parameters and token histories; nothing of how tokens
 are chosen. Three launches: a row's counts become 0, its history is counted, its penalized logits take the place of the counts.
 
-Letters: S sampling rows of the step, V vocabulary.
+Letters: S samples of the step, V vocabulary.
 """
 
 import torch

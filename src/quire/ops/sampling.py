@@ -1,7 +1,7 @@
-"""The sampler that stays on the device, in Triton: one token per row, written where the next step reads it. Twin: `ops/ref/sampling.py`.
+"""The sampler that stays on the device, in Triton: one token per sample, written where the next step reads it. Twin: `ops/ref/sampling.py`.
 
 Called by the worker at the end of a step, also inside a CUDA graph. Knows logits, columns of parameters and token histories; nothing
-of requests. A row's token depends on nothing but the row: not on its company, nor on how the work is cut.
+of requests. A sample's token depends on nothing but its row and position: not on its company, nor on how the work is cut.
 
     penalized rows    logits ──► float32 copy ──┐
     other rows        logits ──────────────────┴► greedy, random: `_choose_kernel`, one launch, logits read once
@@ -12,7 +12,7 @@ slots of 64 tokens; from the slots' maxima and masses follows a floor that all k
 Then tokens are drawn one after the other, each from those more likely than the last, until one lies inside of top_p: this is the
 token that wins among the kept ones, and it takes 1 + ln(1 / top_p) draws on average, not a search for the border.
 
-Letters: S sampling rows of the step, V vocabulary.
+Letters: S samples of the step, V vocabulary.
 """
 
 import functools
@@ -111,11 +111,10 @@ def sample(
     penalized: bool,
     scratch: Scratch,
 ) -> None:
-    """Chooses a token for each row and writes it to `out_S` (int32) and behind the row's history in `tokens` (int32 [num_rows, max_len]).
+    """As in `ops/ref/sampling.py`; `rows_S`, `positions_S`, `out_S` and `tokens` [num_rows, max_len] are int32.
 
-    `rows_S` (int32) are rows of the persistent batch, a negative one is padding and gets -1; `positions_S` the places of the new
-    tokens, so also the lengths of the histories. The flags say whether any row needs the stage; rows that do not, skip it. Logits are
-    of any float type, contiguous in a row, and are left as they are.
+    Logits are of any float type, contiguous in a row, and are left as they are. All histories are read before the first token is
+    written, by launches of their own.
     """
     num_rows, vocab_size = logits_SV.shape
     if num_rows > scratch.shape[0] or vocab_size != scratch.shape[1]:

@@ -30,9 +30,9 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def apply(self, logits: Tensor, rows: Sequence[int], tokens: Tensor, lengths: Tensor) -> None:
-        """In place: `logits[i]` (float32) are those of row `rows[i]`, whose history is `tokens[rows[i], :lengths[rows[i]]]`.
+        """In place: `logits[i]` (float32) are those of row `rows[i]` after the history `tokens[rows[i], :lengths[i]]`.
 
-        On a GPU nothing may wait for the device: no `.item()`, no tensors made from lists.
+        A row may come several times, with histories of different lengths. On a GPU nothing may wait for the device: no `.item()`, no tensors made from lists.
         """
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.ops.cpu.sampling import row_argmax, row_topk
+from quire.ops.cpu.vocab import repaired_argmax, row_topk
 from quire.ops.ref.vocab import row_count_above, row_sum_exp
 
 CHUNK_ENTRIES = 1 << 20  # logits worked on at a time: 4 MiB per temporary
@@ -33,7 +33,7 @@ def token_logprobs(logits_TV: Tensor, target_ids_T: Tensor, k: int) -> TokenLogp
 
 
 def _token_logprobs(logits_TV: Tensor, target_ids_T: Tensor, k: int) -> TokenLogprobs:
-    largest_T = row_argmax(logits_TV)[0]
+    largest_T = repaired_argmax(logits_TV)[0]
     # The logarithm of a float64 sum is added in float64: a float32 sum would lose what tells near-certain tokens apart.
     norm_T1 = (largest_T.double() + row_sum_exp(logits_TV, largest_T).log())[:, None]
     target_T = logits_TV.gather(1, target_ids_T[:, None])[:, 0]

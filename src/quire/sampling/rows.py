@@ -1,6 +1,6 @@
 """SamplingRows: what each row of the worker's persistent batch asks of the sampler, as columns beside the batch's tokens.
 
-The worker sets a row when a request joins and clears it when it leaves; the sampler reads. Knows nothing of logits or steps.
+The worker sets a row when a request takes it; the sampler reads. Knows nothing of logits or steps.
 Dense parameters are tensors on the device, sparse ones (ids of tokens) live under their row in dictionaries, whose keys also
 say which rows use what: a stage that no row of a step needs is skipped.
 """
@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.ref.sampling import SamplerColumns
 from quire.ops.transfer import on_device
 from quire.params import SamplingParams
 from quire.sampling.custom import LogitsProcessor
 from quire.step import RowStart
 
-FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-INTS = ("seed", "choice_idx", "top_k", "min_tokens", "prompt_len")
+FLOATS, INTS = SamplerColumns._fields[:6], (*SamplerColumns._fields[6:], "min_tokens")  # in the order of a row's record
 MIN_TOP_P = 1e-30  # in float32 a smaller one could be 0, which no set of tokens satisfies; this one keeps the most likely token
 
 
@@ -41,31 +41,15 @@ class Table(NamedTuple):
 
 
 class SamplingRows:
-    """Columns over `num_rows` rows; each name of FLOATS and INTS is a tensor [num_rows]."""
-
-    temperature: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    presence_penalty: Tensor
-    frequency_penalty: Tensor
-    repetition_penalty: Tensor
-    seed: Tensor
-    choice_idx: Tensor
-    top_k: Tensor
-    min_tokens: Tensor
-    prompt_len: Tensor
-
     def __init__(self, num_rows: int, vocab_size: int, table: "Table | None" = None) -> None:
         """`table`: where the dense parameters live, for a batch that keeps them elsewhere and writes them its own way."""
         self.vocab_size = vocab_size
         self.table = table or Table.on_host(num_rows)
         self.device = self.table.floats.device
-        for names, columns in ((FLOATS, self.table.floats), (INTS, self.table.ints)):
-            for name, column in zip(names, columns.unbind(1), strict=True):
-                setattr(self, name, column)
+        *ints, self.min_tokens = self.table.ints.unbind(1)
+        self.columns = SamplerColumns(*self.table.floats.unbind(1), *ints)  # what the device's sampler reads
         # Rows that use a feature; a row in none of these takes the argmax of its logits.
         self.random: set[int] = set()  # temperature > 0: the others are greedy
-        self.tempered: set[int] = set()  # random, with a temperature other than 1
         self.restricted: set[int] = set()  # random, with top_k, top_p or min_p
         self.penalized: set[int] = set()
         self.num_logprobs: dict[int, int] = {}
@@ -88,14 +72,12 @@ class SamplingRows:
     ) -> None:
         """`seed` is drawn by the frontend where the user gave none; `stop_ids` are all that end the request (also EOS)."""
         self._forget(row)
-        ints = [seed, choice_idx, params.top_k, params.min_tokens, prompt_len]
+        ints = [seed, choice_idx, params.top_k, prompt_len, params.min_tokens]
         floats = {name: getattr(params, name) for name in FLOATS}
         floats["top_p"] = max(params.top_p, MIN_TOP_P)
         self.table.write(row, list(floats.values()), ints)
         if not params.greedy:
             self.random.add(row)
-            if params.temperature != 1.0:
-                self.tempered.add(row)
             if 0 < params.top_k < self.vocab_size or params.top_p < 1.0 or params.min_p > 0.0:
                 self.restricted.add(row)
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
@@ -139,20 +121,11 @@ class SamplingRows:
         if params.min_tokens and late:
             self.late[row] = (self._tensor(late),)
 
-    def clear(self, row: int) -> None:
-        """Leaves the row greedy and bare."""
-        self._forget(row)
-        self.table.write(row, [0.0] * len(FLOATS), [0] * len(INTS))
-
     def _forget(self, row: int) -> None:
-        for users in (self.random, self.tempered, self.restricted, self.penalized, *(rows for _, rows in self.custom)):
+        for users in (self.random, self.restricted, self.penalized, *(rows for _, rows in self.custom)):
             users.discard(row)
         for table in (self.num_logprobs, self.allowed, self.bias, self.bad_words, self.late):
             table.pop(row, None)
-
-    def edits(self, rows: Sequence[int]) -> bool:
-        """Whether any of the rows has its logits changed before the argmax."""
-        return self.edits_sparsely(rows) or not self.penalized.isdisjoint(rows)
 
     def special(self, rows: Sequence[int]) -> bool:
         """Whether any of the rows asks for more than a temperature."""
@@ -173,12 +146,12 @@ class SamplingRows:
 
 
 def users(rows: Sequence[int], table: Collection[int]) -> list[int]:
-    """Places in the step, not in the batch, of the rows that are in `table`."""
+    """Which samples of the step, whose rows these are, have a row in `table`."""
     return [i for i, row in enumerate(rows) if row in table] if table else []
 
 
 def entries(rows: Sequence[int], table: Mapping[int, tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Everything the step's rows have in `table`, as flat columns; the first says the place in the step, [N]."""
+    """Everything the step's samples, whose rows these are, have in `table`, as flat columns; the first says which sample, [N]."""
     places = users(rows, table)
     parts = [table[rows[i]] for i in places]
     lengths = [len(part[0]) for part in parts]

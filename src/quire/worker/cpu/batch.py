@@ -16,8 +16,6 @@ class Batch:
     def __init__(self, num_rows: int, max_len: int, groups: tuple[Group, ...], vocab_size: int) -> None:
         self.tokens = np.zeros((num_rows, max_len), np.int32)
         self.tokens_tensor = torch.from_numpy(self.tokens)  # the same memory
-        self.lengths = np.zeros(num_rows, np.int64)  # tokens known per row
-        self.lengths_tensor = torch.from_numpy(self.lengths)
         self.prompt_lens = np.zeros(num_rows, np.int64)
         self.tables = [np.zeros((num_rows, -(-max_len // g.block_size)), np.int32) for g in groups]
         self.table_lens = [[0] * num_rows for _ in groups]
@@ -29,24 +27,16 @@ class Batch:
         for start in plan.new_rows:
             self._start(start)
         for told in plan.told:
-            end = told.start + len(told.token_ids)
-            self.tokens[told.row, told.start : end] = told.token_ids
-            self.lengths[told.row] = end
+            self.tokens[told.row, told.start : told.start + len(told.token_ids)] = told.token_ids
         for row, new_blocks in zip(plan.rows, plan.new_blocks):
             for table, lens, blocks in zip(self.tables, self.table_lens, new_blocks):
                 if blocks:
                     table[row, lens[row] : lens[row] + len(blocks)] = blocks
                     lens[row] += len(blocks)
 
-    def append(self, rows: np.ndarray, token_ids: np.ndarray, positions: np.ndarray) -> None:
-        """Sampled tokens become history: `token_ids[i]` is token `positions[i]` of `rows[i]`."""
-        self.tokens[rows, positions] = token_ids
-        self.lengths[rows] = positions + 1
-
     def _start(self, start: RowStart) -> None:
         row = start.row
         self.tokens[row, : len(start.token_ids)] = start.token_ids
-        self.lengths[row] = len(start.token_ids)
         self.prompt_lens[row] = start.num_prompt_tokens
         for lens in self.table_lens:
             lens[row] = 0

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from quire.kv.specs import KVLayout
+from quire.ops.cpu.sampling import sample
+from quire.ops.cpu.vocab import mask_logits
 from quire.ops.ref.attention import AttentionTables
 from quire.sampling.logprobs import token_logprobs
-from quire.sampling.sampler import RowMasks, sample
+from quire.sampling.sampler import SampleMasks, Sampler
 from quire.step import Masks, StepPlan, StepResult, TokenLogprobs
 from quire.worker.cpu.batch import Batch
 from quire.worker.cpu.graphs import DecodeGraphs
@@ -48,6 +50,7 @@ class Runner:
         self.memory = memory
         self.groups = layout.groups
         self.batch = Batch(num_rows, max_len, layout.groups, vocab_size)
+        self.sampler = Sampler(sample, mask_logits, self.batch.sampling, self.batch.tokens_tensor)
         self.graphs = DecodeGraphs(model, layout.groups, num_rows, max_len)
         self.launched: _Launched | None = None
 
@@ -115,27 +118,25 @@ class Runner:
 
     def _sample(self, masks: Masks | None) -> StepResult:
         launched, self.launched = self.launched, None
-        plan, batch = launched.plan, self.batch
+        plan = launched.plan
         result = StepResult(plan.step_id, [[] for _ in plan.rows])
         self._prompt_logprobs(launched, result)
         which = np.flatnonzero(np.array(plan.samples, bool))
         if not len(which):
             return result
-        logits_RV = self.model.logits(launched.hidden_TD[torch.from_numpy(launched.query_starts[which + 1].astype(np.int64) - 1)])
+        logits_SV = self.model.logits(launched.hidden_TD[torch.from_numpy(launched.query_starts[which + 1].astype(np.int64) - 1)])
         rows = np.array(plan.rows)[which]
         positions = (np.array(plan.starts) + np.array(plan.num_tokens))[which]  # where the new tokens go
-        chosen = sample(
-            logits_RV, rows.tolist(), batch.sampling, batch.tokens_tensor, batch.lengths_tensor, torch.from_numpy(positions),
-            row_masks(masks) if masks is not None else None,
-        )  # fmt: skip
-        token_ids = chosen.token_ids.numpy()
-        batch.append(rows, token_ids, positions)
+        token_ids = torch.empty(len(rows), dtype=torch.int32)
+        logprobs = self.sampler.sample(
+            logits_SV, rows.tolist(), torch.from_numpy(rows), torch.from_numpy(positions), token_ids, _sample_masks(masks) if masks is not None else None
+        )
         for idx, token_id in zip(which.tolist(), token_ids.tolist()):
             result.token_ids[idx] = [token_id]
-        if chosen.logprobs is not None:
-            places = [int(which[place]) for place in chosen.logprobs.places]
+        if logprobs is not None:
+            places = [int(which[place]) for place in logprobs.places]
             ids = [result.token_ids[idx][0] for idx in places]
-            for idx, entry in zip(places, entries(ids, chosen.logprobs.tokens, chosen.logprobs.num_top)):
+            for idx, entry in zip(places, entries(ids, logprobs.tokens, logprobs.num_top)):
                 result.logprobs[idx] = [entry]
         return result
 
@@ -155,9 +156,9 @@ class Runner:
             result.prompt_logprobs[idx] = _logprobs(self.model, hidden, targets, wanted)
 
 
-def row_masks(masks: Masks) -> RowMasks:
+def _sample_masks(masks: Masks) -> SampleMasks:
     words = np.frombuffer(masks.words, np.int32).reshape(len(masks.places), -1)
-    return RowMasks(torch.tensor(masks.places), torch.tensor(words))
+    return SampleMasks(torch.tensor(masks.places), torch.tensor(words))
 
 
 def _logprobs(model: nn.Module, hidden_TD: Tensor, targets_T: Tensor, k: int) -> list[TokenLogprobs]:

@@ -13,12 +13,11 @@ from quire.kv.specs import KVLayout
 from quire.ops.elementwise import gather_rows
 from quire.ops.mask import mask_logits
 from quire.ops.ref.attention import AttentionTables
-from quire.ops.sampling import SamplerColumns, Scratch, sample
+from quire.ops.sampling import Scratch, sample
 from quire.ops.step import place_slots, place_tokens
-from quire.ops.transfer import ToHost, on_device
+from quire.ops.transfer import ToHost
 from quire.sampling.logprobs import TokenLogprobs, token_logprobs
-from quire.sampling.rows import users
-from quire.sampling.sampler import edit_sparsely
+from quire.sampling.sampler import SampleMasks, Sampler
 from quire.step import Masks, StepPlan, StepResult
 from quire.worker.gpu.batch import Batch
 from quire.worker.gpu.failure import told
@@ -67,8 +66,8 @@ class Runner:
         self.inputs = StepInputs(model, layout.groups, num_rows, max_tokens, like)
         self.last_hidden = like.new_zeros(num_rows, like.shape[1])
         self.out_ids = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
-        self.columns = SamplerColumns(**{name: getattr(self.batch.sampling, name) for name in SamplerColumns._fields})
-        self.scratch = Scratch(num_rows, vocab_size, self.device)
+        scratch = Scratch(num_rows, vocab_size, self.device)
+        self.sampler = Sampler(sample, mask_logits, self.batch.sampling, self.batch.tokens, scratch)
         self.forwards = Graphs(self._forward, self.device)
         self.samplings = Graphs(self._sample, self.device)
         self.row_sizes = ladder(num_rows, smallest=1, step=4, largest_step=16)
@@ -90,7 +89,7 @@ class Runner:
         logits_SV = self.model.logits(self.last_hidden)
         nobody = torch.full((1,), NOBODY, dtype=torch.int32, device=self.device)
         mask_logits(logits_SV, nobody, nobody.expand(-(-logits_SV.shape[1] // 32))[None])
-        self._choose(logits_SV, random=True, restricted=True, penalized=True)
+        self.sampler.choose(logits_SV, *self._samples(self.num_rows), random=True, restricted=True, penalized=True)
         copies = [logits_SV.float() for _ in range(3)]  # what editing and logprobs hold at once
         del copies
 
@@ -206,48 +205,23 @@ class Runner:
         """For rows that ask for no more than a temperature and a grammar."""
         logits_SV = self.model.logits(self.last_hidden[: shape.num_samples])
         if shape.masked:
-            self._mask(logits_SV)
-        self._choose(logits_SV, random=shape.random, restricted=False, penalized=False)
-
-    def _mask(self, logits_SV: Tensor) -> None:
-        mask_logits(logits_SV, self.masks.places[: len(logits_SV)], self.masks.words)
+            mask_logits(logits_SV, *self._masks(shape.num_samples))
+        self.sampler.choose(logits_SV, *self._samples(shape.num_samples), random=shape.random, restricted=False, penalized=False)
 
     def _sample_specially(self, rows: list[int], shape: SampleShape, pending: "Pending") -> None:
-        """With whatever the rows ask for; nothing here waits for the device either."""
-        sampling, count = self.batch.sampling, len(rows)
-        logits_SV = self.model.logits(self.last_hidden[:count])
-        asked = users(rows, sampling.num_logprobs)
-        asked_L = on_device(asked, self.device)
-        raw_LV = logits_SV[asked_L].float() if asked else None
-        if shape.masked:
-            self._mask(logits_SV)
-        if sampling.edits_sparsely(rows):
-            logits_SV = self._edited(logits_SV.float(), rows)
-        self._choose(
-            logits_SV,
-            random=shape.random,
-            restricted=not sampling.restricted.isdisjoint(rows),
-            penalized=not sampling.penalized.isdisjoint(rows),
-        )
-        if asked:
-            num_top = [sampling.num_logprobs[rows[i]] for i in asked]
-            columns = token_logprobs(raw_LV, self.out_ids[asked_L].long(), max(num_top))
-            pending.add_logprobs(asked, num_top, columns)
+        """With whatever the rows ask for."""
+        count = len(rows)
+        logits_SV, masks = self.model.logits(self.last_hidden[:count]), self._masks(count) if shape.masked else None
+        logprobs = self.sampler.sample(logits_SV, rows, *self._samples(count), masks)
+        if logprobs is not None:
+            pending.add_logprobs(*logprobs)
 
-    def _edited(self, logits_SV: Tensor, rows: list[int]) -> Tensor:
-        """A row in which everything is forbidden keeps its raw logits."""
-        count, raw_SV = len(rows), logits_SV.clone()
-        positions_S = self.inputs.sample_positions[:count].long()
-        lengths = positions_S.new_zeros(self.num_rows).index_copy(0, self.inputs.sample_rows[:count].long(), positions_S)
-        edit_sparsely(logits_SV, rows, self.batch.sampling, self.batch.tokens, lengths)
-        return torch.where(logits_SV.amax(-1, keepdim=True) == -torch.inf, raw_SV, logits_SV)
+    def _masks(self, count: int) -> SampleMasks:
+        return SampleMasks(self.masks.places[:count], self.masks.words)
 
-    def _choose(self, logits_SV: Tensor, *, random: bool, restricted: bool, penalized: bool) -> None:
-        count, inputs = logits_SV.shape[0], self.inputs
-        sample(
-            logits_SV, inputs.sample_rows[:count], inputs.sample_positions[:count], self.columns, self.batch.tokens,
-            self.out_ids[:count], random=random, restricted=restricted, penalized=penalized, scratch=self.scratch,
-        )  # fmt: skip
+    def _samples(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Row and position of each sample, and where its token goes."""
+        return self.inputs.sample_rows[:count], self.inputs.sample_positions[:count], self.out_ids[:count]
 
     def _prompt_logprobs(self, launched: _Launched, pending: "Pending") -> None:
         """For rows that want them: how likely each prompt token was, given those before it."""

@@ -1,0 +1,55 @@
+"""Client: a way to a core, and how what the core says reaches the requests; the same in this process and over a socket.
+
+Used by `LLM` and by the supervisor, which decide what follows from a change. Knows messages and requests, not who waits for them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from quire.errors import InternalError, RequestError
+from quire.frontend.requests import RequestState
+from quire.messages import AddRequest, ChoiceDelta, StepOutputs, ToCore, Vocabulary
+
+
+class Change(NamedTuple):
+    """Something the core said of a request, which has taken it in unless there is an error."""
+
+    request: RequestState
+    num_tokens: int  # that came with it
+    is_first: bool  # these are the request's first tokens
+    error: Exception | None  # why the request cannot go on: a QuireError if the core gave it up, else what taking it in raised
+
+
+class Client(ABC):
+    knows_vocabulary = False
+
+    @abstractmethod
+    def send(self, message: ToCore) -> None:
+        """Does not wait for an answer."""
+
+    def prepare(self, message: AddRequest, vocabulary: Callable[[], Vocabulary]) -> None:
+        """To be called before a request is sent: a core is told what tokens spell before its first request with a constraint."""
+        if message.constraint is not None and not self.knows_vocabulary:
+            self.send(vocabulary())
+            self.knows_vocabulary = True
+
+    def take_in(self, outputs: StepOutputs, find: Callable[[str], RequestState | None]) -> Iterator[Change]:
+        """What a step's outputs change, request by request; `find` gives a live request by its id.
+
+        Whatever goes wrong with one request is its change's error: the others' changes come nevertheless.
+        """
+        for delta in outputs.deltas:
+            if (request := find(delta.request_id)) is not None:  # else it ended here before the core knew
+                is_first = bool(delta.token_ids) and request.metrics.first_token_time is None
+                yield Change(request, len(delta.token_ids), is_first, self._take(request, delta))
+
+    def _take(self, request: RequestState, delta: ChoiceDelta) -> Exception | None:
+        if delta.finish_reason == "error":
+            return RequestError(delta.error) if delta.error else InternalError("the engine could not take this request in")
+        try:
+            if (abort := request.take(delta)) is not None:  # a stop string ended the choice, which the core cannot see
+                self.send(abort)
+        except Exception as error:
+            return error
+        return None
