@@ -181,7 +181,7 @@ class CausalLM(Layer):
     def checkpoint_path(self, path: str) -> str:
         """What checkpoints call the module at `path`: quantizations name it so."""
         name = f"{path}."
-        for theirs, ours in reversed(self.renames):
+        for theirs, ours in self.renames:
             name = name.replace(ours, theirs)
         return name.removesuffix(".").removesuffix(".weight")
 
