@@ -1,9 +1,15 @@
 """What each rank of a parallel group would take of a checkpoint: together everything, and little of it twice."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
 from quire import registry
+from quire.checkpoint.find import find
+from quire.checkpoint.hf_config import read_config
+from quire.errors import UnsupportedModelError
 from quire.layers.base import Layer, head_units
 from quire.layers.linear import Linear
 from quire.layers.mla import MLA
@@ -20,7 +26,12 @@ from tests.models.oracle import all_cases
 
 RANKS = 2
 TINIES = registry.literals("quire.models", "TINY")
-CASES = {name: fields for name, fields in all_cases().items() if fields.get("use_bidirectional_attention") != "all"}
+CASES = all_cases()
+
+
+def built(fields: dict, folder: Path) -> torch.nn.Module:
+    (folder / "config.json").write_text(json.dumps(fields))  # so that it is read as any other
+    return attached(empty(read_config(find(str(folder))), "float32"))
 
 
 def copies(weight: Weight, num_ranks: int = RANKS) -> torch.Tensor:
@@ -58,9 +69,9 @@ def key_value_rows(model) -> dict[Layer, int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_take_everything_and_twice_only_what_is_small(name):
-    model = attached(empty(CASES[name], "float32"))
-    shared, num_once, num_twice = key_value_rows(model), 0, 0
+def test_two_ranks_take_everything_and_twice_only_what_is_small(name, tmp_path):
+    model = built(CASES[name], tmp_path)
+    shared = key_value_rows(model)
     for layer in (m for m in model.modules() if isinstance(m, Layer)):
         for weight in layer.weights():
             counts = copies(weight)
@@ -71,22 +82,19 @@ def test_two_ranks_take_everything_and_twice_only_what_is_small(name):
                 own = "k_proj" in weight.name or "v_proj" in weight.name
                 counts = counts[: 0 if own else shared[layer]]
             assert (counts == 1).all(), weight.name
-            num_once += counts.numel()
-            num_twice += (counts > 1).sum()
-    assert num_once and not num_twice
 
 
 @pytest.mark.parametrize("name", TINIES)
-def test_everything_that_a_model_has_is_declared(name):
-    model = attached(empty(TINIES[name], "float32"))
+def test_everything_that_a_model_has_is_declared(name, tmp_path):
+    model = built(TINIES[name], tmp_path)
     load_weights(model, dummy_tensors(model, 0, torch.device("cpu")))
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", TINIES)
-def test_what_a_rank_computes_is_what_its_next_layer_takes(name):
+def test_what_a_rank_computes_is_what_its_next_layer_takes(name, tmp_path):
     """Queries of the heads that its output projection reads, gates and ups of the same columns of down."""
-    model = attached(empty(TINIES[name], "float32"))
+    model = built(TINIES[name], tmp_path)
     for module in model.modules():
         if isinstance(module, (SelfAttention, gemma4.Gemma4Attention)):
             outputs, inputs = module.qkv_proj.parts()[0].split, module.o_proj.parts()[0].split
@@ -116,14 +124,14 @@ def test_queries_stay_with_the_heads_they_read():
 def test_packed_tensors_divide_in_whole_packs_only():
     half = Split("inputs", (Section(96, (96,)),))
     assert half.slices(96 // 32, 0, 3) == [slice(0, 1)]
-    with pytest.raises(Exception, match="do not divide over 2 ranks"):
+    with pytest.raises(UnsupportedModelError, match="do not divide over 2 ranks"):
         half.slices(96 // 32, 0, 2)
 
 
 @pytest.mark.parametrize("name", TINIES)
-def test_the_path_a_method_is_found_by_is_the_checkpoints(name):
+def test_the_path_a_method_is_found_by_is_the_checkpoints(name, tmp_path):
     """Renamed as its tensors are, it is the module's path again."""
-    model = attached(empty(TINIES[name], "float32"))
+    model = built(TINIES[name], tmp_path)
     for layer in (m for m in model.modules() if isinstance(m, Linear)):
         for part in layer.parts():
             name = f"{model.checkpoint_path(part.path)}.weight"
