@@ -9,14 +9,11 @@ import transformers
 from torch import Tensor, nn
 
 from quire.kv.specs import Latent
-from quire.layers.attention import StepContext
-from quire.layers.linear import Linear
 from quire.layers.mla import MLA, MLAConfig
-from quire.layers.weights import plain
 from quire.ops import mla as triton_backend
 from quire.ops.ref import mla as reference
 from quire.ops.ref.attention import AttentionTables
-from quire.quant.dense import Dense
+from tests.attached import filled
 
 SIZES = {
     "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
@@ -60,21 +57,8 @@ def ours(attention: nn.Module, hf_config, interleaved: bool) -> MLA:
     names = {field.name for field in dataclasses.fields(MLAConfig)} - {"rope_scaling", "rope_parameters"}
     values = {name: getattr(hf_config, name) for name in names if hasattr(hf_config, name)}
     config = MLAConfig(**values, rope_scaling=dict(hf_config.rope_parameters))
-    layer = MLA(config, config.rope(interleaved=interleaved))
-    layer.rope.materialize(config.max_position_embeddings, torch.device("cpu"))
-    shards = {name: place for name, place in config.shards.items() if place[0] == "qkv_a_proj"}
-    for path, module in attention.named_children():
-        target, shard_idx = shards.get(path, (path, 0))
-        target = layer.get_submodule(target)
-        if isinstance(target, Linear):
-            if not hasattr(target, "method"):
-                target.method = Dense(target.in_features, target.shard_sizes, torch.float32, torch.device("cpu"), False)
-            target.method.load(shard_idx, plain(module.weight.data))
-            if target.bias is not None:
-                target.bias.data.split(target.shard_sizes)[shard_idx].copy_(module.bias.data)
-        else:
-            target.weight.data = module.weight.data
-    layer.context, layer.group_idx = StepContext(), 0
+    layer = filled(MLA(config, config.rope(interleaved=interleaved)), attention.state_dict())
+    layer.group_idx = 0
     return layer
 
 

@@ -11,17 +11,15 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from quire.layers.experts import PREFERRED
 from quire.layers.experts import torch as torch_backend
 from quire.layers.experts import triton as triton_backend
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE, Routing
-from quire.quant.base import RawTensor
-from quire.quant.dense import Dense
+from quire.worker.choose import CANDIDATES
+from tests.attached import filled, raw, runtime
 
 D, F, E, K = 64, 32, 8, 2
-CPU = torch.device("cpu")
 SIZES = dict(hidden_size=D, moe_intermediate_size=F, num_experts_per_tok=K, n_routed_experts=E, n_shared_experts=1)
 backends = pytest.mark.parametrize("backend", [torch_backend, triton_backend], ids=["torch", "triton"])
 
@@ -35,10 +33,6 @@ class SharedGate(MoE):
 
     def shared(self, x_TD: Tensor) -> Tensor:
         return torch.sigmoid(self.shared_expert_gate(x_TD)) * self.shared_experts(x_TD)
-
-
-def raw(tensor: Tensor) -> RawTensor:
-    return RawTensor("F32", tensor.detach().contiguous().flatten().view(torch.uint8), tuple(tensor.shape))
 
 
 def random_block(block: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -58,32 +52,8 @@ def per_expert(state: dict[str, Tensor], names: tuple[str, str, str]) -> dict[st
     return state
 
 
-def fill(moe: MoE, state: dict[str, Tensor]) -> MoE:
-    """What worker/load.py does: every name has a taker, every taker its tensor."""
-    state, shards = dict(state), {"gate_up_proj": ("gate_proj", "up_proj")}
-    for path, module in moe.named_modules():
-        if isinstance(module, Linear):
-            module.method = Dense(module.in_features, module.shard_sizes, torch.float32, CPU, True)
-            parent, _, own = path.rpartition(".")
-            for i, shard in enumerate(shards.get(own, (own,))):
-                module.method.load(i, raw(state.pop(f"{parent}.{shard}.weight" if parent else f"{shard}.weight")))
-            if module.bias is not None:
-                module.bias = nn.Parameter(state.pop(f"{path}.bias"), requires_grad=False)
-        elif hasattr(module, "takers"):
-            for name, (shape, take) in module.takers(path, torch.float32, CPU).items():
-                tensor = state.pop(name.removeprefix("."))
-                assert tuple(tensor.shape) == shape
-                take(raw(tensor))
-        else:
-            for name, _ in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(state.pop(f"{path}.{name}"), requires_grad=False))
-    assert not state
-    return moe
-
-
 def check(moe: MoE, block: nn.Module, backend) -> None:
     moe.experts.backend = backend
-    assert not any(p.is_meta for p in moe.parameters())
     for num_tokens in (1, 5):
         x = torch.randn(num_tokens, D)
         with torch.no_grad():
@@ -102,7 +72,7 @@ def test_softmax_and_the_best(backend, renormalize: bool) -> None:
     config = Qwen3MoeConfig(hidden_size=D, moe_intermediate_size=F, num_experts=E, num_experts_per_tok=K, norm_topk_prob=renormalize)
     block, state = random_block(Qwen3MoeSparseMoeBlock(config))
     moe = build(Routing(K, renormalize=renormalize))
-    check(fill(moe, per_expert(state, ("gate_proj", "up_proj", "down_proj"))), block, backend)
+    check(filled(moe, per_expert(state, ("gate_proj", "up_proj", "down_proj"))), block, backend)
 
 
 @backends
@@ -110,7 +80,7 @@ def test_experts_by_other_names(backend) -> None:
     config = MixtralConfig(hidden_size=D, intermediate_size=F, num_local_experts=E, num_experts_per_tok=K)
     block, state = random_block(MixtralSparseMoeBlock(config))
     moe = build(Routing(K, renormalize=True), names=("w1", "w3", "w2"))
-    check(fill(moe, per_expert(state, ("w1", "w3", "w2"))), block, backend)
+    check(filled(moe, per_expert(state, ("w1", "w3", "w2"))), block, backend)
 
 
 @backends
@@ -118,7 +88,7 @@ def test_groups_by_their_best_expert(backend) -> None:
     config = DeepseekV2Config(**SIZES, topk_method="group_limited_greedy", n_group=4, topk_group=2, routed_scaling_factor=16.0)
     block, state = random_block(DeepseekV2Moe(config))
     moe = build(Routing(K, scale=16.0, num_groups=4, num_groups_kept=2), shared=GatedMLP(D, F), names=("gate_up_proj", "down_proj"))
-    check(fill(moe, state), block, backend)
+    check(filled(moe, state), block, backend)
 
 
 @backends
@@ -127,7 +97,7 @@ def test_groups_by_their_two_best_and_a_bias_that_only_chooses(backend) -> None:
     block, state = random_block(DeepseekV3MoE(config))
     routing = Routing(K, "sigmoid", renormalize=True, scale=2.5, num_groups=4, num_groups_kept=2, group_score_size=2)
     moe = build(routing, shared=GatedMLP(D, F), correction_bias="gate.e_score_correction_bias")
-    check(fill(moe, per_expert(state, ("gate_proj", "up_proj", "down_proj"))), block, backend)
+    check(filled(moe, per_expert(state, ("gate_proj", "up_proj", "down_proj"))), block, backend)
 
 
 @backends
@@ -141,7 +111,7 @@ def test_biases_and_the_clamped_activation(backend) -> None:
         state[f"experts.{name}"] = state[f"experts.{name}"].transpose(1, 2)
     state = {name.replace("router.", "gate."): tensor for name, tensor in state.items()}
     moe = build(Routing(K, renormalize=True), activation="clamped_swiglu", bias=True, names=("gate_up_proj", "down_proj"))
-    check(fill(moe, state), block, backend)
+    check(filled(moe, state), block, backend)
 
 
 @backends
@@ -150,13 +120,15 @@ def test_a_model_shares_in_its_own_way(backend) -> None:
     block, state = random_block(Qwen2MoeSparseMoeBlock(config))
     state = {name.replace("shared_expert.", "shared_experts."): tensor for name, tensor in state.items()}
     moe = build(Routing(K), shared=GatedMLP(D, F), names=("gate_up_proj", "down_proj"), kind=SharedGate)
-    check(fill(moe, state), block, backend)
+    check(filled(moe, state), block, backend)
 
 
 def test_a_bias_of_each_expert_has_its_name() -> None:
-    wanted = build(Routing(K), bias=True).experts.takers("mlp.experts", torch.bfloat16, CPU)
+    experts = build(Routing(K), bias=True).experts
+    experts.attach(runtime(), "mlp.experts")
+    wanted = {weight.name: weight.shape for weight in experts.weights()}
     assert len(wanted) == E * 6
-    assert {n: s for n, (s, _) in wanted.items() if ".7." in n} == {
+    assert {n: s for n, s in wanted.items() if ".7." in n} == {
         "mlp.experts.7.gate_proj.weight": (F, D), "mlp.experts.7.up_proj.weight": (F, D), "mlp.experts.7.down_proj.weight": (D, F),
         "mlp.experts.7.gate_proj.bias": (F,), "mlp.experts.7.up_proj.bias": (F,), "mlp.experts.7.down_proj.bias": (D,),
     }  # fmt: skip
@@ -164,16 +136,18 @@ def test_a_bias_of_each_expert_has_its_name() -> None:
 
 def test_asking_what_is_wanted_takes_no_memory_and_numbers_arrive_in_the_models_type() -> None:
     moe = build(Routing(K), correction_bias="gate.e_score_correction_bias")
-    wanted = moe.experts.takers("experts", torch.bfloat16, CPU) | moe.takers("mlp", torch.bfloat16, CPU)
-    assert all(p.is_meta for p in moe.parameters())
+    moe.attach(runtime(dtype="bfloat16"), "mlp")
+    moe.experts.attach(moe.runtime, "experts")
+    wanted = {weight.name: weight for layer in (moe, moe.experts) for weight in layer.weights()}
+    gate_up, down = moe.experts.methods
+    assert all(p.is_meta for p in moe.parameters()) and not gate_up.memory() and not down.memory()
     for name in ("experts.3.up_proj.weight", "experts.0.down_proj.weight", "mlp.gate.e_score_correction_bias"):
-        shape, take = wanted[name]
-        take(raw(torch.full(shape, 1.25)))
-    assert moe.experts.gate_up.dtype == moe.experts.down.dtype == torch.bfloat16 and moe.correction_bias.dtype == torch.float32
-    assert (moe.experts.gate_up[3, F:] == 1.25).all() and (moe.experts.down[0] == 1.25).all()
+        wanted[name].take(raw(torch.full(wanted[name].shape, 1.25)))
+    assert gate_up.numbers().dtype == down.numbers().dtype == torch.bfloat16 and moe.correction_bias.dtype == torch.float32
+    assert (gate_up.numbers().view(E, 2 * F, D)[3, F:] == 1.25).all() and (down.numbers().view(E, D, F)[0] == 1.25).all()
 
 
-@pytest.mark.parametrize("device", PREFERRED)
-def test_every_device_has_a_backend(device: str) -> None:
-    by_name = {"torch": torch_backend, "triton": triton_backend}
-    assert any(by_name[name].supports(torch.bfloat16, torch.device(device)) for name in PREFERRED[device])
+@pytest.mark.parametrize(("kind", "device"), [("cpu", "cpu"), ("gpu", "cuda")])
+def test_every_device_has_a_backend(kind: str, device: str) -> None:
+    by_name = {backend.__name__: backend for backend in (torch_backend, triton_backend)}
+    assert any(by_name[name].why_not(torch.device(device), torch.bfloat16) is None for name in CANDIDATES["experts"][kind])

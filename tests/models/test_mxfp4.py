@@ -56,8 +56,8 @@ def test_blocks_without_scales_are_an_incomplete_checkpoint(tmp_path):
         LLM(str(tmp_path), **OPTIONS)
 
 
-def test_a_quantization_that_a_model_does_not_read_is_refused(tmp_path):
+def test_a_quantization_that_has_no_file_is_refused(tmp_path):
     oracle(llama.TINY, tmp_path)
-    say_quantized(tmp_path, "mxfp4")
-    with pytest.raises(UnsupportedModelError, match="quantized with 'mxfp4'"):
+    say_quantized(tmp_path, "mxfp-5")
+    with pytest.raises(UnsupportedModelError, match="quantized with 'mxfp-5'"):
         LLM(str(tmp_path), **OPTIONS)

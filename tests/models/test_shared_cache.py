@@ -70,7 +70,7 @@ def test_a_layer_that_shares_rotates_its_queries_and_writes_nothing(backend):
 def test_kernels_of_gpus_share_a_cache_too(tmp_path):
     layer_types = ["sliding_attention", "full_attention", "full_attention"]
     model = oracle({**gemma4.TINY, "num_hidden_layers": 3, "layer_types": layer_types, "num_kv_shared_layers": 1}, tmp_path)
-    options = {"attention_backend": "triton", "max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 32}
+    options = {"interpret_triton": True, "max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 32}
     with LLM(str(tmp_path), **{**OPTIONS, **options}) as llm:
         params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
         assert_greedy(model, PROMPTS[1], llm.generate([PROMPTS[1]], params, use_tqdm=False)[0].outputs[0].token_ids)

@@ -31,7 +31,7 @@ class After(LogitsProcessor):
 
 @pytest.fixture(scope="module", params=["native", "triton"])
 def llm(request, tiny_llama):
-    backend = {"attention_backend": "triton", "device": "cpu"} if request.param == "triton" else {"device": "cpu"}
+    backend = {"interpret_triton": True, "device": "cpu"} if request.param == "triton" else {"device": "cpu"}
     with LLM(str(tiny_llama), dtype="float32", logits_processors=[f"{HERE}:After"], skip_tokenizer_init=True, max_model_len=128, **backend) as llm:
         yield llm
 

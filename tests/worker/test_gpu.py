@@ -15,13 +15,13 @@ from quire.errors import ConfigError
 from quire.layers.attention import flash_attn, flashinfer, triton
 from quire.models.qwen3 import TINY
 from quire.ops import fresh
-from quire.worker.build import _backend
+from quire.worker.choose import Chooser
 from quire.worker.gpu.graphs import Graphs, fit, ladder
 from tests.core.harness import ToyTier
 from tests.layers import test_flash_attn, test_flashinfer
 
 ON_A_CARD = torch.cuda.is_available()
-DEVICE = {"device": "cuda"} if ON_A_CARD else {"device": "cpu", "attention_backend": "triton"}
+DEVICE = {"device": "cuda"} if ON_A_CARD else {"device": "cpu", "interpret_triton": True}
 OPTIONS = dict(
     load_format="auto", dtype="float32", max_model_len=96, max_num_seqs=4, max_num_batched_tokens=32, skip_tokenizer_init=True,
     num_gpu_blocks_override=32,
@@ -153,7 +153,7 @@ def test_tokens_equal_the_cpus_with_the_librarys_attention(model, name, monkeypa
     library.BatchPrefillWithPagedKVCacheWrapper = test_flashinfer.BatchPrefillWithPagedKVCacheWrapper
     monkeypatch.setitem(sys.modules, name, library)
     backend = flashinfer if name == "flashinfer" else flash_attn
-    monkeypatch.setattr(backend, "supports", lambda dtype, head_size, block_size: True)
+    monkeypatch.setattr(backend, "why_not", lambda *args, **needs: None)
     monkeypatch.setattr(backend, "RECORDABLE", False, raising=False)
     for cached in (flash_attn._library, flashinfer._planned, flashinfer._workspace):
         cached.cache_clear()
@@ -166,9 +166,9 @@ def test_tokens_equal_the_cpus_with_the_librarys_attention(model, name, monkeypa
 
 @pytest.mark.parametrize("name", ["native", "reference"])
 def test_a_cpus_attention_backend_is_refused_on_a_gpu(name):
-    config = EngineConfig.from_kwargs(device="cuda", attention_backend=name)
+    config = EngineConfig.from_kwargs(device="cuda", dtype="bfloat16", attention_backend=name)
     with pytest.raises(ConfigError, match=f"{name} is for the CPU"):
-        _backend(config, torch.bfloat16, 128)
+        Chooser(config)("attention", head_size=128, block_size=16, padded=False)
 
 
 def test_a_graph_that_cannot_be_recorded_between_steps_is_done_without(caplog):

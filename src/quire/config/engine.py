@@ -81,6 +81,7 @@ class DeviceConfig:
     num_threads: int | None = knob(None, "threads for CPU kernels (default: the cores this process may use, when serving one less)", low=1)
     executor: str = knob("inproc", "how the engine reaches its workers: a file of quire/executor")
     attention_backend: str = knob("auto", "how attention is computed: a file of quire/layers/attention")
+    interpret_triton: bool = knob(False, "run what GPUs run on a CPU, in Triton's interpreter: for tests", hidden=True)
 
     def __post_init__(self) -> None:
         check(self)

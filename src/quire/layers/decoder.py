@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from quire.layers.attention import StepContext
+from quire.layers.base import Layer, Runtime, StepContext
 from quire.layers.config import DecoderConfig
 from quire.layers.embedding import Embedding
 from quire.layers.linear import LMHead
-from quire.layers.weights import SHARDS, RawTensor
+from quire.layers.weights import RawTensor
 
 Norm = Callable[[], nn.Module]  # makes one
 
@@ -101,8 +101,8 @@ class ParallelLayer(nn.Module):
         return attended_TD + self.mlp(x_TD), residual_TD
 
 
-class Decoder(nn.Module):
-    context = StepContext()  # attached by worker/build.py
+class Decoder(Layer):
+    context: StepContext  # given by `attach`
 
     def __init__(self, embed_tokens: Embedding, layers: Iterable[nn.Module], norm: nn.Module, embed_scale: float) -> None:
         super().__init__()
@@ -110,6 +110,10 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = norm
         self.embed_scale = embed_scale
+
+    def attach(self, runtime: Runtime, path: str) -> None:
+        super().attach(runtime, path)
+        self.context = runtime.context
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         x_TD, residual_TD = self.embed(token_ids_T, positions_T), None
@@ -123,14 +127,12 @@ class Decoder(nn.Module):
         return scaled(self.embed_tokens(token_ids_T), self.embed_scale)
 
 
-class CausalLM(nn.Module):
+class CausalLM(Layer):
     """What the runner runs. A family says in class attributes how its checkpoints differ from the names here."""
 
-    shards = SHARDS  # checkpoint's module name -> (module here, shard of it)
     renames: tuple[tuple[str, str], ...] = ()  # (part of a checkpoint's name, what it is here), in order
     unused: tuple[str, ...] = ()  # ends of names of tensors that checkpoints hold and nobody needs
     has_drafts = False  # layers past the last predict further tokens, which is not done here
-    reads: tuple[str, ...] = ()  # quantizations, by the quant_method of config.json, that `translate` makes plain
 
     def __init__(
         self,
@@ -146,11 +148,15 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = self.decoder(Embedding(config.vocab_size, config.hidden_size), layers, norm, embed_scale)
-        self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=head_bias)
+        tied_to = "model.embed_tokens" if config.tie_word_embeddings else None
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, head_bias, tied_to)
         self.logit_scale, self.logit_softcap = logit_scale, logit_softcap
-        self.tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
 
     decoder = Decoder
+
+    @property
+    def context(self) -> StepContext:
+        return self.runtime.context
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         """Final hidden states of the tokens the step's context wants; the runner asks `logits` for the rows it needs."""
@@ -167,9 +173,17 @@ class CausalLM(nn.Module):
         for theirs, ours in self.renames:
             name = name.replace(theirs, ours)
         layer = name.removeprefix("model.layers.").split(".")[0]
+        is_copy = name == "lm_head.weight" and self.lm_head.tied_to is not None
         is_draft = self.has_drafts and layer.isdigit() and int(layer) >= self.config.num_hidden_layers
-        if not is_draft and not name.endswith(self.unused):
+        if not is_draft and not is_copy and not name.endswith(self.unused):
             yield name, tensor
+
+    def checkpoint_path(self, path: str) -> str:
+        """What checkpoints call the module at `path`: quantizations name it so."""
+        name = f"{path}."
+        for theirs, ours in self.renames:
+            name = name.replace(ours, theirs)
+        return name.removesuffix(".").removesuffix(".weight")
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:

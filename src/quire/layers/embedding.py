@@ -1,17 +1,25 @@
-"""Token embedding: a table looked up by id."""
+"""Token embedding: a table looked up by id; ranks have some of its rows each."""
 
-import torch
-from torch import Tensor, nn
+from types import ModuleType
 
-from quire.ops.ref import elementwise as reference
+from torch import Tensor
+
+from quire.layers.base import KeptLayer, Runtime
+from quire.quant.base import Part, Section, Split, Use
 
 
-class Embedding(nn.Module):
-    kernels = reference  # attached by worker/build.py
+class Embedding(KeptLayer):
+    kernels: ModuleType  # given by `attach`
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+        self.shape = vocab_size, hidden_size
+
+    def attach(self, runtime: Runtime, path: str) -> None:
+        super().attach(runtime, path)
+        self.kernels = runtime.kernels
+        rows = Split("outputs", (Section(self.shape[0], (self.shape[0],)),))
+        self.method = runtime.keep([Part(path, self.shape, rows)], Use.ROWS)
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
-        return self.kernels.embedding(token_ids_T, self.weight)
+        return self.method.rows(token_ids_T, self.kernels.embedding)

@@ -1,39 +1,78 @@
-"""Linear layers: sizes and shards here, numbers in the quantization method that is attached to each.
+"""Linear layers: sizes, a checkpoint's names and the division over ranks here, numbers in the methods that keep them.
 
 Used by models. Must not know how weights are stored.
 """
 
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.layers.activation import activation
-from quire.ops.ref import elementwise as reference
-from quire.quant.base import LinearMethod
+from quire.layers.base import KeptLayer, Runtime, frozen, join
+from quire.quant.base import Part, Section, Split, Use, Weight
 
 
-class Linear(nn.Module):
-    """y = x W^T + b. Several out_features are shards of one fused product, stacked in order."""
+class Linear(KeptLayer):
+    """y = x W^T + b. Several out_features are sections of one fused product, stacked in order; `parts` are a checkpoint's names of
+    them, None: it has them as one. `split`: ranks have some outputs or some inputs each, "nowhere": everything. `units`, of each
+    section, or of the inputs: in what they are cut (`Section.units`)."""
 
-    method: LinearMethod  # attached by worker/build.py
-
-    def __init__(self, in_features: int, *out_features: int, bias: bool = False) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        *out_features: int,
+        bias: bool = False,
+        parts: Sequence[str] | None = None,
+        split: str = "outputs",
+        units: Sequence[tuple[int, ...]] | None = None,
+    ) -> None:
         super().__init__()
-        self.in_features = in_features
-        self.shard_sizes = out_features
-        self.bias = nn.Parameter(torch.empty(sum(out_features)), requires_grad=False) if bias else None
+        self.in_features, self.out_features, self.part_names, self.split = in_features, out_features, parts, split
+        sizes = (in_features,) if split == "inputs" else out_features
+        self.sections = tuple(map(Section, sizes, units or [(size,) for size in sizes]))
+        self.bias = frozen(torch.empty(sum(out_features))) if bias else None
+
+    def attach(self, runtime: Runtime, path: str) -> None:
+        super().attach(runtime, path)
+        self.method = runtime.keep(self.parts(), Use.PRODUCT)
+
+    def parts(self) -> list[Part]:
+        parent, _, own_name = self.path.rpartition(".")
+        if self.part_names is None:
+            return [Part(self.path, (sum(self.out_features), self.in_features), self._split(self.sections))]
+        sections = [self.sections] * len(self.out_features) if self.split == "inputs" else [(section,) for section in self.sections]
+        return [
+            Part(join(parent, name), (size, self.in_features), self._split(section))
+            for name, size, section in zip(self.part_names, self.out_features, sections, strict=True)
+        ]
+
+    def _split(self, sections: tuple[Section, ...]) -> Split | None:
+        return None if self.split == "nowhere" else Split(self.split, sections)
+
+    def weights(self) -> Iterator[Weight]:
+        yield from super().weights()
+        if self.bias is not None:
+            yield from self.declare_bias("bias", self.parts())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.method.apply(x, self.bias)
 
 
 class GatedLinear(Linear):
-    """act(gate) * up: both projections, and what is between them and the next one. SiLU has kernels of its own."""
+    """act(gate) * up: both projections, and what is between them and the next one. SiLU has kernels of its own. `fused`: checkpoints
+    have both in one."""
 
-    kernels = reference  # attached by worker/build.py
+    kernels: ModuleType  # given by `attach`
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False, act: str = "silu") -> None:
-        super().__init__(in_features, out_features, out_features, bias=bias)
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, act: str = "silu", fused: bool = False) -> None:
+        super().__init__(in_features, out_features, out_features, bias=bias, parts=None if fused else ("gate_proj", "up_proj"))
         self.act = None if act == "silu" else activation(act)
+
+    def attach(self, runtime: Runtime, path: str) -> None:
+        super().attach(runtime, path)
+        self.kernels = runtime.kernels
 
     def forward(self, x: Tensor) -> Tensor:
         if self.act is None:
@@ -43,9 +82,19 @@ class GatedLinear(Linear):
 
 
 class LMHead(Linear):
-    """Hidden states to logits."""
+    """Hidden states to logits. `tied_to`: path of the embedding whose weight it has."""
 
-    logits_dtype: torch.dtype | None = torch.float32  # attached by worker/build.py; None: the model's own
+    logits_dtype: torch.dtype | None  # given by `attach`; None: the model's own
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, tied_to: str | None = None) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.tied_to = tied_to
+
+    def attach(self, runtime: Runtime, path: str) -> None:
+        super().attach(runtime, path)
+        self.logits_dtype = runtime.logits_dtype
+        if self.tied_to is not None:
+            self.method = runtime.keep([part._replace(path=self.tied_to) for part in self.parts()], Use.PRODUCT)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.method.apply(x, self.bias, self.logits_dtype)

@@ -1,30 +1,33 @@
 """Multi-head latent attention: of each token one small vector is cached, from which every head's keys and values could be made.
 
 Used by models. Two ways to the same numbers: `absorbed`, which takes queries to the cached vectors and never makes keys and values,
-and `expanded`, which makes them: fewer operations where a long prompt begins in this step. Its cache, group and backend (`ops/mla.py` or
-`ops/ref/mla.py`) are attached by the worker.
+and `expanded`, which makes them: fewer operations where a long prompt begins in this step. Its backend is `ops/mla.py` or
+`ops/ref/mla.py`.
 
 Shape letters: T tokens of the step, H heads, D = P + R a query's size, P of it without and R with rotation, V value size,
 L latent size, X = L + R.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from quire.errors import UnsupportedModelError
 from quire.kv.specs import CacheSpec, Latent
 from quire.layers.attention import CacheLayer
+from quire.layers.base import Layer, Runtime, frozen
 from quire.layers.config import DecoderConfig
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
-from quire.layers.weights import SHARDS
 from quire.ops.fresh import fresh_attention
+from quire.quant.base import Part, Section, Split, Use, Weight
 
 EPS = 1e-6  # of both inner norms, whatever the config says of the others
 
@@ -41,19 +44,26 @@ class MLAConfig(DecoderConfig):
         dim = int(self.qk_rope_head_dim * rotary_share)
         return Rope(dim, self.rope_theta, self.rope_scaling, self.max_position_embeddings, interleaved)
 
-    @property
-    def shards(self) -> dict[str, tuple[str, int]]:
-        """A model's: what is computed of a token before its latents are normed is one product."""
-        q_name = "q_proj" if self.q_lora_rank is None else "q_a_proj"
-        return {**SHARDS, q_name: ("qkv_a_proj", 0), "kv_a_proj_with_mqa": ("qkv_a_proj", 1)}
 
+class UpProjection(Layer):
+    """From latents to keys and values, [H * (P + V), L]; computed with as plain numbers, as its parts multiply from both sides."""
 
-class UpProjection(nn.Module):
-    """From latents to keys and values, [H * (P + V), L]; never quantized, as its parts multiply from both sides."""
+    weight: Tensor  # when loaded
 
     def __init__(self, latent_size: int, num_heads: int, head_size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_heads * head_size, latent_size), requires_grad=False)
+        self.shape, self.num_heads = (num_heads * head_size, latent_size), num_heads
+
+    def attach(self, runtime: Runtime, path: str) -> None:
+        super().attach(runtime, path)
+        heads = Split("outputs", (Section(self.shape[0], (self.num_heads,)),))
+        self.method = runtime.keep([Part(path, self.shape, heads)], Use.NUMBERS)
+
+    def weights(self) -> Iterator[Weight]:
+        yield from self.method.weights()
+
+    def loaded(self) -> None:
+        self.weight, self.method = frozen(self.method.numbers()), None
 
 
 class MLA(CacheLayer):
@@ -71,12 +81,17 @@ class MLA(CacheLayer):
         self.rope = rope
         self.scale = softmax_scale(self.head_size, rope.scaling)
         q_size = self.num_heads * self.head_size
-        self.qkv_a_proj = Linear(hidden_size, q_rank or q_size, self.latent_size + self.rope_size, bias=bias)
+        by_head = (self.num_heads,)
+        # What is computed of a token before its latents are normed is one product; ranks have all of both down-projections.
+        self.qkv_a_proj = Linear(
+            hidden_size, q_rank or q_size, self.latent_size + self.rope_size, bias=bias,
+            parts=("q_a_proj" if q_rank else "q_proj", "kv_a_proj_with_mqa"), units=(() if q_rank else by_head, ()),
+        )  # fmt: skip
         self.q_a_layernorm = None if q_rank is None else RMSNorm(q_rank, EPS)
-        self.q_b_proj = None if q_rank is None else Linear(q_rank, q_size)
+        self.q_b_proj = None if q_rank is None else Linear(q_rank, q_size, units=(by_head,))
         self.kv_a_layernorm = RMSNorm(self.latent_size, EPS)
         self.kv_b_proj = UpProjection(self.latent_size, self.num_heads, self.nope_size + self.value_size)
-        self.o_proj = Linear(self.num_heads * self.value_size, hidden_size, bias=bias)
+        self.o_proj = Linear(self.num_heads * self.value_size, hidden_size, bias=bias, split="inputs", units=(by_head,))
 
     def cache_specs(self, dtype: str) -> dict[str, CacheSpec]:
         return {"latent": Latent(self.latent_size + self.rope_size, dtype)}
@@ -84,12 +99,16 @@ class MLA(CacheLayer):
     def attach_cache(self, name: str, group_idx: int, parts: dict[str, Tensor]) -> None:
         self.group_idx, self.cache = group_idx, parts["latent"]
 
+    def choose_backend(self, padded: bool = False) -> ModuleType:
+        sizes = {"latent_size": self.latent_size, "rope_size": self.rope_size, "block_size": self.runtime.block_size}
+        return self.runtime.choose("latent attention", **sizes)
+
     def work_shape(self, dtype: torch.dtype, *, decode: bool) -> tuple:
         return self.backend.work_shape(dtype, self.num_heads, self.latent_size, decode=decode)
 
     def forward(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
         num_tokens = x_TD.shape[0]
-        q_TX, kv_TX = self.qkv_a_proj(x_TD).split(self.qkv_a_proj.shard_sizes, 1)
+        q_TX, kv_TX = self.qkv_a_proj(x_TD).split(self.qkv_a_proj.out_features, 1)
         if self.q_b_proj is not None:
             q_TX = self.q_b_proj(self.q_a_layernorm(q_TX)[0])
         q_THD = q_TX.view(num_tokens, self.num_heads, self.head_size)

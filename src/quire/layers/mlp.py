@@ -7,12 +7,12 @@ from quire.layers.linear import GatedLinear, Linear
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x))"""
+    """down(act(gate(x)) * up(x)). `fused`: checkpoints have gate and up in one."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False, act: str = "silu") -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False, act: str = "silu", fused: bool = False) -> None:
         super().__init__()
-        self.gate_up_proj = GatedLinear(hidden_size, intermediate_size, bias=bias, act=act)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+        self.gate_up_proj = GatedLinear(hidden_size, intermediate_size, bias, act, fused)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, split="inputs")
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.down_proj(self.gate_up_proj(x_TD))
@@ -24,7 +24,7 @@ class MLP(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = True, act: str = "gelu") -> None:
         super().__init__()
         self.up_proj = Linear(hidden_size, intermediate_size, bias=bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, split="inputs")
         self.act = activation(act)
 
     def forward(self, x_TD: Tensor) -> Tensor:

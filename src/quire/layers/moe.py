@@ -1,11 +1,12 @@
 """Mixture of experts: a router, the experts' weights in two tensors, and what every token goes through besides.
 
-Used by models; one that routes or shares in its own way overrides `route` or `shared`. Must not know how experts are computed: their
-backend is attached by `worker/build.py`.
+Used by models; one that routes or shares in its own way overrides `route` or `shared`. Must not know how experts are computed: that
+is their backend's business.
 
 Shape letters: T tokens, K experts of a token, E experts, D hidden size, F width of an expert.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -13,31 +14,64 @@ import torch
 from torch import Tensor, nn
 
 from quire.errors import BadModelFileError, UnsupportedModelError
-from quire.layers.experts import torch as reference
+from quire.layers.base import Layer, Runtime, frozen
 from quire.layers.mlp import GatedMLP
-from quire.layers.weights import RawTensor, Taker
 from quire.ops.ref.moe import ACTIVATIONS
 from quire.ops.ref.routing import Routing
+from quire.quant.base import Part, Section, Split, Use, Weight
 
 __all__ = ["BalancedExpertsConfig", "Experts", "MoE", "Routing", "SharedExpertsConfig"]
 
 
-class Experts(nn.Module):
+class Experts(Layer):
     """`names` are the checkpoint's: of gate, up and down of each expert, `{i}.gate_proj.weight`; or, if two, of all experts' gate and
     up in one tensor [E, 2F, D] and their down [E, D, F], `gate_up_proj`. With `bias`, `.bias` or `_bias` in the same places."""
 
-    backend: ModuleType = reference  # attached by worker/build.py
+    backend: ModuleType  # given by `attach`
+    gate_up: Tensor  # [E, 2F, D], when loaded
+    down: Tensor  # [E, D, F], likewise
 
     def __init__(self, num_experts: int, hidden_size: int, expert_size: int, activation: str, bias: bool, names: tuple[str, ...]) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
             raise UnsupportedModelError(f"experts with the activation {activation!r:.40} are not supported: {', '.join(ACTIVATIONS)} are")
-        E, D, F = num_experts, hidden_size, expert_size
-        self.activation, self.names, self.expert_size = activation, names, F
-        self.gate_up = nn.Parameter(torch.empty(E, 2 * F, D), requires_grad=False)
-        self.down = nn.Parameter(torch.empty(E, D, F), requires_grad=False)
-        self.gate_up_bias = nn.Parameter(torch.empty(E, 2 * F), requires_grad=False) if bias else None
-        self.down_bias = nn.Parameter(torch.empty(E, D), requires_grad=False) if bias else None
+        self.activation, self.names = activation, names
+        self.num_experts, self.hidden_size, self.expert_size = num_experts, hidden_size, expert_size
+        self.gate_up_bias = frozen(torch.empty(num_experts, 2 * expert_size)) if bias else None
+        self.down_bias = frozen(torch.empty(num_experts, hidden_size)) if bias else None
+
+    def attach(self, runtime: Runtime, path: str) -> None:
+        super().attach(runtime, path)
+        self.backend = runtime.choose("experts")
+        self.methods = [runtime.keep(parts, Use.NUMBERS) for parts in self.parts()]
+
+    def parts(self) -> tuple[list[Part], list[Part]]:
+        """Of `gate_up`, an expert's gate and then its up, and of `down`."""
+        E, D, F = self.num_experts, self.hidden_size, self.expert_size
+        experts = (Section(E, (E,)),)
+        if len(self.names) == 2:
+            gate_up, down = (f"{self.path}.{name}" for name in self.names)
+            split = Split("experts", experts)
+            return [Part(gate_up, (E, 2 * F, D), split, end="")], [Part(down, (E, D, F), split, end="")]
+        *gate_and_up, down = self.names
+        found: tuple[list[Part], list[Part]] = [], []
+        for i in range(E):
+            split = Split("experts", experts, expert_idx=i)
+            found[0].extend(Part(f"{self.path}.{i}.{name}", (F, D), split) for name in gate_and_up)
+            found[1].append(Part(f"{self.path}.{i}.{down}", (D, F), split))
+        return found
+
+    def weights(self) -> Iterator[Weight]:
+        for method, parts, bias in zip(self.methods, self.parts(), ("gate_up_bias", "down_bias"), strict=True):
+            yield from method.weights()
+            if self.gate_up_bias is not None:
+                yield from self.declare_bias(bias, parts)
+
+    def loaded(self) -> None:
+        gate_up, down = (method.numbers() for method in self.methods)
+        self.gate_up = frozen(gate_up.view(self.num_experts, -1, self.hidden_size))
+        self.down = frozen(down.view(self.num_experts, -1, self.expert_size))
+        self.methods = []
 
     def forward(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor, added_TD: Tensor | None = None) -> Tensor:
         return self.backend.run(
@@ -45,48 +79,17 @@ class Experts(nn.Module):
             gate_up_bias_E2F=self.gate_up_bias, down_bias_ED=self.down_bias, added_TD=added_TD,
         )  # fmt: skip
 
-    def takers(self, path: str, dtype: torch.dtype, device: torch.device) -> dict[str, Taker]:
-        """What this module wants of a checkpoint, by name. Memory is taken when the first tensor of a kind comes."""
-        takers: dict[str, Taker] = {}
 
-        def want(name: str, shape: tuple[int, ...], parameter: str, *index: int | slice) -> None:
-            takers[f"{path}.{name}"] = shape, lambda tensor: self._put(parameter, index, tensor.dense(dtype, device))
-
-        for kind in ("",) if self.gate_up_bias is None else ("", "_bias"):
-            gate_up, down = f"gate_up{kind}", f"down{kind}"
-            (num_experts, _, *inputs), down_shape = getattr(self, gate_up).shape, tuple(getattr(self, down).shape)
-            if len(self.names) == 2:
-                want(f"{self.names[0]}{kind}", (num_experts, 2 * self.expert_size, *inputs), gate_up)
-                want(f"{self.names[1]}{kind}", down_shape, down)
-                continue
-            gate_name, up_name, down_name = (f"{name}.{kind.strip('_') or 'weight'}" for name in self.names)
-            for i in range(num_experts):
-                want(f"{i}.{gate_name}", (self.expert_size, *inputs), gate_up, i, slice(0, self.expert_size))
-                want(f"{i}.{up_name}", (self.expert_size, *inputs), gate_up, i, slice(self.expert_size, None))
-                want(f"{i}.{down_name}", down_shape[1:], down, i)
-        return takers
-
-    def _put(self, name: str, index: tuple[int | slice, ...], values: Tensor) -> None:
-        parameter = getattr(self, name)
-        if values.shape == parameter.shape:
-            setattr(self, name, nn.Parameter(values, requires_grad=False))  # all of it: no second copy
-            return
-        if parameter.is_meta:
-            parameter = nn.Parameter(torch.empty(parameter.shape, dtype=values.dtype, device=values.device), requires_grad=False)
-            setattr(self, name, parameter)
-        parameter[index] = values
-
-
-class Router(nn.Module):
+class Router(Layer):
     """One row per expert; never quantized: it is small, and who is chosen hangs on it."""
 
     def __init__(self, hidden_size: int, num_experts: int, bias: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(num_experts), requires_grad=False) if bias else None
+        self.weight = frozen(torch.empty(num_experts, hidden_size))
+        self.bias = frozen(torch.empty(num_experts)) if bias else None
 
 
-class MoE(nn.Module):
+class MoE(Layer):
     """`bias` is the router's and the experts' alike. `correction_bias` names one in the checkpoint that chooses experts but does not
     weigh them; it stays in float32. `shared`: what all tokens go through as well, `shared_experts` in checkpoints."""
 
@@ -108,7 +111,7 @@ class MoE(nn.Module):
             raise BadModelFileError(f"tokens cannot choose {routing.num_experts_per_token} of {num_experts} experts as the model's config.json says")
         self.routing, self.correction_name = routing, correction_bias
         self.gate = Router(hidden_size, num_experts, bias)
-        self.correction_bias = nn.Parameter(torch.empty(num_experts), requires_grad=False) if correction_bias else None
+        self.correction_bias = frozen(torch.empty(num_experts)) if correction_bias else None
         self.experts = Experts(num_experts, hidden_size, expert_size, activation, bias, names)
         self.shared_experts = shared
 
@@ -125,13 +128,9 @@ class MoE(nn.Module):
         """What is added to the experts' sum."""
         return None if self.shared_experts is None else self.shared_experts(x_TD)
 
-    def takers(self, path: str, dtype: torch.dtype, device: torch.device) -> dict[str, Taker]:
-        """Its own only: not the router's nor the experts'."""
-
-        def take(tensor: RawTensor) -> None:
-            self.correction_bias = nn.Parameter(tensor.dense(torch.float32, device), requires_grad=False)
-
-        return {f"{path}.{self.correction_name}": (tuple(self.correction_bias.shape), take)} if self.correction_name else {}
+    def weights(self) -> Iterator[Weight]:
+        if self.correction_bias is not None:
+            yield self.declare("correction_bias", self.correction_name, dtype=torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,30 +3,43 @@
 `norm(x, residual)` gives (norm(x + residual), x + residual): what the block reads, and the stream it will add to.
 """
 
+from collections.abc import Iterator
+from types import ModuleType
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from quire.ops.ref import elementwise as reference
+from quire.layers.base import Layer, Runtime, frozen
+from quire.quant.base import Split, Weight
 
 
-class RMSNorm(nn.Module):
-    kernels = reference  # attached by worker/build.py
+class RMSNorm(Layer):
+    """`split`: where it is over what ranks have some of each."""
 
-    def __init__(self, hidden_size: int, eps: float) -> None:
+    kernels: ModuleType  # given by `attach`
+
+    def __init__(self, hidden_size: int, eps: float, split: Split | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size), requires_grad=False)
-        self.eps = eps
+        self.weight = frozen(torch.empty(hidden_size))
+        self.eps, self.split = eps, split
+
+    def attach(self, runtime: Runtime, path: str) -> None:
+        super().attach(runtime, path)
+        self.kernels = runtime.kernels
+
+    def weights(self) -> Iterator[Weight]:
+        yield self.declare("weight", split=self.split)
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self.kernels.rms_norm(x_TD, self.weight, self.eps, residual_TD)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(Layer):
     def __init__(self, hidden_size: int, eps: float, bias: bool = True) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(hidden_size), requires_grad=False) if bias else None
+        self.weight = frozen(torch.empty(hidden_size))
+        self.bias = frozen(torch.empty(hidden_size)) if bias else None
         self.eps = eps
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:

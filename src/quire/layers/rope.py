@@ -1,7 +1,7 @@
 """Rotary position embedding: the frequencies of each scaling, as a table over positions.
 
-A model makes one Rope per kind of layer; its table is derived, so the worker fills it after building (`materialize`). Scalings
-are pure functions of the config, one each, by the name config.json gives them.
+A model makes one Rope per kind of layer; its table is derived, and made when it is attached (`materialize`). Scalings are
+pure functions of the config, one each, by the name config.json gives them.
 """
 
 import math
@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.errors import UnsupportedModelError
+from quire.layers.base import Layer, Runtime
 
 
-class Rope(nn.Module):
+class Rope(Layer):
     """`cos_sin` [positions, rotary_dim] float32: cosines, then sines, of each pair's angle."""
 
     cos_sin: Tensor
@@ -31,6 +32,10 @@ class Rope(nn.Module):
             raise UnsupportedModelError(
                 f"RoPE scaling {self.scaling.get('rope_type')!r} is not supported: {', '.join(SCALINGS)} are"
             )
+
+    def attach(self, runtime: Runtime, path: str) -> None:
+        super().attach(runtime, path)
+        self.materialize(runtime.max_len, runtime.device)
 
     def materialize(self, num_positions: int, device: torch.device) -> None:
         positions = torch.arange(num_positions, dtype=torch.int64)

@@ -6,14 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from quire.layers.attention import Attention
+from quire.layers.base import head_units
 from quire.layers.config import DecoderConfig
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
+from quire.quant.base import Split
 
 
 class SelfAttention(nn.Module):
-    """Sizes are the config's. `qk_norm`: an RMSNorm of each head of q and k before they are rotated. `rope` None: nothing rotates."""
+    """Sizes are the config's. `qk_norm`: an RMSNorm of each head of q and k before they are rotated. `rope` None: nothing rotates.
+    `fused`: checkpoints have q, k and v in one."""
 
     def __init__(
         self,
@@ -27,12 +30,17 @@ class SelfAttention(nn.Module):
         scale: float | None = None,
         softcap: float | None = None,
         sinks: bool = False,
+        fused: bool = False,
     ) -> None:
         super().__init__()
         num_heads, num_kv_heads, head_size = config.num_attention_heads, config.num_kv_heads, config.head_size
         q_size, kv_size = num_heads * head_size, num_kv_heads * head_size
-        self.qkv_proj = Linear(config.hidden_size, q_size, kv_size, kv_size, bias=bias)
-        self.o_proj = Linear(q_size, config.hidden_size, bias=out_bias)
+        q_units, kv_units = head_units(num_heads, num_kv_heads)
+        parts = None if fused else ("q_proj", "k_proj", "v_proj")
+        self.qkv_proj = Linear(
+            config.hidden_size, q_size, kv_size, kv_size, bias=bias, parts=parts, units=(q_units, kv_units, kv_units)
+        )
+        self.o_proj = Linear(q_size, config.hidden_size, bias=out_bias, split="inputs", units=(q_units,))
         self.q_norm = RMSNorm(head_size, config.rms_norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(head_size, config.rms_norm_eps) if qk_norm else None
         self.attn = Attention(num_heads, num_kv_heads, head_size, rope, scale=scale, window=window, softcap=softcap, sinks=sinks)
@@ -46,14 +54,14 @@ class JointNormAttention(SelfAttention):
 
     def __init__(self, config: DecoderConfig, rope: Rope | None, **options: Any) -> None:
         super().__init__(config, rope, **options)
-        q_size, kv_size, _ = self.qkv_proj.shard_sizes
-        self.q_norm = RMSNorm(q_size, config.rms_norm_eps)
-        self.k_norm = RMSNorm(kv_size, config.rms_norm_eps)
+        q, k, _ = self.qkv_proj.sections
+        self.q_norm = RMSNorm(q.size, config.rms_norm_eps, Split("outputs", (q,)))
+        self.k_norm = RMSNorm(k.size, config.rms_norm_eps, Split("outputs", (k,)))
 
     def forward(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
         return self.o_proj(self.attn(self.qkv(x_TD), positions_T))
 
     def qkv(self, x_TD: Tensor) -> Tensor:
         """What is rotated, cached and attended to: q, k and v side by side."""
-        q_TX, k_TX, v_TX = self.qkv_proj(x_TD).split(self.qkv_proj.shard_sizes, -1)
+        q_TX, k_TX, v_TX = self.qkv_proj(x_TD).split(self.qkv_proj.out_features, -1)
         return torch.cat((self.q_norm(q_TX)[0], self.k_norm(k_TX)[0], v_TX), -1)

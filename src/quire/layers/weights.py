@@ -1,25 +1,16 @@
-"""How a checkpoint's tensors become a model's: the commonest shards, and small changes of order that families need.
+"""How a checkpoint's tensors become a model's: small changes of order that families need.
 
-Used by model files, in `translate`, and by worker/load.py.
+Used by model files, in `translate`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from quire.errors import BadModelFileError
-from quire.ops.ref import mxfp4
-from quire.quant.base import PLAIN, RawTensor
+from quire.quant.base import PLAIN, RawTensor, Weight
 
-__all__ = ["QKV_SHARDS", "SHARDS", "RawTensor", "Taker", "from_mxfp4", "pick_rows", "plain", "q_k_v_rows", "transposed", "unit_offset"]
-
-# Expected shape, and what to do with the tensor. A module with tensors of its own kind gives these by name (`takers`); see worker/load.py.
-Taker = tuple[tuple[int, ...], Callable[[RawTensor], None]]
-
-# checkpoint's module name -> (module here, shard of it)
-QKV_SHARDS = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2)}
-SHARDS = {**QKV_SHARDS, "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
+__all__ = ["RawTensor", "Weight", "pick_rows", "plain", "q_k_v_rows", "transposed", "unit_offset"]
 
 
 def plain(values: Tensor) -> RawTensor:
@@ -47,10 +38,3 @@ def transposed(tensor: RawTensor) -> RawTensor:
 def unit_offset(tensor: RawTensor) -> RawTensor:
     """A norm's weight that a checkpoint holds minus one."""
     return plain(tensor.dense(torch.float32, tensor.raw.device) + 1)
-
-
-def from_mxfp4(blocks: RawTensor, scales: RawTensor) -> RawTensor:
-    """The numbers of experts [E, rows, columns], which a checkpoint holds in two tensors."""
-    if blocks.shape != (*scales.shape, 16) or len(scales.shape) != 3:
-        raise BadModelFileError(f"MXFP4 blocks have shape {list(blocks.shape)}, their scales {list(scales.shape)}: they do not match")
-    return plain(mxfp4.dequantize(blocks.raw.view(blocks.shape), scales.raw.view(scales.shape)))

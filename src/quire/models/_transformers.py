@@ -18,9 +18,10 @@ from torch.nn import functional
 
 from quire.errors import UnsupportedModelError
 from quire.layers.attention import Attention, StepContext
+from quire.layers.base import Layer, Runtime, join, parameter_weight
 from quire.layers.linear import Linear, LMHead
 from quire.layers.rope import Rope
-from quire.layers.weights import RawTensor
+from quire.layers.weights import RawTensor, Weight
 
 ATTENTION = "quire"  # our name among transformers' attention functions; it knows no mask for it, so none is built
 REHEARSED_TOKENS = 3
@@ -33,11 +34,10 @@ class _Refusal(Exception):
     """Why transformers' layers cannot be used: the end of a sentence."""
 
 
-class TransformersModel(nn.Module):
+class TransformersModel(Layer):
     """What the runner runs, as layers/decoder.py's CausalLM; `hf` is transformers' model, its linear layers and attention ours."""
 
-    shards: dict[str, tuple[str, int]] = {}
-    context = StepContext()  # attached by worker/build.py
+    context: StepContext  # given by `attach`
 
     def __init__(self, hf_config: dict[str, Any]) -> None:
         """`hf_config`: all of config.json, its dtype the one to compute in."""
@@ -48,7 +48,7 @@ class TransformersModel(nn.Module):
             self.names = set(self.hf.state_dict())  # before layers are replaced: what checkpoints hold
             self.tied = _tied(self.hf)
             _keep_buffers(self.hf)
-            _replace_linears(self.hf)
+            _replace_linears(self.hf, self.tied)
             self._part_from_head()
             self._rehearse()
         except _Refusal as refusal:
@@ -84,8 +84,20 @@ class TransformersModel(nn.Module):
         for layer in layers:
             layer.rope = rope
 
-    def materialize(self, num_positions: int, device: torch.device) -> None:
-        """Derived buffers, such as the frequencies of RoPE; called by worker/build.py."""
+    def attach(self, runtime: Runtime, path: str) -> None:
+        super().attach(runtime, path)
+        self.context = runtime.context
+        self._derive_buffers(runtime.device)
+
+    def weights(self) -> Iterator[Weight]:
+        """Parameters of transformers' own modules."""
+        for path, module in self.hf.named_modules(prefix="hf"):
+            if not isinstance(module, Layer):
+                for name, _ in module.named_parameters(recurse=False):
+                    yield parameter_weight(module, name, join(path, name), self.runtime)
+
+    def _derive_buffers(self, device: torch.device) -> None:
+        """Such as the frequencies of RoPE."""
         for module in self.hf.modules():
             derived = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
             for name, buffer in derived.items():
@@ -114,7 +126,11 @@ class TransformersModel(nn.Module):
             return
         inner = f"{self.hf.base_model_prefix}.{name}"
         known = name if name in self.names else inner if inner in self.names else None
-        yield f"hf.{known}" if known else name, tensor
+        if known not in self.tied:  # some hold the tied copy as well
+            yield f"hf.{known}" if known else name, tensor
+
+    def checkpoint_path(self, path: str) -> str:
+        return path.removeprefix("hf.")
 
 
 MODEL = TransformersModel
@@ -164,13 +180,13 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Only a head can be tied: to the embedding."""
+    """The head's weight -> the embedding's, where they are one: nothing else can be tied."""
     head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
     if head is None:
         raise _Refusal("it has no head over the vocabulary")
     if set(model.all_tied_weights_keys) - {f"{head}.weight"}:
         raise _Refusal(f"it shares {min(model.all_tied_weights_keys)} between layers")
-    return {f"hf.{target}": f"hf.{source}" for target, source in model.all_tied_weights_keys.items()}
+    return dict(model.all_tied_weights_keys)
 
 
 def _keep_buffers(model: nn.Module) -> None:
@@ -189,7 +205,7 @@ class _AnyShape:
     """Linear layers here take rows; transformers' take what has rows in its last two dimensions."""
 
     def forward(self, x: Tensor) -> Tensor:
-        shape = *x.shape[:-1], sum(self.shard_sizes)
+        shape = *x.shape[:-1], sum(self.out_features)
         if x.is_meta:  # the rehearsal
             return x.new_empty(shape)
         return super().forward(x.reshape(-1, self.in_features)).view(shape)
@@ -203,13 +219,16 @@ class AnyShapeHead(_AnyShape, LMHead):
     pass
 
 
-def _replace_linears(model: nn.Module) -> None:
+def _replace_linears(model: nn.Module, tied: dict[str, str]) -> None:
+    """Ranks would have all of them: what transformers' layers do between them is not known."""
     head = model.get_output_embeddings()
+    tied_to = next((f"hf.{source.removesuffix('.weight')}" for source in tied.values()), None)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
+                options = {"tied_to": tied_to} if child is head else {"split": "nowhere"}
                 ours = AnyShapeHead if child is head else AnyShapeLinear
-                setattr(parent, name, ours(child.in_features, child.out_features, bias=child.bias is not None))
+                setattr(parent, name, ours(child.in_features, child.out_features, bias=child.bias is not None, **options))
 
 
 class PagedAttention(Attention):

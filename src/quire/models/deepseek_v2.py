@@ -59,7 +59,6 @@ class DeepseekV2(CausalLM):
         feed_forward = partial(config.feed_forward, routing=config.routing(), bias=config.mlp_bias)
         layers = [PreNormLayer(MLA(config, rope), feed_forward(i), norm) for i in range(config.num_hidden_layers)]
         super().__init__(config, layers, norm())
-        self.shards = config.shards
 
 
 MODEL = DeepseekV2

@@ -46,7 +46,6 @@ class DeepseekV3(CausalLM):
         rope = config.rope(interleaved=config.rope_interleave)
         layers = [PreNormLayer(MLA(config, rope), config.balanced(i), norm) for i in range(config.num_hidden_layers)]
         super().__init__(config, layers, norm())
-        self.shards = config.shards
 
 
 MODEL = DeepseekV3

@@ -38,7 +38,6 @@ class Config(DecoderConfig):
 
 
 class Falcon(CausalLM):
-    shards = {}  # none: checkpoints hold q, k and v as one
     renames = (
         ("transformer.h.", "model.layers."), ("transformer.word_embeddings.", "model.embed_tokens."), ("transformer.ln_f.", "model.norm."),
         (".self_attention.query_key_value.", ".self_attn.qkv_proj."), (".self_attention.dense.", ".self_attn.o_proj."),
@@ -59,7 +58,7 @@ class Falcon(CausalLM):
         config, rope = replace(config, num_kv_heads=num_kv_heads), config.rope()
         layers = [
             layer(
-                SelfAttention(config, rope, bias=config.bias, out_bias=config.bias),
+                SelfAttention(config, rope, bias=config.bias, out_bias=config.bias, fused=True),
                 MLP(config.hidden_size, config.ffn_hidden_size or 4 * config.hidden_size, config.bias, config.activation),
                 norm,
             )

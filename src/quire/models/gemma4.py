@@ -15,6 +15,7 @@ from torch.nn import functional
 from quire.errors import UnsupportedModelError
 from quire.layers.activation import activation
 from quire.layers.attention import Attention, StepContext
+from quire.layers.base import Layer, frozen, head_units
 from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, Decoder, SandwichLayer, only_wanted
 from quire.layers.embedding import Embedding
@@ -93,9 +94,13 @@ class Gemma4Attention(nn.Module):
         super().__init__()
         sizes, owner, bias = config.of_layer(layer_idx), config.owner(layer_idx), config.attention_bias
         q_size, kv_size = config.num_attention_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
-        kv_shards = 1 if config.attention_k_eq_v and not config.slides(layer_idx) else 2
-        self.qkv_proj = Linear(config.hidden_size, q_size, *(() if owner is not None else (kv_size,) * kv_shards), bias=bias)
-        self.o_proj = Linear(q_size, config.hidden_size, bias=bias)
+        q_units, kv_units = head_units(config.num_attention_heads, sizes.num_kv_heads)
+        num_kv = 0 if owner is not None else 1 if config.attention_k_eq_v and not config.slides(layer_idx) else 2
+        self.qkv_proj = Linear(
+            config.hidden_size, q_size, *(kv_size,) * num_kv, bias=bias, parts=("q_proj", "k_proj", "v_proj")[: 1 + num_kv],
+            units=(q_units, *(kv_units,) * num_kv),
+        )  # fmt: skip
+        self.o_proj = Linear(q_size, config.hidden_size, bias=bias, split="inputs", units=(q_units,))
         self.q_norm = RMSNorm(sizes.head_size, config.rms_norm_eps)
         self.k_norm = RMSNorm(sizes.head_size, config.rms_norm_eps) if owner is None else None
         self.kv_size = kv_size
@@ -114,14 +119,14 @@ class Gemma4Attention(nn.Module):
         return self.o_proj(self.attn(qkv_TX, positions_T, self.q_norm, self.k_norm))
 
 
-class Router(nn.Module):
+class Router(Layer):
     """Reads the stream itself, normed in its own way; weights have a factor per expert."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.proj = Linear(config.hidden_size, config.num_experts)
-        self.per_expert_scale = nn.Parameter(torch.empty(config.num_experts), requires_grad=False)
+        self.proj = Linear(config.hidden_size, config.num_experts, split="nowhere")
+        self.per_expert_scale = frozen(torch.empty(config.num_experts))
         self.routing = Routing(config.top_k_experts, renormalize=True)
         self.logit_scale = config.hidden_size**-0.5
 
@@ -131,7 +136,7 @@ class Router(nn.Module):
         return weights_TK * self.per_expert_scale[expert_ids_TK.long()].float(), expert_ids_TK
 
 
-class Gemma4Layer(SandwichLayer):
+class Gemma4Layer(SandwichLayer, Layer):
     def __init__(self, config: Config, layer_idx: int, rope: Rope) -> None:
         norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         is_wide = config.use_double_wide_mlp and config.owner(layer_idx) is not None
@@ -148,10 +153,10 @@ class Gemma4Layer(SandwichLayer):
         input_size = config.hidden_size_per_layer_input
         if input_size:
             self.per_layer_input_gate = Linear(config.hidden_size, input_size)
-            self.per_layer_projection = Linear(input_size, config.hidden_size)
+            self.per_layer_projection = Linear(input_size, config.hidden_size, split="inputs")
             self.post_per_layer_input_norm = norm()
         self.act = activation(config.hidden_activation)
-        self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False)
+        self.layer_scalar = frozen(torch.empty(1))
 
     def forward(self, stream_TD: Tensor, input_TP: Tensor | None, positions_T: Tensor, context: StepContext | None = None) -> Tensor:
         x_TD = self.self_attn(self.input_layernorm(stream_TD)[0], positions_T)

@@ -8,7 +8,6 @@ from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
 from quire.layers.self_attention import SelfAttention
-from quire.layers.weights import QKV_SHARDS
 
 ARCHITECTURES = ("GlmForCausalLM",)
 
@@ -30,15 +29,13 @@ class Config(DecoderConfig):
 
 
 class Glm(CausalLM):
-    shards = QKV_SHARDS
-
     def __init__(self, config: Config) -> None:
         norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         rope = config.rope(config.partial_rotary_factor, interleaved=True)
         layers = [
             PreNormLayer(
                 SelfAttention(config, rope, bias=config.attention_bias),
-                GatedMLP(config.hidden_size, config.intermediate_size, act=config.hidden_act),
+                GatedMLP(config.hidden_size, config.intermediate_size, act=config.hidden_act, fused=True),
                 norm,
             )
             for _ in range(config.num_hidden_layers)

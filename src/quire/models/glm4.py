@@ -8,7 +8,6 @@ from quire.layers.decoder import CausalLM, SandwichLayer
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
 from quire.layers.self_attention import SelfAttention
-from quire.layers.weights import QKV_SHARDS
 
 ARCHITECTURES = ("Glm4ForCausalLM",)
 
@@ -30,7 +29,6 @@ class Config(DecoderConfig):
 
 
 class Glm4(CausalLM):
-    shards = QKV_SHARDS
     renames = (  # in this order: what they call post_attention stands before the MLP
         ("post_attention_layernorm", "pre_feedforward_layernorm"),
         ("post_self_attn_layernorm", "post_attention_layernorm"),
@@ -43,7 +41,7 @@ class Glm4(CausalLM):
         layers = [
             SandwichLayer(
                 SelfAttention(config, rope, bias=config.attention_bias),
-                GatedMLP(config.hidden_size, config.intermediate_size, act=config.hidden_act),
+                GatedMLP(config.hidden_size, config.intermediate_size, act=config.hidden_act, fused=True),
                 norm,
             )
             for _ in range(config.num_hidden_layers)

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional
 
 from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, Decoder, PreNormLayer
+from quire.layers.embedding import Embedding
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
 from quire.layers.self_attention import SelfAttention
@@ -36,8 +38,15 @@ class Config(DecoderConfig):
         return scale / (layer_idx + 1) if self.scale_attn_by_inverse_layer_idx else scale
 
 
+class PositionEmbedding(Embedding):
+    """Looked up by torch: positions are wider than the ids our kernels take."""
+
+    def forward(self, positions_T: Tensor) -> Tensor:
+        return self.method.rows(positions_T, functional.embedding)
+
+
 class PositionedDecoder(Decoder):
-    embed_positions: nn.Embedding  # given by the model; torch's own, as positions are wider than the ids our kernels look up
+    embed_positions: PositionEmbedding  # given by the model
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         return super().embed(token_ids_T, positions_T) + self.embed_positions(positions_T)
@@ -45,7 +54,6 @@ class PositionedDecoder(Decoder):
 
 class GPT2(CausalLM):
     decoder = PositionedDecoder
-    shards = {}  # none: checkpoints hold q, k and v as one
     renames = (
         ("transformer.h.", "model.layers."), ("transformer.wte.", "model.embed_tokens."), ("transformer.ln_f.", "model.norm."),
         ("transformer.wpe.", "model.embed_positions."), (".ln_1.", ".input_layernorm."), (".ln_2.", ".post_attention_layernorm."),
@@ -58,14 +66,14 @@ class GPT2(CausalLM):
         norm = partial(LayerNorm, config.hidden_size, config.layer_norm_epsilon)
         layers = [
             PreNormLayer(
-                SelfAttention(config, None, bias=True, out_bias=True, scale=config.scale(layer_idx)),
+                SelfAttention(config, None, bias=True, out_bias=True, scale=config.scale(layer_idx), fused=True),
                 MLP(config.hidden_size, config.intermediate_size or 4 * config.hidden_size, act=config.activation_function),
                 norm,
             )
             for layer_idx in range(config.num_hidden_layers)
         ]
         super().__init__(config, layers, norm())
-        self.model.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.model.embed_positions = PositionEmbedding(config.max_position_embeddings, config.hidden_size)
 
     def translate(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, RawTensor]]:
         if name.startswith(("h.", "wte.", "wpe.", "ln_f.")):

@@ -35,7 +35,6 @@ class Config(DecoderConfig):
 
 
 class GPTNeoX(CausalLM):
-    shards = {}  # none: checkpoints hold q, k and v as one
     renames = (
         ("gpt_neox.embed_in.", "model.embed_tokens."), ("gpt_neox.final_layer_norm.", "model.norm."), ("gpt_neox.", "model."),
         ("embed_out.", "lm_head."), (".attention.query_key_value.", ".self_attn.qkv_proj."), (".attention.dense.", ".self_attn.o_proj."),
@@ -53,7 +52,7 @@ class GPTNeoX(CausalLM):
         rope = Rope(rotary_dim, config.rope_theta or config.rotary_emb_base, config.rope_scaling, config.max_position_embeddings)
         layers = [
             layer(
-                SelfAttention(config, rope, bias=config.attention_bias, out_bias=config.attention_bias),
+                SelfAttention(config, rope, bias=config.attention_bias, out_bias=config.attention_bias, fused=True),
                 MLP(config.hidden_size, config.intermediate_size, act=config.hidden_act),
                 norm,
             )

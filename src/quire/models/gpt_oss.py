@@ -1,5 +1,5 @@
 """gpt-oss: heads with sinks, windows in every other layer, biases everywhere, experts whose gate and up are clamped. Checkpoints hold
-an expert's gate and up row by row in turn, as MXFP4, which becomes bfloat16 here, or else as columns."""
+an expert's gate and up row by row in turn, as MXFP4, or else as columns."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.moe import MoE, Routing
 from quire.layers.norm import RMSNorm
 from quire.layers.self_attention import SelfAttention
-from quire.layers.weights import RawTensor, from_mxfp4, transposed
+from quire.layers.weights import RawTensor, transposed
 
 ARCHITECTURES = ("GptOssForCausalLM",)
 
@@ -48,7 +48,6 @@ class Config(DecoderConfig):
 
 
 class GptOss(CausalLM):
-    reads = ("mxfp4",)
     renames = ((".self_attn.sinks", ".self_attn.attn.sinks"), (".mlp.router.", ".mlp.gate."))
 
     def __init__(self, config: Config) -> None:
@@ -69,17 +68,9 @@ class GptOss(CausalLM):
             for layer_idx in range(config.num_hidden_layers)
         ]  # fmt: skip
         super().__init__(config, layers, norm())
-        self.packed: dict[str, dict[str, RawTensor]] = {}  # blocks or scales that wait for each other
 
     def translate(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, RawTensor]]:
-        if name.endswith(("_blocks", "_scales")):
-            name, part = name.rsplit("_", 1)
-            parts = self.packed.setdefault(name, {})
-            parts[part] = tensor
-            if len(parts) < 2:
-                return
-            tensor = from_mxfp4(**self.packed.pop(name))
-        elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             tensor = transposed(tensor)
         if ".experts.gate_up_proj" in name:
             tensor = _gates_first(tensor)
@@ -87,7 +78,7 @@ class GptOss(CausalLM):
 
 
 def _gates_first(tensor: RawTensor) -> RawTensor:
-    """Rows of each expert: all of gate, then all of up."""
+    """Rows of each expert, of whatever form: all of gate, then all of up."""
     num_experts, num_rows, *_ = tensor.shape
     raw = tensor.raw.view(num_experts, num_rows // 2, 2, -1).transpose(1, 2).flatten()
     return RawTensor(tensor.type_name, raw, tensor.shape)

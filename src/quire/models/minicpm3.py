@@ -51,7 +51,6 @@ class MiniCPM3(CausalLM):
         ]
         logit_scale = (config.dim_model_base or config.hidden_size) / config.hidden_size
         super().__init__(config, layers, norm(), embed_scale=config.scale_emb, logit_scale=logit_scale)
-        self.shards = config.shards
 
 
 MODEL = MiniCPM3

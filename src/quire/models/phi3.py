@@ -47,16 +47,14 @@ class Config(DecoderConfig):
 
 
 class Phi3(CausalLM):
-    shards = {}  # none: checkpoints hold the fused tensors
-
     def __init__(self, config: Config) -> None:
         norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         rotary_dim = int(config.head_size * config.partial_rotary_factor)
         rope = Rope(rotary_dim, config.rope_theta, config.scaling(), config.max_position_embeddings)
         layers = [
             PreNormLayer(
-                SelfAttention(config, rope, window=config.sliding_window),
-                GatedMLP(config.hidden_size, config.intermediate_size, act=config.hidden_act),
+                SelfAttention(config, rope, window=config.sliding_window, fused=True),
+                GatedMLP(config.hidden_size, config.intermediate_size, act=config.hidden_act, fused=True),
                 norm,
             )
             for _ in range(config.num_hidden_layers)

@@ -57,7 +57,7 @@ class GatedShareMoE(MoE):
             Routing(config.num_experts_per_tok, renormalize=config.norm_topk_prob), activation=config.hidden_act,
             shared=GatedMLP(config.hidden_size, config.shared_expert_intermediate_size, act=config.hidden_act),
         )  # fmt: skip
-        self.shared_expert_gate = Linear(config.hidden_size, 1)
+        self.shared_expert_gate = Linear(config.hidden_size, 1, split="nowhere")
 
     def shared(self, x_TD: Tensor) -> Tensor:
         return self.shared_expert_gate(x_TD).sigmoid() * self.shared_experts(x_TD)

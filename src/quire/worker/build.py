@@ -1,12 +1,13 @@
-"""Builds a model without numbers and attaches to each layer what it needs: method, kernels, backend, derived tables.
+"""Builds a model without numbers, and attaches its layers to the runtime they will run in.
 
-Called by the worker before weights are loaded. Constructors stay pure mathematics; this walk is the only place
-that decides how a layer is computed.
+Called by the worker before weights are loaded. Constructors stay pure mathematics; what a layer needs besides it takes from the runtime.
+Which implementation computes what is choose.py's business.
 """
 
 import dataclasses
 import importlib
 import logging
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, get_args
 
@@ -15,20 +16,15 @@ from torch import nn
 
 from quire import registry
 from quire.config import EngineConfig
-from quire.errors import BadModelFileError, ConfigError, UnsupportedModelError
-from quire.layers.attention import ON_REQUEST, PREFERRED, Attention, StepContext
-from quire.layers.experts import PREFERRED as EXPERTS
-from quire.layers.linear import Linear, LMHead
-from quire.layers.mla import MLA
-from quire.layers.moe import Experts
-from quire.ops import choose_kernels
-from quire.ops.ref import mla as latent_reference
+from quire.errors import BadModelFileError, UnsupportedModelError
+from quire.layers.base import Layer, Runtime, StepContext
+from quire.quant.base import Method, Use
+from quire.quant.plain.dense import Dense
+from quire.worker.choose import Chooser
 
 FALLBACK = "quire.models._transformers"  # runs what has no file, with others' layers
 
 log = logging.getLogger(__name__)
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def model_module(hf_config: dict[str, Any]) -> ModuleType:
@@ -42,12 +38,8 @@ def model_module(hf_config: dict[str, Any]) -> ModuleType:
 
 def build(config: EngineConfig, hf_config: dict[str, Any]) -> nn.Module:
     """The model on `meta`, everything attached but weights and KV tensors."""
-    quantization = hf_config.get("quantization_config")
-    method = quantization and quantization.get("quant_method", "unknown")
-    if method and method not in getattr(model_module(hf_config).MODEL, "reads", ()):
-        raise UnsupportedModelError(f"weights quantized with {method!r:.40} are not supported yet: use the original or a GGUF file")
     model = empty(hf_config, config.model.dtype)
-    attach(model, config)
+    attach(model, make_runtime(config, hf_config, model.checkpoint_path))
     return model
 
 
@@ -75,60 +67,37 @@ def _config(module: ModuleType, hf_config: dict[str, Any]) -> Any:
     return module.Config(**given)
 
 
-def attach(model: nn.Module, config: EngineConfig) -> None:
-    dtype, device = DTYPES[config.model.dtype], torch.device(config.device.device)
-    kernels = choose_kernels(dtype, runs_on_triton(config))
-    context = StepContext()
-    method = registry.load("quire.quant", kernels.linear_method).METHOD
-    for module in model.modules():
-        if hasattr(module, "kernels"):
-            module.kernels = kernels
-        if hasattr(module, "context"):
-            module.context = context
-        if isinstance(module, Linear):
-            if isinstance(module, LMHead):
-                module.logits_dtype = kernels.logits_dtype
-            module.method = method(module.in_features, module.shard_sizes, dtype, device, config.model.quantization != "none")
-        elif isinstance(module, Attention):
-            module.backend = _backend(config, dtype, module.head_size)
-            module.limit(config.model.max_model_len)
-        elif isinstance(module, MLA):
-            module.backend = _latent_backend(config, dtype, module)
-        elif isinstance(module, Experts):
-            module.backend = _experts_backend(config, dtype)
-        elif hasattr(module, "materialize"):
-            module.materialize(config.model.max_model_len, device)
-    model.context = context
+def make_runtime(config: EngineConfig, hf_config: dict[str, Any], checkpoint_path: Callable[[str], str]) -> Runtime:
+    """`checkpoint_path`: what checkpoints call a module of the model."""
+    choose = Chooser(config)
+    quantization, settings = _quantization(config, hf_config)
+    plain: dict[Use, type[Method]] = {Use.PRODUCT: choose("linear").METHOD, Use.ROWS: Dense, Use.NUMBERS: Dense}
+    return Runtime(
+        device=choose.device,
+        dtype=choose.dtype,
+        max_len=config.model.max_model_len,
+        block_size=config.cache.block_size,
+        kernels=choose("elementwise"),
+        logits_dtype=None if choose.kind == "gpu" else torch.float32,  # GPUs' samplers widen as they read
+        choose=choose,
+        find_method=lambda path, use: quantization.method(checkpoint_path(path), use, plain[use], settings),
+        context=StepContext(),
+    )
 
 
-def _latent_backend(config: EngineConfig, dtype: torch.dtype, layer: MLA) -> ModuleType:
-    if not runs_on_triton(config):
-        return latent_reference
-    from quire.ops import mla
-
-    if not mla.supports(dtype, layer.latent_size, layer.rope_size, config.cache.block_size):
-        raise UnsupportedModelError(f"latents of {layer.latent_size} + {layer.rope_size} values are not supported on GPUs: add --device cpu")
-    return mla
-
-
-def _experts_backend(config: EngineConfig, dtype: torch.dtype) -> ModuleType:
-    candidates = (registry.load("quire.layers.experts", name) for name in EXPERTS["cuda" if runs_on_triton(config) else "cpu"])
-    return next(backend for backend in candidates if backend.supports(dtype, torch.device(config.device.device)))
+def _quantization(config: EngineConfig, hf_config: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
+    """A file of quant/, and what config.json says to it: the checkpoint's own quantization, or else the one that was asked for."""
+    settings = hf_config.get("quantization_config") or {}
+    asked = settings.get("quant_method", "unknown") if settings else config.model.quantization
+    name = str(asked).replace("-", "_")
+    if name not in registry.names("quire.quant"):
+        raise UnsupportedModelError(f"weights quantized with {asked!r:.40} are not supported yet: use the original or a GGUF file")
+    is_dummy = config.model.load_format == "dummy"  # random weights are plain numbers
+    return registry.load("quire.quant", "none" if is_dummy and settings else name), settings
 
 
-def runs_on_triton(config: EngineConfig) -> bool:
-    """A GPU does; a CPU only if told to, in Triton's interpreter: that is how tests run what GPUs run."""
-    return config.device.device == "cuda" or config.device.attention_backend in (*PREFERRED["cuda"], *ON_REQUEST)
-
-
-def _backend(config: EngineConfig, dtype: torch.dtype, head_size: int) -> ModuleType:
-    name, block_size = config.device.attention_backend, config.cache.block_size
-    preferred = PREFERRED[config.device.device]
-    if config.device.device == "cuda" and name not in ("auto", *preferred, *ON_REQUEST):
-        raise ConfigError(f"--attention-backend {name} is for the CPU: leave it out, or add --device cpu")
-    names = preferred if name == "auto" else (name,)
-    for candidate in names:
-        backend = registry.load("quire.layers.attention", candidate)
-        if backend.supports(dtype, head_size, block_size):
-            return backend
-    raise ConfigError(f"attention backend {name!r} cannot do {dtype}, head size {head_size}, block size {block_size}")
+def attach(model: nn.Module, runtime: Runtime) -> None:
+    """From within: a layer finds those inside it attached."""
+    for path, module in reversed(list(model.named_modules())):
+        if isinstance(module, Layer):
+            module.attach(runtime, path)

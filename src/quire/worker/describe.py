@@ -18,12 +18,12 @@ from quire.checkpoint.hf_config import read_config
 from quire.checkpoint.safetensors import SafetensorsFolder
 from quire.config import EngineConfig
 from quire.kv.groups import form_layout
-from quire.layers.attention import CacheLayer
-from quire.layers.linear import Linear
 from quire.models._parity import LARGEST_ERROR
-from quire.worker.build import DTYPES, FALLBACK, build, empty, model_module
+from quire.quant.base import Weight
+from quire.worker.build import FALLBACK, build, empty, model_module
+from quire.worker.choose import DTYPES
 from quire.worker.kv_cache import kv_specs
-from quire.worker.load import wanted_shapes
+from quire.worker.load import wanted_weights
 from quire.worker.worker import device_module, kv_memory_bytes
 
 
@@ -37,13 +37,12 @@ def describe(config: EngineConfig) -> dict[str, Any]:
     dtype = DTYPES[config.model.dtype]
     specs = kv_specs(model, dtype)
     layout = form_layout(specs, config.cache.block_size)
-    shapes = {name: math.prod(shape) for name, shape in wanted_shapes(model).items() if name not in model.tied}
-    weight_bytes = _weight_bytes(files, config, hf_config, model, shapes)
-    attention = next(m for m in model.modules() if isinstance(m, CacheLayer))
+    wanted, chosen = wanted_weights(model), model.runtime.choose
+    weight_bytes = _weight_bytes(files, config, hf_config, wanted)
     return {
         "architecture": hf_config["architectures"][0],
         "model_file": _model_file(model_module(hf_config).__name__),
-        "num_parameters": sum(shapes.values()),
+        "num_parameters": sum(_num_values(weights[0]) for weights in wanted.values()),
         "num_layers": hf_config["num_hidden_layers"],
         "dtype": config.model.dtype,
         "quantization": config.model.quantization,
@@ -53,8 +52,9 @@ def describe(config: EngineConfig) -> dict[str, Any]:
         "kv_groups": [f"{len(g.caches)} layers, {g.spec.kind}" for g in layout.groups],
         "kv_memory_bytes": config.cache.kv_cache_memory_bytes or _kv_memory_bytes(config, weight_bytes),
         "max_model_len": config.model.max_model_len,
-        "attention": attention.backend.__name__.rsplit(".", 1)[1],
-        "linear": type(next(m for m in model.modules() if isinstance(m, Linear)).method).__name__.lower(),
+        "attention": chosen.taken.get("attention") or chosen.taken["latent attention"],
+        "linear": chosen.taken["linear"],
+        "passed_over": chosen.passed_over,
     }
 
 
@@ -106,19 +106,19 @@ def _weight_types(files: ModelFiles) -> dict[str, int]:
     return counts
 
 
-def _weight_bytes(files: ModelFiles, config: EngineConfig, hf_config: dict[str, Any], model: Any, shapes: dict[str, int]) -> int:
-    """Packed weights stay as large as in the file; everything else takes its dtype. Tied packed heads are kept twice."""
+def _num_values(weight: Weight) -> int:
+    return math.prod(weight.shape) if weight.num_values is None else weight.num_values
+
+
+def _weight_bytes(files: ModelFiles, config: EngineConfig, hf_config: dict[str, Any], wanted: dict[str, list[Weight]]) -> int:
+    """Packed weights stay as large as in the file; everything else takes its dtype, once. So tied heads that are packed are kept twice."""
     itemsize = DTYPES[config.model.dtype].itemsize
-    if config.model.quantization != "gguf":
-        return sum(shapes.values()) * itemsize
-    paths = {name for name, module in model.named_modules() if isinstance(module, Linear)}
-    linears = {f"{path}.weight" for path in paths} | {f"{path.rpartition('.')[0]}.{shard}.weight" for path in paths for shard in model.shards}
-    sizes: dict[str, int] = {}
-    row = gguf_architecture(files.gguf)
-    for tensor in files.gguf.tensors.values():
-        pieces = list(row.pieces(tensor.name, tensor.shape, hf_config))
-        sizes |= {name: tensor.nbytes // len(pieces) for name, _ in pieces}
-    total = 0
-    for name, source in {**{n: n for n in shapes}, **model.tied}.items():
-        total += sizes[source] if name in linears else shapes[source] * itemsize
+    packed = {name: sum(weight.stays_packed for weight in weights) for name, weights in wanted.items()}
+    plain = [weights[0] for name, weights in wanted.items() if packed[name] < len(weights)]
+    total = sum(map(_num_values, plain)) * itemsize
+    if any(packed.values()):
+        row = gguf_architecture(files.gguf)
+        for tensor in files.gguf.tensors.values():
+            pieces = list(row.pieces(tensor.name, tensor.shape, hf_config))
+            total += sum(tensor.nbytes // len(pieces) * packed.get(name, 0) for name, _ in pieces)
     return total

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kv.specs import CacheSpec, Group, KVLayout, PoolLayout
-from quire.layers.attention import CacheLayer, native, reference
+from quire.layers.attention import CacheLayer
 from quire.ops.transfer import to_device
 from quire.step import Move
 
@@ -39,8 +39,8 @@ class KVMemory:
                 path, _, name = cache.partition(":")
                 layer = model.get_submodule(path)
                 layer.attach_cache(name, group_idx, _parts(plane, group))
-                if self.device.type == "cpu" and layer.backend is native and not layer.cache.is_contiguous():
-                    layer.backend = reference  # compiled kernels take blocks without padding
+                if not layer.cache.is_contiguous():
+                    layer.backend = layer.choose_backend(padded=True)
         for layer in model.modules():
             if isinstance(layer, CacheLayer) and layer.shares is not None:
                 owner = model.get_submodule(layer.shares)

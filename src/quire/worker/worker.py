@@ -17,13 +17,14 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kv.groups import form_layout
 from quire.kv.specs import CacheSpec, KVLayout
-from quire.layers.linear import Linear, LMHead
+from quire.layers.linear import LMHead
 from quire.sampling.custom import load as load_processors
 from quire.step import Masks, StepPlan
 from quire.utils.memory import available_bytes
-from quire.worker.build import DTYPES, build, runs_on_triton
+from quire.worker.build import build
+from quire.worker.choose import DTYPES, runs_on_triton
 from quire.worker.kv_cache import KVMemory, kv_specs
-from quire.worker.load import checkpoint_tensors, dummy_tensors, load_weights, translated, uploaded
+from quire.worker.load import checkpoint_tensors, dummy_tensors, layers, load_weights, translated, uploaded
 
 log = logging.getLogger(__name__)
 
@@ -67,15 +68,15 @@ class Worker:
         if not dummy and files.kind == "hf":  # GGUF files are read under the model's own names
             tensors = translated(self.model, tensors)
         with self._capacity("loading the weights"):
-            load_weights(self.model, tensors, self.dtype, self.device)
+            load_weights(self.model, tensors)
         log.info("weights loaded: %.0f MB in %.2f s", self.weight_bytes / 1e6, time.monotonic() - started)
 
     @property
     def weight_bytes(self) -> int:
-        seen = {p.data_ptr(): p.nbytes for p in self.model.parameters()}
-        linears = [m.method for m in self.model.modules() if isinstance(m, Linear)]
-        tied = [m for m in linears if getattr(m, "weight", None) is not None and m.weight.data_ptr() in seen]
-        return sum(seen.values()) + sum(m.num_bytes for m in linears if m not in tied)
+        seen: dict[int, int] = {}  # address -> bytes: layers that are tied have the same
+        for layer in layers(self.model):
+            seen |= layer.memory()
+        return sum(seen.values())
 
     def kv_specs(self) -> dict[str, CacheSpec]:
         return kv_specs(self.model, self.dtype)

@@ -54,6 +54,7 @@ def _table(facts: dict[str, Any]) -> str:
         ("KV memory", f"{_bytes(facts['kv_memory_bytes'])}: {facts['kv_tokens']:,} tokens"),
         ("fits", f"{requests:,.1f} requests of max_model_len {facts['max_model_len']:,} at once"),
         ("kernels", f"attention {facts['attention']}, linear {facts['linear']}"),
+        *(("passed over", f"{name}: {why}") for name, why in facts["passed_over"].items()),
     ]
     return "\n".join(f"{name:<14} {value}" for name, value in rows)
 

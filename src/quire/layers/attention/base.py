@@ -1,42 +1,30 @@
 """The attention layer: norms heads if asked, rotates, writes new keys and values into the cache, attends.
 
-Used by models. It says what it caches (`cache_specs`); its cache tensor, group and backend are attached by the worker.
+Used by models. It says what it caches (`cache_specs`); its caches and their group are given by the worker.
 
 Shape letters: T tokens of the step, H query heads, K key/value heads, D head size.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from types import ModuleType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.kv.specs import CacheSpec, Full, Sliding
+from quire.layers.base import Layer, Runtime, StepContext, frozen, head_units
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
-from quire.ops.ref.attention import AttentionTables
+from quire.quant.base import Section, Split, Weight
 
 
-@dataclass
-class StepContext:
-    """What every attention layer reads in a step; refilled by the runner before each forward. Lists run over groups."""
-
-    tables: list[AttentionTables] = field(default_factory=list)
-    slots_T: list[Tensor] = field(default_factory=list)
-    # The tokens whose final hidden states are wanted: behind the last layer's attention only these go on. None: all.
-    wanted: Tensor | None = None
-
-    def only_wanted(self, x_TD: Tensor) -> Tensor:
-        return x_TD if self.wanted is None else x_TD.index_select(0, self.wanted)
-
-
-class CacheLayer(nn.Module, ABC):
+class CacheLayer(Layer, ABC):
     """A layer with a cache: it says what it keeps of each token, and reads the tables of its group."""
 
-    # Attached by the worker: how to compute, where the cache is, which group's tables to read.
-    backend: ModuleType
-    context = StepContext()
+    backend: ModuleType  # how to compute, given by `attach`
+    context: StepContext  # given by `attach`
+    # Given by the worker: which group's tables to read, where the cache is.
     group_idx: int
     cache: Tensor
     # What backends are chosen by, and how work is cut.
@@ -55,6 +43,15 @@ class CacheLayer(nn.Module, ABC):
     @abstractmethod
     def attach_cache(self, name: str, group_idx: int, parts: dict[str, Tensor]) -> None:
         """The memory of one of its caches: of each part, [num_blocks, entries of a block, *shape of an entry]."""
+
+    @abstractmethod
+    def choose_backend(self, padded: bool = False) -> ModuleType:
+        """`padded`: blocks of the cache have room behind them that is not this layer's."""
+
+    def attach(self, runtime: Runtime, path: str) -> None:
+        super().attach(runtime, path)
+        self.context = runtime.context
+        self.backend = self.choose_backend()
 
     def work_shape(self, dtype: torch.dtype, *, decode: bool) -> tuple:
         """On GPUs: the backend's `WorkShape` for steps that decode, or for others."""
@@ -84,17 +81,25 @@ class Attention(CacheLayer):
         self.scale = head_size**-0.5 if scale is None else scale
         self.window = window or 0
         self.softcap = softcap or 0.0
-        self.sinks = nn.Parameter(torch.empty(num_heads), requires_grad=False) if sinks else None
+        self.sinks = frozen(torch.empty(num_heads)) if sinks else None
         self.shares = shares
 
     @property
     def is_plain(self) -> bool:
         return not (self.window or self.softcap or self.shares) and self.sinks is None
 
-    def limit(self, max_len: int) -> None:
-        """Contexts are never longer: a window that holds all of one is none."""
-        if self.window >= max_len:
-            self.window = 0
+    def attach(self, runtime: Runtime, path: str) -> None:
+        super().attach(runtime, path)
+        if self.window >= runtime.max_len:
+            self.window = 0  # contexts are never longer: a window that holds all of one is none
+
+    def choose_backend(self, padded: bool = False) -> ModuleType:
+        return self.runtime.choose("attention", head_size=self.head_size, block_size=self.runtime.block_size, padded=padded)
+
+    def weights(self) -> Iterator[Weight]:
+        if self.sinks is not None:
+            q_units, _ = head_units(self.num_heads, self.num_kv_heads)
+            yield self.declare("sinks", split=Split("outputs", (Section(self.num_heads, q_units),)))
 
     def cache_specs(self, dtype: str) -> dict[str, CacheSpec]:
         if self.window:

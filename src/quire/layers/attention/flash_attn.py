@@ -17,7 +17,7 @@ from quire.ops.attention import cache_view, work_shape
 from quire.ops.elementwise import rope_and_write
 from quire.ops.ref.attention import AttentionTables
 
-__all__ = ["READS_WORK", "paged_attention", "rope_and_write", "supports", "work_shape"]
+__all__ = ["READS_WORK", "paged_attention", "rope_and_write", "why_not", "work_shape"]
 
 READS_WORK = False
 
@@ -33,10 +33,13 @@ def _library() -> tuple[int, ModuleType]:
     raise ConfigError("--attention-backend flash_attn needs FlashAttention: pip install flash-attn, or leave the flag out")
 
 
-def supports(dtype: torch.dtype, head_size: int, block_size: int) -> bool:
+def why_not(device: torch.device, dtype: torch.dtype, head_size: int, block_size: int, padded: bool) -> str | None:
     version, _ = _library()
-    fits = head_size % 8 == 0 and head_size <= 256 and (version == 3 or block_size % 256 == 0)
-    return dtype in (torch.float16, torch.bfloat16) and fits
+    if dtype not in (torch.float16, torch.bfloat16):
+        return "it computes in 16-bit floats"
+    if head_size % 8 or head_size > 256:
+        return f"it has no kernel for head size {head_size}"
+    return None if version == 3 or block_size % 256 == 0 else f"version 2 has no kernel for blocks of {block_size}"
 
 
 def paged_attention(

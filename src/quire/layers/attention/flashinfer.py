@@ -17,7 +17,7 @@ from quire.ops.attention import cache_view, work_shape
 from quire.ops.elementwise import rope_and_write
 from quire.ops.ref.attention import AttentionTables
 
-__all__ = ["READS_WORK", "RECORDABLE", "paged_attention", "rope_and_write", "supports", "work_shape"]
+__all__ = ["READS_WORK", "RECORDABLE", "paged_attention", "rope_and_write", "why_not", "work_shape"]
 
 READS_WORK = False
 RECORDABLE = False
@@ -69,9 +69,11 @@ class Planned:
         self.tables, self.num_tokens = tables, int(query_starts[-1])
 
 
-def supports(dtype: torch.dtype, head_size: int, block_size: int) -> bool:
+def why_not(device: torch.device, dtype: torch.dtype, head_size: int, block_size: int, padded: bool) -> str | None:
     _library()
-    return dtype in (torch.float16, torch.bfloat16) and head_size in (64, 128, 256)
+    if dtype not in (torch.float16, torch.bfloat16):
+        return "it computes in 16-bit floats"
+    return None if head_size in (64, 128, 256) else f"it has no kernel for head size {head_size}"
 
 
 def paged_attention(

@@ -1,7 +1,16 @@
 """Compiled for this CPU: float32 and bfloat16, head sizes and block sizes in multiples of 16."""
 
-from quire.ops.cpu.attention import paged_attention
-from quire.ops.cpu.attention import supported as supports
+import torch
+
+from quire.ops.cpu.attention import paged_attention, supported
 from quire.ops.cpu.elementwise import rope_and_write
 
-__all__ = ["paged_attention", "rope_and_write", "supports"]
+__all__ = ["paged_attention", "rope_and_write", "why_not"]
+
+
+def why_not(device: torch.device, dtype: torch.dtype, head_size: int, block_size: int, padded: bool) -> str | None:
+    if padded:
+        return "it takes blocks without padding"
+    if supported(dtype, head_size, block_size):
+        return None
+    return f"no kernel is compiled for {dtype}, head size {head_size} and blocks of {block_size}"

@@ -5,8 +5,8 @@ import torch
 from quire.ops.ref.moe import experts as run
 from quire.ops.ref.routing import route, router_logits
 
-__all__ = ["route", "router_logits", "run", "supports"]
+__all__ = ["route", "router_logits", "run", "why_not"]
 
 
-def supports(dtype: torch.dtype, device: torch.device) -> bool:
-    return True
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    return None

@@ -2,12 +2,11 @@
 
 import torch
 
-from quire.ops.launch import INTERPRETED
 from quire.ops.moe import experts as run
 from quire.ops.routing import route, router_logits
 
-__all__ = ["route", "router_logits", "run", "supports"]
+__all__ = ["route", "router_logits", "run", "why_not"]
 
 
-def supports(dtype: torch.dtype, device: torch.device) -> bool:
-    return dtype in (torch.float32, torch.float16, torch.bfloat16) and (device.type == "cuda" or INTERPRETED)
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    return None if dtype in (torch.float32, torch.float16, torch.bfloat16) else f"it has no kernel for {dtype}"

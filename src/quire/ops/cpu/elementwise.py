@@ -38,6 +38,10 @@ def _kernels() -> _Kernels | None:
     )
 
 
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    return None if supported(dtype) else f"nothing is compiled for {dtype} on this machine"
+
+
 def supported(dtype: torch.dtype) -> bool:
     """Whether the compiled kernels exist on this machine and take this dtype."""
     return dtype in (torch.float32, torch.bfloat16) and _kernels() is not None

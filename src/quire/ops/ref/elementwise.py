@@ -13,6 +13,10 @@ from torch.nn import functional
 from quire.ops.ref.attention import write_kv
 
 
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    return None
+
+
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns (normed, residual): the residual stream after adding x, and its norm. Without a residual, x is it."""
     residual_TD = x_TD if residual_TD is None else x_TD + residual_TD

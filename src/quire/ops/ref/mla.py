@@ -14,8 +14,8 @@ from quire.ops.ref.attention import AttentionTables, paged_attention
 from quire.ops.ref.elementwise import rms_norm, rope
 
 
-def supports(dtype: torch.dtype, latent_size: int, rope_size: int, block_size: int) -> bool:
-    return True
+def why_not(device: torch.device, dtype: torch.dtype, latent_size: int, rope_size: int, block_size: int) -> str | None:
+    return None
 
 
 def write_latent(cache: Tensor, kv_TX: Tensor, slots_T: Tensor) -> None:

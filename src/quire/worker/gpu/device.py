@@ -24,7 +24,7 @@ def open(device: torch.device) -> None:
     """Makes the device this process's own, or says why it cannot be used."""
     if device.type == "cpu":
         if not INTERPRETED:
-            raise ConfigError("this --attention-backend needs an NVIDIA GPU: leave it out")
+            raise ConfigError("Triton's interpreter runs where TRITON_INTERPRET=1 is set: leave out interpret_triton")
         return
     try:
         torch.cuda.set_device(0)

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from quire.ops.linear import few_rows, linear, linear_silu_mul
-from quire.quant.dense import Dense
+from quire.quant.plain.dense import Dense, why_not
+
+__all__ = ["METHOD", "DenseGpu", "why_not"]
 
 
 class DenseGpu(Dense):

@@ -1,0 +1,130 @@
+"""What every layer with weights, or with needs of its surroundings, has in common: it is attached once, and declares its weights.
+
+`worker/build.py` attaches, `worker/load.py` loads what is declared; neither knows a layer's class. Constructors are pure mathematics:
+sizes, biases, how weights divide over ranks.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from quire.ops.ref.attention import AttentionTables
+from quire.quant.base import AXES, Joined, Method, Part, RawTensor, Split, Use, Weight
+
+
+@dataclass
+class StepContext:
+    """What every attention layer reads in a step; refilled by the runner before each forward. Lists run over groups."""
+
+    tables: list[AttentionTables] = field(default_factory=list)
+    slots_T: list[Tensor] = field(default_factory=list)
+    # The tokens whose final hidden states are wanted: behind the last layer's attention only these go on. None: all.
+    wanted: Tensor | None = None
+
+    def only_wanted(self, x_TD: Tensor) -> Tensor:
+        return x_TD if self.wanted is None else x_TD.index_select(0, self.wanted)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where and with what a model's layers run."""
+
+    device: torch.device
+    dtype: torch.dtype
+    max_len: int  # of a context, in tokens
+    block_size: int  # tokens of a KV block
+    kernels: ModuleType  # norms, gated activations and lookups, as in ops/ref/elementwise.py
+    logits_dtype: torch.dtype | None  # None: the model's own
+    choose: Callable[..., ModuleType]  # (what, **needs): which implementation to use; see worker/choose.py
+    find_method: Callable[[str, Use], type[Method]]  # by a weight's path, as its model calls it
+    context: StepContext
+    rank: int = 0  # in a group of `num_ranks` that share the model's layers
+    num_ranks: int = 1
+
+    def keep(self, parts: Sequence[Part], use: Use) -> Method:
+        """What will keep the weight that consists of `parts`: neighbours with the same method are one product."""
+        kinds = [(self.find_method(part.path, use), part) for part in parts]
+        methods = [kind([part for _, part in run], self.dtype, self.device) for kind, run in groupby(kinds, lambda pair: pair[0])]
+        return methods[0] if len(methods) == 1 else Joined(methods)
+
+
+class Layer(nn.Module):
+    runtime: Runtime
+    path: str  # in the model
+
+    def attach(self, runtime: Runtime, path: str) -> None:
+        """Called once, before weights are loaded; layers within this one are attached already."""
+        self.runtime, self.path = runtime, path
+
+    def weights(self) -> Iterator[Weight]:
+        """What it wants of a checkpoint for itself, once attached: here its parameters, whole on every rank."""
+        for name, _ in self.named_parameters(recurse=False):
+            yield self.declare(name)
+
+    def declare(self, attribute: str, name: str | None = None, split: Split | None = None, dtype: torch.dtype | None = None) -> Weight:
+        """A parameter that is not quantized. `name`: a checkpoint's, below this layer's path, where it is not the attribute's."""
+        return parameter_weight(self, attribute, join(self.path, name or attribute), self.runtime, split, dtype)
+
+    def declare_bias(self, attribute: str, parts: Sequence[Part]) -> Iterator[Weight]:
+        """A parameter with the biases of all parts of a weight. Where ranks have some inputs each, one of them adds it."""
+        start = 0
+        for part in parts:
+            name = f"{part.path}.bias" if part.end else f"{part.path}_bias"
+            split = None if part.split is None or part.split.axis == "inputs" else part.split
+            yield Weight(name, part.shape[:-1], partial(self._take_bias, attribute, start), split, AXES[len(part.shape)][:-1])
+            start += part.num_rows
+
+    def _take_bias(self, attribute: str, start: int, tensor: RawTensor) -> None:
+        """`start`: counted over the outputs of all parts."""
+        values, bias = tensor.dense(self.runtime.dtype, self.runtime.device).flatten(), self.get_parameter(attribute)
+        if bias.is_meta:
+            bias = frozen(values.new_empty(bias.shape))
+            setattr(self, attribute, bias)
+        bias.view(-1)[start : start + len(values)] = values
+
+    def loaded(self) -> None:
+        """Called once, when all weights are there."""
+
+    def memory(self) -> dict[int, int]:
+        """What its weights occupy: address -> bytes."""
+        return {parameter.data_ptr(): parameter.nbytes for parameter in self.parameters(recurse=False)}
+
+
+class KeptLayer(Layer):
+    """A layer whose weight a method keeps."""
+
+    method: Method  # given by `attach`
+
+    def weights(self) -> Iterator[Weight]:
+        yield from self.method.weights()
+
+    def memory(self) -> dict[int, int]:
+        return super().memory() | self.method.memory()
+
+
+def parameter_weight(
+    module: nn.Module, attribute: str, name: str, runtime: Runtime, split: Split | None = None, dtype: torch.dtype | None = None
+) -> Weight:
+    def take(tensor: RawTensor) -> None:
+        setattr(module, attribute, frozen(tensor.dense(dtype or runtime.dtype, runtime.device)))
+
+    return Weight(name, tuple(module.get_parameter(attribute).shape), take, split)
+
+
+def frozen(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=False)
+
+
+def join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def head_units(num_heads: int, num_kv_heads: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How queries, and how keys and values, divide over ranks (`Section.units`): queries stay with the KV head they read, until there
+    are more ranks than KV heads; then ranks share those."""
+    return (num_kv_heads, num_heads), (num_kv_heads,)

@@ -1,0 +1,20 @@
+"""`--quantization gguf`: what is multiplied stays in the file's blocks of 4 or 8 bits, where compiled kernels compute with them."""
+
+from typing import Any
+
+from quire.ops.cpu import linear
+from quire.quant.base import Method, RawTensor, Use
+from quire.quant.plain.packed import Packed
+
+
+class Blocks(Packed):
+    stays_packed = True
+
+    def pack(self, tensor: RawTensor) -> linear.PackedWeight:
+        if linear.packable(tensor.type_name, *tensor.shape):
+            return linear.pack_gguf(tensor.type_name, tensor.raw, *tensor.shape)
+        return super().pack(tensor)
+
+
+def method(path: str, use: Use, plain: type[Method], settings: dict[str, Any]) -> type[Method]:
+    return Blocks if plain is Packed else plain

@@ -1,0 +1,67 @@
+"""Weights in the compiled CPU kernels' own order, here as bfloat16; quant/gguf.py keeps 4 and 8 bits in the same way.
+
+One form serves a single row (read packed, at the speed of memory) and many (unpacked tile by tile on the way to the matrix
+unit), so nothing is kept twice.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.ops.cpu import linear
+from quire.quant.base import Method, Part, RawTensor
+
+
+class Packed(Method):
+    def __init__(self, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(parts, dtype, device)
+        self.packed: list[linear.PackedWeight | None] = [None] * len(parts)
+        self.pieces: list[linear.PackedWeight] = []  # the parts, neighbours of one form joined
+        self.wide_bias: Tensor | None = None  # float32, as the kernels want it
+
+    def pack(self, tensor: RawTensor) -> linear.PackedWeight:
+        return linear.pack_dense(tensor.dense(self.dtype))
+
+    def take(self, part_idx: int, tensor: RawTensor) -> None:
+        self.packed[part_idx] = self.pack(tensor)
+        if all(part is not None for part in self.packed):
+            self._join()
+
+    def _join(self) -> None:
+        runs: list[list[linear.PackedWeight]] = []
+        for part in self.packed:
+            if runs and linear.joinable(runs[-1][-1], part):
+                runs[-1].append(part)
+            else:
+                runs.append([part])
+        self.packed = [None] * len(self.packed)
+        self.pieces = [linear.concat(run) for run in runs]
+
+    def numbers(self) -> Tensor:
+        return torch.cat([piece.dequantize() for piece in self.pieces]).to(self.dtype)
+
+    def apply(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+        if bias is not None and self.wide_bias is None:
+            self.wide_bias = bias.float()
+        if len(self.pieces) == 1:
+            return linear.linear(x, self.pieces[0], self.wide_bias, out_dtype or x.dtype)
+        y = torch.cat([linear.linear(x, piece, None, out_dtype or x.dtype) for piece in self.pieces], -1)
+        return y if bias is None else y + bias
+
+    def apply_silu_mul(self, x: Tensor, bias: Tensor | None, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
+        if bias is None and len(self.pieces) == 1 and linear.gateable(self.pieces[0]):
+            return linear.linear_silu_mul(x, self.pieces[0])
+        return super().apply_silu_mul(x, bias, silu_mul)
+
+    def memory(self) -> dict[int, int]:
+        return {piece.data.data_ptr(): piece.nbytes for piece in self.pieces}
+
+
+METHOD = Packed
+
+
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    if dtype != torch.bfloat16:
+        return "it computes in bfloat16"
+    return None if linear.supported() else "this CPU, or its compiler, has none of what the compiled kernels need"

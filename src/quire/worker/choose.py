@@ -1,0 +1,82 @@
+"""Which implementation computes what: the one place that decides, and that can say why.
+
+Asked by layers when they are attached, through their runtime. A candidate is a module that says in `why_not(device, dtype, **needs)`
+why it cannot be used, in the end of a sentence, or None. It must not know layers.
+"""
+
+import importlib
+import logging
+from collections.abc import Iterator
+from types import ModuleType
+
+import torch
+
+from quire import registry
+from quire.config import EngineConfig
+from quire.errors import ConfigError, UnsupportedModelError
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+# What is computed -> its modules for CPUs and for GPUs, the best first.
+CANDIDATES = {
+    "elementwise": {"cpu": ("quire.ops.cpu.elementwise", "quire.ops.ref.elementwise"), "gpu": ("quire.ops.elementwise",)},
+    "linear": {"cpu": ("quire.quant.plain.packed", "quire.quant.plain.dense"), "gpu": ("quire.quant.plain.dense_gpu",)},
+    "attention": {
+        "cpu": ("quire.layers.attention.native", "quire.layers.attention.reference"),
+        "gpu": ("quire.layers.attention.triton",),
+    },
+    "latent attention": {"cpu": ("quire.ops.ref.mla",), "gpu": ("quire.ops.mla",)},
+    "experts": {"cpu": ("quire.layers.experts.torch",), "gpu": ("quire.layers.experts.triton", "quire.layers.experts.torch")},
+}
+# For GPUs, of others' making: only where `--attention-backend` names them.
+ON_REQUEST = ("quire.layers.attention.flash_attn", "quire.layers.attention.flashinfer")
+ATTENTION = "quire.layers.attention"
+
+
+def runs_on_triton(config: EngineConfig) -> bool:
+    """Whether the runner and kernels of GPUs are used; on a CPU, Triton's interpreter runs them if the config says so."""
+    return config.device.device == "cuda" or config.device.interpret_triton
+
+
+class Chooser:
+    """Remembers, of everything that was chosen, which module it was and why those before it were passed over."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.kind = "gpu" if runs_on_triton(config) else "cpu"
+        self.device, self.dtype = torch.device(config.device.device), DTYPES[config.model.dtype]
+        self.asked = config.device.attention_backend
+        self.taken: dict[str, str] = {}  # what -> name of the module
+        self.passed_over: dict[str, str] = {}  # "what: name" -> why
+
+    def __call__(self, what: str, **needs: object) -> ModuleType:
+        """`needs`: what the layer that asks is like."""
+        reasons: dict[str, str] = {}
+        for module in self._candidates(what, **needs):
+            name = module.__name__.rsplit(".", 1)[-1]
+            why = module.why_not(self.device, self.dtype, **needs)
+            if why is None:
+                self._note(what, name, reasons)
+                return module
+            reasons[name] = why
+        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise UnsupportedModelError(f"{what} cannot be computed on this device ({why}): add --device cpu, or leave --attention-backend out")
+
+    def _candidates(self, what: str, **needs: object) -> Iterator[ModuleType]:
+        if what == "attention" and self.asked != "auto":
+            path = f"{ATTENTION}.{self.asked}"
+            if self.kind == "gpu" and path in CANDIDATES[what]["cpu"]:
+                raise ConfigError(f"--attention-backend {self.asked} is for the CPU: leave it out, or add --device cpu")
+            if self.kind == "cpu" and path in (*CANDIDATES[what]["gpu"], *ON_REQUEST):
+                raise ConfigError(f"--attention-backend {self.asked} needs an NVIDIA GPU: leave it out")
+            yield registry.load(ATTENTION, self.asked)
+            if not needs["padded"]:  # which nobody can know who names a backend
+                return
+        yield from map(importlib.import_module, CANDIDATES[what][self.kind])
+
+    def _note(self, what: str, name: str, reasons: dict[str, str]) -> None:
+        self.taken.setdefault(what, name)
+        for other, why in reasons.items():
+            if self.passed_over.setdefault(f"{what}: {other}", why) is why:
+                log.debug("%s by %s, not by %s: %s", what, name, other, why)

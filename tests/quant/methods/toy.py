@@ -1,0 +1,44 @@
+"""A quantization that only tests have, as one file of quant/ would be: codes, scales and offsets, for the paths its settings name."""
+
+import math
+import re
+from functools import partial
+
+import torch
+
+from quire.quant.base import Method, Use, Weight
+
+GROUP = 16  # inputs that share a scale and an offset
+ENDS = (".codes", ".scales", ".offsets")
+
+
+def numbers(codes, scales, offsets):
+    groups = codes.view(*scales.shape, GROUP).float()
+    return ((groups - offsets[..., None]) * scales[..., None]).view(codes.shape)
+
+
+class Toy(Method):
+    def __init__(self, parts, dtype, device):
+        super().__init__(parts, dtype, device)
+        self.tensors = [{} for _ in parts]
+
+    def declare(self, part_idx, part):
+        *rows, columns = part.shape
+        grouped = *rows, columns // GROUP
+        for end, shape, types in zip(ENDS, (part.shape, grouped, grouped), (("U8",), ("F32",), ("F32",))):
+            values = math.prod(part.shape) if end == ".codes" else 0
+            yield Weight(f"{part.path}{end}", shape, partial(self.take_one, part_idx, end), part.split, types=types, num_values=values)
+
+    def take_one(self, part_idx, end, tensor):
+        own = tensor.raw.view(tensor.shape) if end == ".codes" else tensor.dense(torch.float32)
+        self.tensors[part_idx][end] = own.clone()
+
+    def numbers(self):
+        return torch.cat([numbers(*(found[end] for end in ENDS)) for found in self.tensors]).to(self.dtype)
+
+    def memory(self):
+        return {tensor.data_ptr(): tensor.nbytes for found in self.tensors for tensor in found.values()}
+
+
+def method(path: str, use: Use, plain: type[Method], settings: dict) -> type[Method]:
+    return Toy if re.fullmatch(settings["paths"], path) else plain

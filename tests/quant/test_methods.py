@@ -1,0 +1,119 @@
+"""What a file of quant/ can do: own any number of tensors of a weight, for the paths it chooses, in every kind of layer."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import quire.quant
+from quire import LLM, SamplingParams, registry
+from quire.errors import BadModelFileError
+from quire.layers.base import Layer
+from quire.models import deepseek_v3, mixtral, qwen3_moe
+from quire.quant.base import Joined
+from quire.worker.build import empty
+from quire.worker.load import wanted_weights
+from tests.attached import attached
+from tests.models.oracle import OPTIONS, PROMPTS
+from tests.quant.methods.toy import ENDS, GROUP, numbers
+
+BIASED = {**qwen3_moe.TINY, "attention_bias": True}
+# A config, and which weights its checkpoint holds in three tensors each, by the checkpoint's own names.
+CASES = {
+    "a linear": (BIASED, r"model\.layers\.\d\.self_attn\.o_proj"),
+    "one part of a fused linear": (BIASED, r"model\.layers\.\d\.self_attn\.k_proj"),
+    "a gate without its up": (BIASED, r"model\.layers\.1\.mlp\.gate_proj"),
+    "an expert": (BIASED, r"model\.layers\.[02]\.mlp\.experts\.3\..*"),
+    "the head": (BIASED, "lm_head"),
+    "the embedding": (BIASED, r"model\.embed_tokens"),
+    "an embedding that the head is tied to": ({**BIASED, "tie_word_embeddings": True}, r"model\.embed_tokens"),
+    "experts by a family's names": (mixtral.TINY, r".*\.block_sparse_moe\.experts\.\d\.w[13]"),
+    "an up-projection and one of two down-projections": (deepseek_v3.TINY, r".*\.(kv_b_proj|q_a_proj)"),
+    "everything": (BIASED, ".*"),
+}
+
+
+@pytest.fixture(autouse=True)
+def with_toy(monkeypatch):
+    monkeypatch.setattr(quire.quant, "__path__", [*quire.quant.__path__, str(Path(__file__).parent / "methods")])
+
+
+def save(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def checkpoints(fields: dict, paths: str, folder: Path) -> tuple[Path, Path]:
+    """The same numbers twice: all plain, and those of `paths` in three tensors each."""
+    model = attached(empty(fields, "float32"))
+    generator = torch.Generator().manual_seed(0)
+    plain, toy = {}, {}
+    for ours, (weight, *_) in wanted_weights(model).items():
+        path = model.checkpoint_path(ours.removesuffix(".weight"))
+        name = f"{path}.weight" if ours.endswith(".weight") else path
+        if not (re.fullmatch(paths, path) and len(weight.shape) == 2 and not path.endswith(".gate")):
+            plain[name] = toy[name] = torch.randn(weight.shape, generator=generator) * 0.15 + (len(weight.shape) == 1)
+            continue
+        grouped = weight.shape[0], weight.shape[1] // GROUP
+        codes = torch.randint(0, 256, weight.shape, dtype=torch.uint8, generator=generator)
+        # Powers of two and whole numbers: everything is exact in bfloat16.
+        scales = 2.0 ** -torch.randint(9, 11, grouped, generator=generator)
+        offsets = torch.randint(120, 136, grouped, generator=generator).float()
+        plain[name] = numbers(codes, scales, offsets)
+        toy |= {f"{path}{end}": tensor for end, tensor in zip(ENDS, (codes, scales, offsets))}
+    assert toy.keys() - plain.keys()
+    return save(folder / "plain", fields, plain), save(folder / "toy", fields | {"quantization_config": {"quant_method": "toy", "paths": paths}}, toy)
+
+
+def logprobs(folder: Path, **options) -> tuple[torch.Tensor, set[str], int]:
+    """Of a prompt's tokens; the methods that were used; the bytes of weights."""
+    with LLM(str(folder), **{**OPTIONS, **options}) as llm:
+        worker = llm.client.engine.executor.worker
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+        found = llm.generate([PROMPTS[3]], params, use_tqdm=False)[0].prompt_logprobs
+        kinds = {type(vars(module).get("method")).__name__ for module in worker.model.modules() if isinstance(module, Layer)}
+        size = worker.weight_bytes
+    return torch.tensor([entry[token].logprob for entry, token in zip(found[1:], PROMPTS[3][1:])]), kinds, size
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_three_tensors_of_a_weight_give_what_its_numbers_give(case, tmp_path):
+    plain, toy = checkpoints(*CASES[case], tmp_path)
+    expected, kinds, _ = logprobs(plain)
+    assert "Toy" not in kinds and Joined.__name__ not in kinds
+    found, kinds, _ = logprobs(toy)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    used = {"one part of a fused linear": "Joined", "a gate without its up": "Joined", "the head": "Toy"}
+    assert used.get(case) in {None, *kinds}
+
+
+def test_methods_for_one_layer_may_differ_in_packed_weights_too(tmp_path):
+    plain, toy = checkpoints(BIASED, r".*\.(k_proj|gate_proj|o_proj)|lm_head", tmp_path)
+    expected, found = logprobs(plain, dtype="bfloat16")[0], logprobs(toy, dtype="bfloat16")[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.1)
+
+
+def test_tied_weights_share_their_memory(tmp_path):
+    """Plain ones do, whatever their two layers do with them."""
+    tied, untied = (
+        logprobs(checkpoints({**BIASED, "tie_word_embeddings": is_tied}, ".*q_proj", tmp_path / str(is_tied))[0])[2] for is_tied in (True, False)
+    )
+    assert untied - tied == 4 * BIASED["vocab_size"] * BIASED["hidden_size"]
+
+
+def test_a_tensor_of_a_weight_that_is_missing_is_named(tmp_path):
+    _, toy = checkpoints(BIASED, r".*\.o_proj", tmp_path)
+    tensors = load_file(toy / "model.safetensors")
+    del tensors["model.layers.1.self_attn.o_proj.offsets"]
+    save_file(tensors, toy / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BadModelFileError, match=r"lacks model\.layers\.1\.self_attn\.o_proj\.offsets"):
+        logprobs(toy)
+
+
+def test_files_of_the_folder_are_the_quantizations_there_are():
+    assert registry.names("quire.quant") == ["gguf", "mxfp4", "none", "toy"]
