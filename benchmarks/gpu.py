@@ -174,7 +174,7 @@ def time_model(model: str, names: list[str]) -> list[tuple[str, str, float]]:
     started = time.perf_counter()
     import torch  # noqa: F401
 
-    import quire.worker.gpu.runner  # noqa: F401
+    import quire.worker.gpu.device  # noqa: F401
     from quire import LLM, SamplingParams
     from quire.api import workloads
     from quire.api.commands.bench import generator

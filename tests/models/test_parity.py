@@ -62,7 +62,7 @@ def test_a_decoding_step_is_recorded(family, tmp_path):
     oracle(family.TINY, tmp_path)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     with LLM(str(tmp_path), **{**OPTIONS, "dtype": "bfloat16"}, enable_prefix_caching=False) as llm:
-        graphs = llm.client.engine.executor.worker.runner.graphs
+        graphs = llm.client.engine.executor.worker.runner.recordings
         recorded = graphs.tape is not None
         played = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params, use_tqdm=False)]
         graphs.tape = None

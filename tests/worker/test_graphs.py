@@ -21,7 +21,7 @@ def answers(llm: LLM, count: int) -> list[list[int]]:
 @pytest.mark.parametrize("count", [1, 5, 19])
 def test_a_tape_gives_the_same_tokens_as_python(smollm2, count):
     with LLM("smollm2", max_model_len=256, enable_prefix_caching=False) as llm:
-        graphs = llm.client.engine.executor.worker.runner.graphs
+        graphs = llm.client.engine.executor.worker.runner.recordings
         recorded = graphs.tape is not None
         played = answers(llm, count)
         graphs.tape = None

@@ -11,7 +11,6 @@ L latent size, X = L + R.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch.nn import functional
 from quire.errors import UnsupportedModelError
 from quire.kv.specs import CacheSpec, Latent
 from quire.layers.attention import CacheLayer
+from quire.layers.attention.base import AttentionBackend
 from quire.layers.base import Layer, Runtime, frozen
 from quire.layers.config import DecoderConfig
 from quire.layers.linear import Linear
@@ -99,12 +99,9 @@ class MLA(CacheLayer):
     def attach_cache(self, name: str, group_idx: int, parts: dict[str, Tensor]) -> None:
         self.group_idx, self.cache = group_idx, parts["latent"]
 
-    def choose_backend(self, padded: bool = False) -> ModuleType:
+    def choose_backend(self) -> type[AttentionBackend]:
         sizes = {"latent_size": self.latent_size, "rope_size": self.rope_size, "block_size": self.runtime.block_size}
-        return self.runtime.choose("latent attention", **sizes)
-
-    def work_shape(self, dtype: torch.dtype, *, decode: bool) -> tuple:
-        return self.backend.work_shape(dtype, self.num_heads, self.latent_size, decode=decode)
+        return self.runtime.choose("latent attention", **sizes).BACKEND
 
     def forward(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
         num_tokens = x_TD.shape[0]

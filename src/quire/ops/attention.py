@@ -31,6 +31,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
 
 
+UNIT_WORDS = 8  # of a unit, see plan_units
+
+
 class Tile(NamedTuple):
     """How one program works; `config` is the table of good ones."""
 
@@ -119,7 +122,7 @@ def plan_units(
     end key, splits of its tile, index of the tile's first unit. Tiles are split when there are fewer of them than
     `num_programs` asks for; a tile's splits lie side by side, and as split tiles are longer than others, they lead.
     """
-    units = np.ones((len(context_lens), 8), np.int32)
+    units = np.ones((len(context_lens), UNIT_WORDS), np.int32)
     units[:, 0] = np.arange(len(units)) if rows is None else rows
     units[:, 1], units[:, 2], units[:, 3] = starts, num_queries, context_lens - num_queries
     tokens_per_tile = tile_m // group_size

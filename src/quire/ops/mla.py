@@ -29,11 +29,9 @@ FEW_TOKENS = 64
 LINEAR_TILE_BYTES = 16 << 10  # of a weight, that a program has in registers before its input exists
 
 
-def why_not(device: torch.device, dtype: torch.dtype, latent_size: int, rope_size: int, block_size: int) -> str | None:
+def supports(dtype: torch.dtype, latent_size: int, rope_size: int, block_size: int) -> bool:
     sizes = latent_size in (16, 32, 64, 128, 256, 512) and rope_size % 8 == 0 and rope_size <= 128  # rows of 16 bytes
-    if dtype in (torch.float32, torch.float16, torch.bfloat16) and sizes and block_size >= 16:
-        return None
-    return f"it has no kernel for {dtype}, latents of {latent_size} + {rope_size} values and blocks of {block_size}"
+    return dtype in (torch.float32, torch.float16, torch.bfloat16) and sizes and block_size >= 16
 
 
 def cut_heads(dtype: torch.dtype, num_heads: int) -> tuple[int, int]:

@@ -27,7 +27,7 @@ CANDIDATES = {
         "cpu": ("quire.layers.attention.native", "quire.layers.attention.reference"),
         "gpu": ("quire.layers.attention.triton",),
     },
-    "latent attention": {"cpu": ("quire.ops.ref.mla",), "gpu": ("quire.ops.mla",)},
+    "latent attention": {"cpu": ("quire.layers.latent.reference",), "gpu": ("quire.layers.latent.triton",)},
     "experts": {"cpu": ("quire.layers.experts.torch",), "gpu": ("quire.layers.experts.triton", "quire.layers.experts.torch")},
 }
 # For GPUs, of others' making: only where `--attention-backend` names them.
@@ -53,7 +53,7 @@ class Chooser:
     def __call__(self, what: str, **needs: object) -> ModuleType:
         """`needs`: what the layer that asks is like."""
         reasons: dict[str, str] = {}
-        for module in self._candidates(what, **needs):
+        for module in self._candidates(what):
             name = module.__name__.rsplit(".", 1)[-1]
             why = module.why_not(self.device, self.dtype, **needs)
             if why is None:
@@ -63,7 +63,7 @@ class Chooser:
         why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise UnsupportedModelError(f"{what} cannot be computed on this device ({why}): add --device cpu, or leave --attention-backend out")
 
-    def _candidates(self, what: str, **needs: object) -> Iterator[ModuleType]:
+    def _candidates(self, what: str) -> Iterator[ModuleType]:
         if what == "attention" and self.asked != "auto":
             path = f"{ATTENTION}.{self.asked}"
             if self.kind == "gpu" and path in CANDIDATES[what]["cpu"]:
@@ -71,8 +71,7 @@ class Chooser:
             if self.kind == "cpu" and path in (*CANDIDATES[what]["gpu"], *ON_REQUEST):
                 raise ConfigError(f"--attention-backend {self.asked} needs an NVIDIA GPU: leave it out")
             yield registry.load(ATTENTION, self.asked)
-            if not needs["padded"]:  # which nobody can know who names a backend
-                return
+            return
         yield from map(importlib.import_module, CANDIDATES[what][self.kind])
 
     def _note(self, what: str, name: str, reasons: dict[str, str]) -> None:

@@ -22,15 +22,16 @@ from quire.models._parity import LARGEST_ERROR
 from quire.quant.base import Weight
 from quire.worker.build import FALLBACK, build, empty, model_module
 from quire.worker.choose import DTYPES
+from quire.worker.cpu.device import kv_memory_bytes
 from quire.worker.kv_cache import kv_specs
 from quire.worker.load import wanted_weights
-from quire.worker.worker import device_module, kv_memory_bytes
+from quire.worker.worker import device_module
 
 
 def describe(config: EngineConfig) -> dict[str, Any]:
     """`config` is resolved."""
     if config.device.device == "cuda":
-        device_module().open(torch.device("cuda"))
+        device_module(config).open(torch.device("cuda"))
     files = find(config.model.model)
     hf_config = read_config(files)
     model = build(config, hf_config)

@@ -37,14 +37,11 @@ class KVMemory:
         for group_idx, group in enumerate(self.groups):
             for plane, cache in zip(self.planes[group.pool_idx], group.caches):
                 path, _, name = cache.partition(":")
-                layer = model.get_submodule(path)
-                layer.attach_cache(name, group_idx, _parts(plane, group))
-                if not layer.cache.is_contiguous():
-                    layer.backend = layer.choose_backend(padded=True)
+                model.get_submodule(path).attach_cache(name, group_idx, _parts(plane, group))
         for layer in model.modules():
             if isinstance(layer, CacheLayer) and layer.shares is not None:
                 owner = model.get_submodule(layer.shares)
-                layer.group_idx, layer.cache, layer.backend = owner.group_idx, owner.cache, owner.backend
+                layer.group_idx, layer.cache = owner.group_idx, owner.cache
 
     def move(self, moves: Sequence[Move]) -> None:
         """Copies blocks to places outside and back, in order; nobody waits for it."""

@@ -3,7 +3,6 @@
 Started by `executor/` by dotted path. Must not know requests, text or clients.
 """
 
-import contextlib
 import importlib
 import logging
 import time
@@ -17,30 +16,24 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kv.groups import form_layout
 from quire.kv.specs import CacheSpec, KVLayout
+from quire.layers.attention.base import Limits
 from quire.layers.linear import LMHead
 from quire.sampling.custom import load as load_processors
 from quire.step import Masks, StepPlan
-from quire.utils.memory import available_bytes
 from quire.worker.build import build
 from quire.worker.choose import DTYPES, runs_on_triton
 from quire.worker.kv_cache import KVMemory, kv_specs
 from quire.worker.load import checkpoint_tensors, dummy_tensors, layers, load_weights, translated, uploaded
+from quire.worker.runner import Pending, Runner
 
 log = logging.getLogger(__name__)
 
-# A CPU's memory is shared with everything else on the machine, so the share is taken only up to here unless asked.
-MAX_CPU_KV_BYTES = 4 << 30
 
-
-def kv_memory_bytes(config: EngineConfig) -> int:
-    """On a CPU, or before anything is loaded: what may be given to KV blocks."""
-    return min(MAX_CPU_KV_BYTES, int(available_bytes() * config.cache.gpu_memory_utilization))
-
-
-def device_module() -> ModuleType:
-    """`worker/gpu/device.py`, which needs Triton: it comes with torch's builds for GPUs."""
+def device_module(config: EngineConfig) -> ModuleType:
+    """What the device brings: `cpu/device.py`, or `gpu/device.py`, which needs Triton: it comes with torch's builds for GPUs."""
+    kind = "gpu" if runs_on_triton(config) else "cpu"
     try:
-        return importlib.import_module("quire.worker.gpu.device")
+        return importlib.import_module(f"quire.worker.{kind}.device")
     except ModuleNotFoundError as error:
         raise ConfigError(f"GPU kernels need {error.name}, which is not installed: pip install {error.name}, or add --device cpu") from None
 
@@ -50,10 +43,9 @@ class Worker:
         self.config = config
         self.dtype, self.device = DTYPES[config.model.dtype], torch.device(config.device.device)
         torch.set_num_threads(config.device.num_threads)
-        self.on_triton = runs_on_triton(config)
-        self.is_rehearsed = False  # a GPU has run the largest step once
-        if self.on_triton:
-            device_module().open(self.device)
+        self.module = device_module(config)
+        self.module.open(self.device)
+        self.is_rehearsed = self.device.type == "cpu"  # a GPU must have run the largest step once
         started = time.monotonic()
         files = find(config.model.model)
         hf_config = read_config(files)
@@ -67,7 +59,7 @@ class Worker:
             tensors = uploaded(tensors, self.device)
         if not dummy and files.kind == "hf":  # GGUF files are read under the model's own names
             tensors = translated(self.model, tensors)
-        with self._capacity("loading the weights"):
+        with self.module.capacity("loading the weights"):
             load_weights(self.model, tensors)
         log.info("weights loaded: %.0f MB in %.2f s", self.weight_bytes / 1e6, time.monotonic() - started)
 
@@ -82,53 +74,36 @@ class Worker:
         return kv_specs(self.model, self.dtype)
 
     def kv_memory_bytes(self) -> int:
-        if self.device.type == "cpu":
-            return kv_memory_bytes(self.config)
         self.is_rehearsed = True
         layout = form_layout(self.kv_specs(), self.config.cache.block_size, num_blocks=2, num_state_blocks=2)
-        with self._capacity("running the largest step"):
-            return device_module().kv_memory_bytes(self.config, lambda: self._runner(layout))
+        with self.module.capacity("running the largest step"):
+            return self.module.kv_memory_bytes(self.config, lambda: self._runner(layout))
 
     def allocate(self, layout: KVLayout) -> None:
         started = time.monotonic()
-        with self._capacity("making the KV cache"):
+        with self.module.capacity("making the KV cache"):
             self.runner = self._runner(layout)
             self.runner.batch.sampling.custom = [(processor, set()) for processor in self.processors]
-            if self.device.type == "cuda" and not self.is_rehearsed:  # the number of blocks was given: nothing has run yet
+            if not self.is_rehearsed:  # the number of blocks was given: nothing has run yet
                 self.runner.rehearse()
             self.runner.get_ready()
         log.info("runner ready in %.2f s", time.monotonic() - started)
 
-    def _runner(self, layout: KVLayout):
-        copy_blocks = importlib.import_module("quire.ops.blocks" if self.on_triton else "quire.ops.ref.blocks").copy_blocks
-        memory = KVMemory(layout, self.device, copy_blocks)
+    def _runner(self, layout: KVLayout) -> Runner:
+        memory = KVMemory(layout, self.device, self.module.copy_blocks)
         memory.attach(self.model)
-        num_rows, max_len = self.config.scheduler.max_num_seqs, self.config.model.max_model_len
-        if not self.on_triton:
-            from quire.worker.cpu.runner import Runner
-
-            return Runner(self.model, layout, memory, num_rows, max_len, self.vocab_size)
-        from quire.worker.gpu.runner import Runner
-
-        max_tokens = self.config.scheduler.max_num_batched_tokens
+        scheduler, max_len = self.config.scheduler, self.config.model.max_model_len
         like = torch.empty(0, self.hidden_size, dtype=self.dtype, device=self.device)
-        return Runner(
-            self.model, layout, memory, num_rows=num_rows, max_tokens=max_tokens, max_len=max_len, vocab_size=self.vocab_size, like=like
-        )
-
-    def _capacity(self, what: str) -> contextlib.AbstractContextManager:
-        if self.device.type == "cpu":
-            return contextlib.nullcontext()
-        return device_module().capacity(what)
+        limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_len, like)
+        return Runner(self.model, memory, self.module, limits, self.vocab_size)
 
     def close(self) -> None:
         """Gives the device's memory back."""
         self.model = self.runner = None
-        if self.device.type == "cuda":
-            device_module().release()
+        self.module.release()
 
     def forward(self, plan: StepPlan) -> None:
         self.runner.forward(plan)
 
-    def sample(self, masks: Masks | None = None):  # a PendingStep
+    def sample(self, masks: Masks | None = None) -> Pending:
         return self.runner.sample(masks)

@@ -1,133 +1,128 @@
-"""The attention layer: norms heads if asked, rotates, writes new keys and values into the cache, attends.
+"""How the layers of one KV group attend: the contract of every backend, and what those that read work lists share.
 
-Used by models. It says what it caches (`cache_specs`); its caches and their group are given by the worker.
+A backend is a class, one object of it per group, made by the runner. Before each step it is asked to `prepare` what the host plans,
+in words that travel to the device with the step's other inputs; `tables` gives what its layers read there, at addresses that stay,
+so that the step can be recorded. It must not know requests or plans.
 
-Shape letters: T tokens of the step, H query heads, K key/value heads, D head size.
+Shape letters: R rows of the step, T its tokens.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kv.specs import CacheSpec, Full, Sliding
-from quire.layers.base import Layer, Runtime, StepContext, frozen, head_units
-from quire.layers.norm import RMSNorm
-from quire.layers.rope import Rope
-from quire.quant.base import Section, Split, Weight
+from quire.ops.ref.attention import AttentionTables
+
+if TYPE_CHECKING:
+    from quire.layers.attention._layer import CacheLayer
 
 
-class CacheLayer(Layer, ABC):
-    """A layer with a cache: it says what it keeps of each token, and reads the tables of its group."""
+@dataclass(frozen=True)
+class Shape:
+    """How large a step is, padding included: all that a recording depends on."""
 
-    backend: ModuleType  # how to compute, given by `attach`
-    context: StepContext  # given by `attach`
-    # Given by the worker: which group's tables to read, where the cache is.
-    group_idx: int
-    cache: Tensor
-    # What backends are chosen by, and how work is cut.
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    value_size: int | None = None  # None: as the keys'
-    window: int = 0
-    is_plain: bool = True  # ordinary attention within a prompt, which others' kernels can compute
-    shares: str | None = None  # path of the layer whose cache this one reads, of the same spec, instead of having its own
-
-    @abstractmethod
-    def cache_specs(self, dtype: str) -> dict[str, CacheSpec]:
-        """What it caches, by name, where numbers are kept in `dtype` (torch's name for it)."""
-
-    @abstractmethod
-    def attach_cache(self, name: str, group_idx: int, parts: dict[str, Tensor]) -> None:
-        """The memory of one of its caches: of each part, [num_blocks, entries of a block, *shape of an entry]."""
-
-    @abstractmethod
-    def choose_backend(self, padded: bool = False) -> ModuleType:
-        """`padded`: blocks of the cache have room behind them that is not this layer's."""
-
-    def attach(self, runtime: Runtime, path: str) -> None:
-        super().attach(runtime, path)
-        self.context = runtime.context
-        self.backend = self.choose_backend()
-
-    def work_shape(self, dtype: torch.dtype, *, decode: bool) -> tuple:
-        """On GPUs: the backend's `WorkShape` for steps that decode, or for others."""
-        return self.backend.work_shape(dtype, self.num_heads, self.num_kv_heads, self.head_size, decode=decode)
-
-
-class Attention(CacheLayer):
-    """`sinks`: a learned logit per head that takes part in the softmax. `softcap`: scores are bent to stay below. `rope` None: no positions.
-    `shares`: see CacheLayer; the layer has queries only."""
-
-    def __init__(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        rope: Rope | None,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: bool = False,
-        shares: str | None = None,
-    ) -> None:
-        super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
-        self.rope = rope or Rope.none()
-        self.scale = head_size**-0.5 if scale is None else scale
-        self.window = window or 0
-        self.softcap = softcap or 0.0
-        self.sinks = frozen(torch.empty(num_heads)) if sinks else None
-        self.shares = shares
+    num_rows: int
+    num_tokens: int
+    num_samples: int
+    num_decodes: int  # rows with one token, at most
+    num_prefills: int  # rows with several, at most, but those of `fresh`
+    fresh: tuple[tuple[int, int], ...] = ()  # (first token, tokens) of long prompts that begin in this step
+    wants_all: bool = False  # hidden states of all tokens, not only of those that choose a next one
 
     @property
-    def is_plain(self) -> bool:
-        return not (self.window or self.softcap or self.shares) and self.sinks is None
+    def decode(self) -> bool:
+        """Every row has one token."""
+        return self.num_prefills == 0 and not self.fresh
 
-    def attach(self, runtime: Runtime, path: str) -> None:
-        super().attach(runtime, path)
-        if self.window >= runtime.max_len:
-            self.window = 0  # contexts are never longer: a window that holds all of one is none
+    @property
+    def longest(self) -> int:
+        """No row has more tokens."""
+        return 1 if self.decode else self.num_tokens
 
-    def choose_backend(self, padded: bool = False) -> ModuleType:
-        return self.runtime.choose("attention", head_size=self.head_size, block_size=self.runtime.block_size, padded=padded)
 
-    def weights(self) -> Iterator[Weight]:
-        if self.sinks is not None:
-            q_units, _ = head_units(self.num_heads, self.num_kv_heads)
-            yield self.declare("sinks", split=Split("outputs", (Section(self.num_heads, q_units),)))
+@dataclass(frozen=True)
+class Limits:
+    """Of any step."""
 
-    def cache_specs(self, dtype: str) -> dict[str, CacheSpec]:
-        if self.window:
-            return {"kv": Sliding(self.num_kv_heads, self.head_size, dtype, self.window)}
-        return {"kv": Full(self.num_kv_heads, self.head_size, dtype)}
+    num_rows: int
+    max_tokens: int
+    max_len: int
+    like: Tensor  # of the model's dtype and device
 
-    def attach_cache(self, name: str, group_idx: int, parts: dict[str, Tensor]) -> None:
-        self.group_idx = group_idx
-        keys = parts["keys"]  # in each block values follow them
-        shape = keys.shape[0], 2, *keys.shape[1:]
-        self.cache = keys.as_strided(shape, (keys.stride(0), keys[0].numel(), *keys.stride()[1:]))
 
-    def forward(
-        self, qkv_TX: Tensor, positions_T: Tensor, q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None
-    ) -> Tensor:
-        """`qkv_TX`: q, k and v of each token side by side; returns [T, H * D]. Norms, of all there is or none, are over each head."""
-        heads = qkv_TX.view(qkv_TX.shape[0], -1, self.head_size)
-        # With another's cache all the same, for no heads of k and v: queries are rotated, nothing is written.
-        num_written, written = (self.num_kv_heads, self.cache) if self.shares is None else (0, self.cache[..., :0, :])
-        q_THD, k_TKD, v_TKD = heads.split((self.num_heads, num_written, num_written), 1)
-        norms = {} if q_norm is None else {"q_norm_D": q_norm.weight, "k_norm_D": k_norm and k_norm.weight, "eps": q_norm.eps}
-        slots_T, tables = self.context.slots_T[self.group_idx], self.context.tables[self.group_idx]
-        self.backend.rope_and_write(
-            q_THD, k_TKD, v_TKD, self.rope.cos_sin, positions_T, written, slots_T, self.rope.interleaved, **norms
+@dataclass(frozen=True)
+class HostStep:
+    """A step's rows on the host, without padding, int32 [R]."""
+
+    rows: np.ndarray  # of the persistent batch
+    firsts: np.ndarray  # which of the step's tokens is the row's first
+    counts: np.ndarray  # tokens
+    context_lens: np.ndarray  # tokens in all, these included
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """The same where attention reads it, as long as the largest step; padding rows are -1 and have no context."""
+
+    rows: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    block_table: Tensor  # of the group: [rows of the persistent batch, blocks]
+
+
+class AttentionBackend:
+    """The simplest: goes by lengths and block tables, plans nothing."""
+
+    is_recordable = True  # the host does nothing between a step's launches
+    skips_cache = False  # computes `fresh` rows, of which nothing is cached yet, from the step's own keys and values
+
+    def __init__(self, layers: Sequence["CacheLayer"], block_size: int, limits: Limits) -> None:
+        """`layers`: all that read the group's cache."""
+        self.block_size, self.limits = block_size, limits
+
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        """Words that `prepare` fills, by name, with their shapes."""
+        return {}
+
+    def bind(self, step: DeviceStep, host: dict[str, np.ndarray], device: dict[str, Tensor]) -> None:
+        """Where steps lie, and these words, on the host and on the device."""
+        self.step, self.host, self.device = step, host, device
+
+    def prepare(self, step: HostStep, shape: Shape) -> None:
+        """Plans a step, padded to `shape`."""
+
+    def tables(self, shape: Shape) -> AttentionTables:
+        """What layers read in steps of this shape."""
+        rows_R = self.step.rows[: shape.num_rows]
+        # Once per step, not in every layer. Padding has no context in whichever row it gets.
+        return self._tables(shape, self.step.block_table.index_select(0, rows_R.clamp(min=0)))
+
+    def _tables(self, shape: Shape, block_table: Tensor, **fields: object) -> AttentionTables:
+        return AttentionTables(
+            query_starts=self.step.query_starts[: shape.num_rows + 1],
+            context_lens=self.step.context_lens[: shape.num_rows],
+            block_table=block_table,
+            block_size=self.block_size,
+            max_query_len=shape.longest,
+            fresh=shape.fresh,
+            **fields,
         )
-        out = self.backend.paged_attention(
-            q_THD, self.cache, tables, scale=self.scale, window=self.window, sinks_H=self.sinks, softcap=self.softcap
-        )
-        if tables.fresh:
-            self.backend.fresh_attention(q_THD, k_TKD, v_TKD, tables.fresh, out, scale=self.scale)
-        return out.view(qkv_TX.shape[0], self.num_heads * self.head_size)
+
+
+class CpuBackend(AttentionBackend):
+    """Rows' block tables lie side by side in memory that stays, as a tape wants it."""
+
+    def __init__(self, layers: Sequence["CacheLayer"], block_size: int, limits: Limits) -> None:
+        super().__init__(layers, block_size, limits)
+        self.table = np.zeros((max(2, limits.num_rows), -(-limits.max_len // block_size)), np.int32)
+
+    def prepare(self, step: HostStep, shape: Shape) -> None:
+        width = -(-int(step.context_lens.max()) // self.block_size)
+        self.table[: len(step.rows), :width] = self.step.block_table.numpy()[step.rows, :width]
+
+    def tables(self, shape: Shape) -> AttentionTables:
+        return self._tables(shape, torch.from_numpy(self.table[: shape.num_rows]))

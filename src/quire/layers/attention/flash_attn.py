@@ -13,13 +13,10 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.ops.attention import cache_view, work_shape
+from quire.layers.attention.base import AttentionBackend
+from quire.ops.attention import cache_view
 from quire.ops.elementwise import rope_and_write
 from quire.ops.ref.attention import AttentionTables
-
-__all__ = ["READS_WORK", "paged_attention", "rope_and_write", "why_not", "work_shape"]
-
-READS_WORK = False
 
 
 @functools.cache
@@ -33,7 +30,7 @@ def _library() -> tuple[int, ModuleType]:
     raise ConfigError("--attention-backend flash_attn needs FlashAttention: pip install flash-attn, or leave the flag out")
 
 
-def why_not(device: torch.device, dtype: torch.dtype, head_size: int, block_size: int, padded: bool) -> str | None:
+def why_not(device: torch.device, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
     version, _ = _library()
     if dtype not in (torch.float16, torch.bfloat16):
         return "it computes in 16-bit floats"
@@ -49,13 +46,12 @@ def paged_attention(
     *,
     scale: float,
     window: int = 0,
-    num_sink_tokens: int = 0,
     sinks_H: Tensor | None = None,
     softcap: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
     """As the twin, but for sinks; the output of padding may be anything."""
-    if sinks_H is not None or num_sink_tokens:
+    if sinks_H is not None:
         raise ConfigError("FlashAttention has no attention sinks, which this model uses: leave out --attention-backend flash_attn")
     version, library = _library()
     keys, values = cache_view(cache).transpose(2, 3).unbind(1)  # [blocks, block_size, K, D]; the library takes any strides
@@ -76,3 +72,11 @@ def paged_attention(
             block_table=block_table, **options,
         )  # fmt: skip
     return found if out is None else out.copy_(found)
+
+
+class FlashAttention(AttentionBackend):
+    rope_and_write = staticmethod(rope_and_write)
+    paged_attention = staticmethod(paged_attention)
+
+
+BACKEND = FlashAttention

@@ -6,21 +6,19 @@ There are no attention sinks.
 Shape letters: T query tokens of the step, R rows, H query heads, K key/value heads, D head size, N blocks of all rows.
 """
 
-import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.ops.attention import cache_view, work_shape
+from quire.layers.attention import CacheLayer
+from quire.layers.attention.base import AttentionBackend, Limits
+from quire.ops.attention import cache_view
 from quire.ops.elementwise import rope_and_write
 from quire.ops.ref.attention import AttentionTables
 
-__all__ = ["READS_WORK", "RECORDABLE", "paged_attention", "rope_and_write", "why_not", "work_shape"]
-
-READS_WORK = False
-RECORDABLE = False
 WORKSPACE_BYTES = 128 << 20  # as its makers advise; for partial results of one launch, so all layers share it
 IMPLEMENTATION = "auto"  # which of its kernels: it takes the best for the card
 
@@ -42,9 +40,9 @@ class Kind(NamedTuple):
 class Planned:
     """The library's plan of a step, made when the first layer of a kind comes by."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: Kind, workspace: Tensor) -> None:
         self.kind = kind
-        self.wrapper = _library().BatchPrefillWithPagedKVCacheWrapper(_workspace(kind.device), "HND", backend=IMPLEMENTATION)
+        self.wrapper = _library().BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=IMPLEMENTATION)
         self.tables: AttentionTables | None = None
         self.num_tokens = 0
 
@@ -69,47 +67,53 @@ class Planned:
         self.tables, self.num_tokens = tables, int(query_starts[-1])
 
 
-def why_not(device: torch.device, dtype: torch.dtype, head_size: int, block_size: int, padded: bool) -> str | None:
+def why_not(device: torch.device, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
     _library()
     if dtype not in (torch.float16, torch.bfloat16):
         return "it computes in 16-bit floats"
     return None if head_size in (64, 128, 256) else f"it has no kernel for head size {head_size}"
 
 
-def paged_attention(
-    q_THD: Tensor,
-    cache: Tensor,
-    tables: AttentionTables,
-    *,
-    scale: float,
-    window: int = 0,
-    num_sink_tokens: int = 0,
-    sinks_H: Tensor | None = None,
-    softcap: float = 0.0,
-    out: Tensor | None = None,
-) -> Tensor:
-    """As the twin, but for sinks; `out` is contiguous. `tables` that are the same object are planned once."""
-    if sinks_H is not None or num_sink_tokens:
-        raise ConfigError("this FlashInfer backend has no attention sinks, which the model uses: leave out --attention-backend flashinfer")
-    (_, H, D), (_, _, block_size, K, _) = q_THD.shape, cache.shape
-    planned = _planned(Kind(q_THD.device, q_THD.dtype, H, K, D, block_size, scale, window, softcap))
-    if planned.tables is not tables:
-        planned.plan(tables)
-    out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device) if out is None else out
-    count = planned.num_tokens
-    # Dependent launch is left out: our kernels count on everyone before them to have waited for those before.
-    planned.wrapper.run(q_THD[:count], cache_view(cache), out=out[:count], enable_pdl=False)
-    return out
+class FlashInfer(AttentionBackend):
+    is_recordable = False
+    rope_and_write = staticmethod(rope_and_write)
 
+    def __init__(self, layers: Sequence[CacheLayer], block_size: int, limits: Limits | None) -> None:
+        super().__init__(layers, block_size, limits)
+        self.planned: dict[Kind, Planned] = {}
+        self.workspace: Tensor | None = None  # made when the first layer comes by
 
-@functools.cache
-def _planned(kind: Kind) -> Planned:
-    return Planned(kind)
+    def paged_attention(
+        self,
+        q_THD: Tensor,
+        cache: Tensor,
+        tables: AttentionTables,
+        *,
+        scale: float,
+        window: int = 0,
+        sinks_H: Tensor | None = None,
+        softcap: float = 0.0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """As the twin, but for sinks; `out` is contiguous. `tables` that are the same object are planned once."""
+        if sinks_H is not None:
+            raise ConfigError("this FlashInfer backend has no attention sinks, which the model uses: leave out --attention-backend flashinfer")
+        (_, H, D), (_, _, block_size, K, _) = q_THD.shape, cache.shape
+        planned = self._planned(Kind(q_THD.device, q_THD.dtype, H, K, D, block_size, scale, window, softcap))
+        if planned.tables is not tables:
+            planned.plan(tables)
+        out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device) if out is None else out
+        count = planned.num_tokens
+        # Dependent launch is left out: our kernels count on everyone before them to have waited for those before.
+        planned.wrapper.run(q_THD[:count], cache_view(cache), out=out[:count], enable_pdl=False)
+        return out
 
-
-@functools.cache
-def _workspace(device: torch.device) -> Tensor:
-    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    def _planned(self, kind: Kind) -> Planned:
+        if kind not in self.planned:
+            if self.workspace is None:
+                self.workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=kind.device)
+            self.planned[kind] = Planned(kind, self.workspace)
+        return self.planned[kind]
 
 
 def _library() -> Any:
@@ -118,3 +122,6 @@ def _library() -> Any:
     except ImportError:
         raise ConfigError("--attention-backend flashinfer needs FlashInfer: pip install flashinfer-python, or leave the flag out") from None
     return flashinfer
+
+
+BACKEND = FlashInfer

@@ -2,15 +2,20 @@
 
 import torch
 
+from quire.layers.attention.base import CpuBackend
 from quire.ops.cpu.attention import paged_attention, supported
 from quire.ops.cpu.elementwise import rope_and_write
 
-__all__ = ["paged_attention", "rope_and_write", "why_not"]
+
+class Native(CpuBackend):
+    rope_and_write = staticmethod(rope_and_write)
+    paged_attention = staticmethod(paged_attention)
 
 
-def why_not(device: torch.device, dtype: torch.dtype, head_size: int, block_size: int, padded: bool) -> str | None:
-    if padded:
-        return "it takes blocks without padding"
+def why_not(device: torch.device, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
     if supported(dtype, head_size, block_size):
         return None
     return f"no kernel is compiled for {dtype}, head size {head_size} and blocks of {block_size}"
+
+
+BACKEND = Native

@@ -2,11 +2,18 @@
 
 import torch
 
+from quire.layers.attention.base import CpuBackend
 from quire.ops.ref.attention import paged_attention
 from quire.ops.ref.elementwise import rope_and_write
 
-__all__ = ["paged_attention", "rope_and_write", "why_not"]
+
+class Reference(CpuBackend):
+    rope_and_write = staticmethod(rope_and_write)
+    paged_attention = staticmethod(paged_attention)
 
 
-def why_not(device: torch.device, dtype: torch.dtype, head_size: int, block_size: int, padded: bool) -> str | None:
+def why_not(device: torch.device, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
     return None
+
+
+BACKEND = Reference

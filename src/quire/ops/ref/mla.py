@@ -14,10 +14,6 @@ from quire.ops.ref.attention import AttentionTables, paged_attention
 from quire.ops.ref.elementwise import rms_norm, rope
 
 
-def why_not(device: torch.device, dtype: torch.dtype, latent_size: int, rope_size: int, block_size: int) -> str | None:
-    return None
-
-
 def write_latent(cache: Tensor, kv_TX: Tensor, slots_T: Tensor) -> None:
     """Store vectors at `slots_T` (block id * block size + offset) of `cache` [blocks, block_size, X]; a negative slot is padding."""
     if bool((slots_T < 0).any()):

@@ -1,6 +1,6 @@
-"""The GPU itself: whether it can be used, and how much of its memory KV blocks may take.
+"""A GPU, as the worker and its runner see it: kernels, recordings, whether it can be used, how much of its memory KV blocks may take.
 
-Called by the worker. Errors here are told to people: one sentence, and what to do.
+`cpu/device.py` has the same names. Errors here are told to people: one sentence, and what to do.
 """
 
 import contextlib
@@ -11,9 +11,22 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import CapacityError, ConfigError, EngineError
+from quire.ops.blocks import copy_blocks
+from quire.ops.elementwise import gather_rows
 from quire.ops.launch import INTERPRETED
-from quire.worker.gpu.failure import first_line
-from quire.worker.gpu.runner import Runner
+from quire.ops.mask import mask_logits
+from quire.ops.sampling import Scratch, sample
+from quire.ops.step import place_slots, place_tokens, scatter_segments
+from quire.worker.cpu.device import kv_memory_bytes as host_memory_bytes
+from quire.worker.failure import first_line
+from quire.worker.gpu.graphs import Recordings
+from quire.worker.gpu.masks import MaskStaging
+from quire.worker.runner import Runner
+
+__all__ = [
+    "MaskStaging", "Recordings", "Scratch", "capacity", "copy_blocks", "gather_rows", "kv_memory_bytes", "mask_logits", "open",
+    "place_slots", "place_tokens", "release", "sample", "scatter_segments",
+]  # fmt: skip
 
 GIB = 2**30
 OLDEST = (8, 0)  # compute capability: bfloat16 products
@@ -53,6 +66,8 @@ def capacity(what: str) -> Iterator[None]:
 
 def kv_memory_bytes(config: EngineConfig, make_runner: Callable[[], Runner]) -> int:
     """The share of the card that is the engine's, less what is taken, what a runner keeps, and what a step takes at most."""
+    if not torch.cuda.is_available():  # in Triton's interpreter
+        return host_memory_bytes(config)
     before = torch.cuda.memory_allocated()
     runner = make_runner()
     kept = torch.cuda.memory_allocated() - before
@@ -78,5 +93,6 @@ def kv_memory_bytes(config: EngineConfig, make_runner: Callable[[], Runner]) -> 
 def release() -> None:
     """Gives unused memory back to the card."""
     gc.collect()  # layers, caches and recorded graphs refer to each other
-    torch._C._cuda_clearCublasWorkspaces()  # kept per stream, in the memory of graphs that may be gone
-    torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()  # kept per stream, in the memory of graphs that may be gone
+        torch.cuda.empty_cache()

@@ -1,19 +1,29 @@
 """CUDA graphs: a step's many launches recorded once per shape and replayed as one.
 
 Used by the runner. Shapes come from a ladder, so that any step finds one not much larger than itself. The commonest are recorded when
-the engine starts; the rest one at a time between steps. Knows nothing of what is recorded.
+the engine starts; the rest one at a time between steps.
 """
 
 import bisect
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+
+from quire.layers.attention.base import Shape
+from quire.worker.inputs import SampleShape, decode_shape, mixed_shape
+
+if TYPE_CHECKING:
+    from quire.worker.runner import Runner
 
 log = logging.getLogger(__name__)
+
+FIRST_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # recorded before the first request is served
 
 
 def ladder(largest: int, *, smallest: int, step: int, largest_step: int) -> list[int]:
@@ -89,3 +99,56 @@ class Graphs:
             graph.capture_end()
         self.graphs[key] = graph
         log.debug("recorded %s in %.0f ms", key, 1e3 * (time.perf_counter() - started))
+
+
+class Recordings:
+    """Graphs of forward passes and of samplings."""
+
+    def __init__(self, runner: "Runner") -> None:
+        limits = runner.limits
+        self.runner, self.num_rows = runner, limits.num_rows
+        self.forwards = Graphs(runner.compute, limits.like.device)
+        self.samplings = Graphs(runner.choose, limits.like.device)
+        self.row_sizes = ladder(limits.num_rows, smallest=1, step=4, largest_step=16)
+        self.token_sizes = ladder(limits.max_tokens, smallest=64, step=64, largest_step=512)
+
+    def get_ready(self) -> None:
+        """The commonest shapes are recorded now, the largest of them first so that the others fit into its memory; the rest later."""
+        if not self.forwards.enabled:
+            return
+        first = [size for size in self.row_sizes if size in FIRST_ROWS or size == self.num_rows]
+        decodes = [decode_shape(size) for size in sorted(self.row_sizes, key=lambda s: (s not in first, -s))]
+        mixed = [mixed_shape(self.num_rows, size) for size in reversed(self.token_sizes)]
+        samplings = [SampleShape(shape.num_samples, random) for shape in decodes for random in (True, False)]
+        if all(backend.is_recordable for backend in self.runner.inputs.backends):
+            self.forwards.want(mixed[:1] + decodes + mixed[1:], now=1 + len(first))
+        self.samplings.want(samplings, now=2 * len(first))
+
+    def find(self, exact: Shape) -> Shape | None:
+        """The shape of a recording that does for such a step."""
+        if exact.fresh or exact.wants_all:
+            return None
+        if exact.decode and exact.num_samples == exact.num_rows:
+            padded = decode_shape(fit(self.row_sizes, exact.num_rows))
+        else:
+            padded = mixed_shape(self.num_rows, fit(self.token_sizes, exact.num_tokens))
+        return padded if padded in self.forwards else None
+
+    def forward(self, shape: Shape) -> Tensor:
+        self.forwards.replay(shape)
+        return self.runner.last_hidden[:0]  # all that is asked for was kept
+
+    def find_sampling(self, exact: SampleShape) -> SampleShape | None:
+        padded = dataclasses.replace(exact, num_samples=fit(self.row_sizes, exact.num_samples))
+        if padded in self.samplings:
+            return padded
+        if padded.masked:
+            self.samplings.ask(padded)
+        return None
+
+    def sample(self, shape: SampleShape) -> None:
+        self.samplings.replay(shape)
+
+    def record_next(self) -> None:
+        for graphs in (self.samplings, self.forwards):
+            graphs.record_next()

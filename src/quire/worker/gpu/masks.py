@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.transfer import to_device
+from quire.sampling.sampler import SampleMasks
 from quire.step import Masks
 
 NOBODY = -1
@@ -44,3 +45,12 @@ class MaskStaging:
             self.words[: len(words)].copy_(pinned, non_blocking=True)
         else:
             to_device(words, self.device, out=self.words[: len(words)])
+
+    def of(self, num_samples: int) -> SampleMasks:
+        """What was brought, for that many samples."""
+        return SampleMasks(self.places[:num_samples], self.words)
+
+    def none(self) -> SampleMasks:
+        """A mask that is nobody's."""
+        nobody = torch.full((1,), NOBODY, dtype=torch.int32, device=self.device)
+        return SampleMasks(nobody, nobody.expand(self.num_words)[None])

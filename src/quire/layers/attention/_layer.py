@@ -1,0 +1,129 @@
+"""The attention layer: norms heads if asked, rotates, writes new keys and values into the cache, attends.
+
+Used by models. It says what it caches (`cache_specs`); its caches and their group are given by the worker.
+
+Shape letters: T tokens of the step, H query heads, K key/value heads, D head size.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from quire.kv.specs import CacheSpec, Full, Sliding
+from quire.layers.attention.base import AttentionBackend
+from quire.layers.base import Layer, Runtime, StepContext, frozen, head_units
+from quire.layers.norm import RMSNorm
+from quire.layers.rope import Rope
+from quire.quant.base import Section, Split, Weight
+
+
+class CacheLayer(Layer, ABC):
+    """A layer with a cache: it says what it keeps of each token, and reads the tables of its group."""
+
+    backend_class: type[AttentionBackend]  # how to compute, given by `attach`, as the next
+    context: StepContext
+    # Given by the worker: which group's tables to read, where the cache is, the group's backend.
+    group_idx: int
+    cache: Tensor
+    backend: AttentionBackend
+    # What backends are chosen by, and how work is cut.
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    value_size: int | None = None  # None: as the keys'
+    window: int = 0
+    is_plain: bool = True  # ordinary attention within a prompt, which others' kernels can compute
+    shares: str | None = None  # path of the layer whose cache this one reads, of the same spec, instead of having its own
+
+    @abstractmethod
+    def cache_specs(self, dtype: str) -> dict[str, CacheSpec]:
+        """What it caches, by name, where numbers are kept in `dtype` (torch's name for it)."""
+
+    @abstractmethod
+    def attach_cache(self, name: str, group_idx: int, parts: dict[str, Tensor]) -> None:
+        """The memory of one of its caches: of each part, [num_blocks, entries of a block, *shape of an entry]."""
+
+    @abstractmethod
+    def choose_backend(self) -> type[AttentionBackend]: ...
+
+    def attach(self, runtime: Runtime, path: str) -> None:
+        super().attach(runtime, path)
+        self.context = runtime.context
+        self.backend_class = self.choose_backend()
+
+
+class Attention(CacheLayer):
+    """`sinks`: a learned logit per head that takes part in the softmax. `softcap`: scores are bent to stay below. `rope` None: no positions.
+    `shares`: see CacheLayer; the layer has queries only."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        rope: Rope | None,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        shares: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
+        self.rope = rope or Rope.none()
+        self.scale = head_size**-0.5 if scale is None else scale
+        self.window = window or 0
+        self.softcap = softcap or 0.0
+        self.sinks = frozen(torch.empty(num_heads)) if sinks else None
+        self.shares = shares
+
+    @property
+    def is_plain(self) -> bool:
+        return not (self.window or self.softcap or self.shares) and self.sinks is None
+
+    def attach(self, runtime: Runtime, path: str) -> None:
+        super().attach(runtime, path)
+        if self.window >= runtime.max_len:
+            self.window = 0  # contexts are never longer: a window that holds all of one is none
+
+    def choose_backend(self) -> type[AttentionBackend]:
+        return self.runtime.choose("attention", head_size=self.head_size, block_size=self.runtime.block_size).BACKEND
+
+    def weights(self) -> Iterator[Weight]:
+        if self.sinks is not None:
+            q_units, _ = head_units(self.num_heads, self.num_kv_heads)
+            yield self.declare("sinks", split=Split("outputs", (Section(self.num_heads, q_units),)))
+
+    def cache_specs(self, dtype: str) -> dict[str, CacheSpec]:
+        if self.window:
+            return {"kv": Sliding(self.num_kv_heads, self.head_size, dtype, self.window)}
+        return {"kv": Full(self.num_kv_heads, self.head_size, dtype)}
+
+    def attach_cache(self, name: str, group_idx: int, parts: dict[str, Tensor]) -> None:
+        self.group_idx = group_idx
+        keys = parts["keys"]  # in each block values follow them
+        shape = keys.shape[0], 2, *keys.shape[1:]
+        self.cache = keys.as_strided(shape, (keys.stride(0), keys[0].numel(), *keys.stride()[1:]))
+
+    def forward(
+        self, qkv_TX: Tensor, positions_T: Tensor, q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None
+    ) -> Tensor:
+        """`qkv_TX`: q, k and v of each token side by side; returns [T, H * D]. Norms, of all there is or none, are over each head."""
+        heads = qkv_TX.view(qkv_TX.shape[0], -1, self.head_size)
+        # With another's cache all the same, for no heads of k and v: queries are rotated, nothing is written.
+        num_written, written = (self.num_kv_heads, self.cache) if self.shares is None else (0, self.cache[..., :0, :])
+        q_THD, k_TKD, v_TKD = heads.split((self.num_heads, num_written, num_written), 1)
+        norms = {} if q_norm is None else {"q_norm_D": q_norm.weight, "k_norm_D": k_norm and k_norm.weight, "eps": q_norm.eps}
+        slots_T, tables = self.context.slots_T[self.group_idx], self.context.tables[self.group_idx]
+        self.backend.rope_and_write(
+            q_THD, k_TKD, v_TKD, self.rope.cos_sin, positions_T, written, slots_T, self.rope.interleaved, **norms
+        )
+        out = self.backend.paged_attention(
+            q_THD, self.cache, tables, scale=self.scale, window=self.window, sinks_H=self.sinks, softcap=self.softcap
+        )
+        if tables.fresh:
+            self.backend.fresh_attention(q_THD, k_TKD, v_TKD, tables.fresh, out, scale=self.scale)
+        return out.view(qkv_TX.shape[0], self.num_heads * self.head_size)

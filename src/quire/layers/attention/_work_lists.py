@@ -1,0 +1,95 @@
+"""Backends whose kernels read work lists (`ops/attention.py`): rows are cut into units on the host, once for all layers of a group.
+
+The base of the Triton backends, for attention and for latent attention.
+"""
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.layers.attention._layer import CacheLayer
+from quire.layers.attention.base import AttentionBackend, HostStep, Limits, Shape
+from quire.ops.attention import UNIT_WORDS, AttentionWork, WorkShape, max_split_units, max_units, plan_units
+from quire.ops.launch import num_multiprocessors
+from quire.ops.ref.attention import AttentionTables
+
+
+class WorkList:
+    """How one kind of row is cut into units, and the room that its launches share."""
+
+    def __init__(self, shape: WorkShape, window: int, max_tokens: int, limits: Limits) -> None:
+        num_programs = shape.tile.programs_per_multiprocessor * num_multiprocessors(limits.like)
+        self.geometry = {
+            "tile_m": shape.tile.tile_m,
+            "group_size": shape.group_size,
+            "num_kv_heads": shape.num_kv_heads,
+            "num_programs": num_programs,
+        }
+        self.window = window
+        self.max_units = self.num_units(max_tokens, limits.num_rows)
+        num_split = max_split_units(self.max_units, num_kv_heads=shape.num_kv_heads, num_programs=num_programs)
+        no_units = limits.like.new_empty(0, dtype=torch.int32)
+        self.room = AttentionWork.of(no_units, shape.tile, num_split, shape.num_kv_heads, shape.size)
+
+    def num_units(self, num_tokens: int, num_rows: int) -> int:
+        """No step of so many tokens in so many rows has more."""
+        return max_units(num_tokens, num_rows, **self.geometry) if num_rows else 0
+
+    def plan(self, step: HostStep, is_listed: np.ndarray) -> np.ndarray:
+        columns = (column[is_listed] for column in (step.firsts, step.counts, step.context_lens, step.rows))
+        return plan_units(*columns, window=self.window, **self.geometry)
+
+
+class WorkListBackend(AttentionBackend):
+    """Rows that decode and rows that compute prompts want different tiles: two lists, two launches."""
+
+    def __init__(self, layers: Sequence[CacheLayer], block_size: int, limits: Limits) -> None:
+        super().__init__(layers, block_size, limits)
+        self.skips_cache = all(self.can_skip_cache(layer, limits.like) for layer in layers)
+        decode, prefill = (self.work_shape(layers[0], limits.like.dtype, decode=decode) for decode in (True, False))
+        self.works = {
+            "decode_units": WorkList(decode, layers[0].window, limits.num_rows, limits),
+            "prefill_units": WorkList(prefill, layers[0].window, limits.max_tokens, limits),
+        }
+
+    @staticmethod
+    @abstractmethod
+    def work_shape(layer: CacheLayer, dtype: torch.dtype, *, decode: bool) -> WorkShape:
+        """How the kernel cuts the work of such layers."""
+
+    @staticmethod
+    @abstractmethod
+    def can_skip_cache(layer: CacheLayer, like: Tensor) -> bool: ...
+
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        return {name: (work.max_units, UNIT_WORDS) for name, work in self.works.items()}
+
+    def prepare(self, step: HostStep, shape: Shape) -> None:
+        is_decode = step.counts == 1
+        is_prefill = ~is_decode
+        if shape.fresh:
+            is_prefill &= ~np.isin(step.firsts, [first for first, _ in shape.fresh])
+        for (name, work), is_listed in zip(self.works.items(), (is_decode, is_prefill)):
+            words, num_units = self.host[name], 0
+            if is_listed.any():
+                units = work.plan(step, is_listed)
+                num_units = len(units)
+                words[:num_units] = units
+            words[num_units : self._num_units(name, shape)] = 0  # units without queries
+
+    def tables(self, shape: Shape) -> AttentionTables:
+        launches = []
+        for name, work in self.works.items():
+            if num_units := self._num_units(name, shape):
+                launches.append(dataclasses.replace(work.room, units=self.device[name][:num_units]))
+        return self._tables(shape, self.step.block_table, rows=self.step.rows[: shape.num_rows], work=tuple(launches))
+
+    def _num_units(self, name: str, shape: Shape) -> int:
+        """No step of this shape has more."""
+        if name == "decode_units":
+            return self.works[name].num_units(shape.num_decodes, shape.num_decodes)
+        return self.works[name].num_units(shape.num_tokens, shape.num_prefills)

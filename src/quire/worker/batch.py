@@ -1,0 +1,73 @@
+"""The persistent batch: one row per running request, with its tokens, block tables and sampling parameters, on the device.
+
+Owned by the runner. The core assigns rows; here they are arrays that live for the engine's life, so that a step sends only what is
+new. Tokens are the device's own: a sampled token is appended there before the core has seen it.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kv.specs import Group
+from quire.sampling.rows import FLOATS, INTS, SamplingRows, Table
+from quire.step import RowStart, StepPlan
+from quire.worker.words import RowWords
+
+
+class Batch:
+    def __init__(
+        self,
+        num_rows: int,
+        max_len: int,
+        groups: tuple[Group, ...],
+        vocab_size: int,
+        device: torch.device,
+        scatter_segments: Callable[..., None] | None,
+    ) -> None:
+        table_names = [f"table {group_idx}" for group_idx in range(len(groups))]
+        table_widths = {name: -(-max_len // group.block_size) for name, group in zip(table_names, groups)}
+        widths = {"ints": 2 * len(INTS), "floats": len(FLOATS), "tokens": max_len, **table_widths}  # an int64 is two words
+        self.words = RowWords(num_rows, widths, device, scatter_segments)
+        parts = self.words.parts
+        self.tokens: Tensor = parts["tokens"]
+        self.tables: list[Tensor] = [parts[name] for name in table_names]
+        table = Table(parts["floats"].view(torch.float32), parts["ints"].view(torch.int64), self._write_record)
+        self.sampling = SamplingRows(num_rows, vocab_size, table)
+        self.table_lens = {name: [0] * num_rows for name in table_names}
+        self.prompt_lens = [0] * num_rows
+        self.prompt_logprobs: dict[int, tuple[int, int]] = {}  # row -> (how many wanted, positions delivered before)
+
+    def update(self, plan: StepPlan) -> None:
+        """Takes in new rows, new blocks and tokens that no step chose."""
+        for start in plan.new_rows:
+            self._start(start)
+        for told in plan.told:
+            self.words.put("tokens", told.row, told.start, np.array(told.token_ids, np.int32))
+        for row, new_blocks in zip(plan.rows, plan.new_blocks):
+            for (name, lens), blocks in zip(self.table_lens.items(), new_blocks):
+                if blocks:
+                    self.words.put(name, row, lens[row], np.array(blocks, np.int32))
+                    lens[row] += len(blocks)
+        self.words.send()
+
+    def owes_prompt_logprobs(self, plan: StepPlan) -> bool:
+        """Whether the step computes prompt tokens of rows that want their logprobs."""
+        asking = self.prompt_logprobs
+        return any(row in asking and start < self.prompt_lens[row] - 1 for row, start in zip(plan.rows, plan.starts)) if asking else False
+
+    def _start(self, start: RowStart) -> None:
+        row = start.row
+        self.words.put("tokens", row, 0, np.array(start.token_ids, np.int32))
+        self.prompt_lens[row] = start.num_prompt_tokens
+        for lens in self.table_lens.values():
+            lens[row] = 0
+        self.sampling.start(start)
+        self.prompt_logprobs.pop(row, None)
+        if start.params.prompt_logprobs is not None:
+            self.prompt_logprobs[row] = (start.params.prompt_logprobs, start.num_prompt_logprobs)
+
+    def _write_record(self, row: int, floats: list[float], ints: list[int]) -> None:
+        self.words.put("ints", row, 0, np.array(ints, np.int64).view(np.int32))
+        self.words.put("floats", row, 0, np.array(floats, np.float32).view(np.int32))

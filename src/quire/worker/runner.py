@@ -1,0 +1,243 @@
+"""Runs steps: the plan becomes one array on the device, and the step two launches, forward and sample.
+
+Called by the worker. Nothing in a step waits for the device: results are fetched when the core asks for them, while the next step
+runs already. What kinds of devices do differently (kernels, recordings, how masks travel) is in `cpu/device.py` and `gpu/device.py`.
+Knows rows and tensors; not requests, not why a step looks as it does.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from quire.kv.specs import Group
+from quire.layers.attention import CacheLayer
+from quire.layers.attention.base import AttentionBackend, Limits, Shape
+from quire.ops.transfer import ToHost
+from quire.sampling.logprobs import TokenLogprobs, token_logprobs
+from quire.sampling.sampler import SampleMasks, Sampler
+from quire.step import Masks, StepPlan, StepResult
+from quire.worker.batch import Batch
+from quire.worker.failure import told
+from quire.worker.inputs import SampleShape, StepInputs, decode_shape, mixed_shape
+from quire.worker.kv_cache import KVMemory
+from quire.worker.logprobs import LOGPROBS_AT_ONCE, entries, prompt_span
+
+
+@dataclass
+class _Launched:
+    """What `sample` needs of a forward pass."""
+
+    plan: StepPlan
+    hidden_TD: Tensor  # of all tokens, where prompt logprobs are owed; else nobody asks
+    num_samples: int
+
+
+class Runner:
+    def __init__(self, model: nn.Module, memory: KVMemory, device: ModuleType, limits: Limits, vocab_size: int) -> None:
+        """`device`: cpu/device.py or gpu/device.py; `limits.like`: an empty tensor as hidden states are, [0, D]."""
+        self.model, self.memory, self.device, self.limits = model, memory, device, limits
+        num_rows, like = limits.num_rows, limits.like
+        self.batch = Batch(num_rows, limits.max_len, memory.groups, vocab_size, like.device, device.scatter_segments)
+        self.inputs = StepInputs(group_backends(model, memory.groups, limits), self.batch.tables, limits)
+        self.last_hidden = like.new_zeros(num_rows, like.shape[1])
+        self.out_ids = torch.zeros(num_rows, dtype=torch.int32, device=like.device)
+        scratch = device.Scratch(num_rows, vocab_size, like.device)
+        self.sampler = Sampler(device.sample, device.mask_logits, self.batch.sampling, self.batch.tokens, scratch)
+        self.masks = device.MaskStaging(num_rows, vocab_size, like.device)
+        self.recordings = device.Recordings(self)
+        self.launched: _Launched | None = None
+
+    # -- getting ready ---------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Runs the largest step, and one as it is decoded, on nobody's rows: kernels are compiled and loaded, libraries set up (which
+        must not happen while a graph is recorded), memory is taken as it will be."""
+        num_rows = self.limits.num_rows
+        for shape in (mixed_shape(num_rows, self.limits.max_tokens), decode_shape(num_rows), decode_shape(1)):
+            self.inputs.fill(StepPlan(-1, [], [], [], [], [], []), shape)
+            self.compute(shape)
+        for random in (True, False):
+            self.choose(SampleShape(num_rows, random))
+        logits_SV = self.model.logits(self.last_hidden)
+        self.device.mask_logits(logits_SV, *self.masks.none())
+        self.sampler.choose(logits_SV, *self._samples(num_rows), random=True, restricted=True, penalized=True)
+        copies = [logits_SV.float() for _ in range(3)]  # what editing and logprobs hold at once
+        del copies
+
+    @torch.inference_mode()
+    def get_ready(self) -> None:
+        self.recordings.get_ready()
+
+    def close(self) -> None:
+        """Lets go of what the model still names, and of what refers back here."""
+        context = self.model.context
+        context.tables.clear()
+        context.slots_T.clear()
+        context.wanted = self.recordings = self.model = self.memory = None
+
+    # -- forward ---------------------------------------------------------------------------------------------------------
+
+    @told
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> None:
+        self.batch.update(plan)
+        self.memory.move(plan.moves)
+        hidden_TD = self.last_hidden[:0]
+        if plan.rows:  # empty steps are legal
+            exact = self.inputs.exact_shape(plan, wants_all=self.batch.owes_prompt_logprobs(plan))
+            recorded = self.recordings.find(exact)
+            self.inputs.fill(plan, recorded or exact)
+            hidden_TD = self.compute(exact) if recorded is None else self.recordings.forward(recorded)
+        self.launched = _Launched(plan, hidden_TD, sum(plan.samples))
+
+    def compute(self, shape: Shape) -> Tensor:
+        """From the step's inputs on the device to its hidden states; those that choose tokens are also kept apart."""
+        self.place(shape)
+        hidden_TD = self.run_model(shape)
+        self.keep(hidden_TD, shape)
+        return hidden_TD
+
+    def place(self, shape: Shape) -> None:
+        """The id, position and slots of each token."""
+        inputs, count = self.inputs, shape.num_tokens
+        step = inputs.rows[: shape.num_rows], inputs.starts[: shape.num_rows], inputs.query_starts[: shape.num_rows + 1]
+        self.device.place_tokens(*step, self.batch.tokens, inputs.token_ids[:count], inputs.positions[:count], shape.longest)
+        for group, table, slots in zip(self.memory.groups, self.batch.tables, inputs.slots):
+            self.device.place_slots(*step, table, group.block_size, slots[:count], shape.longest)
+
+    def run_model(self, shape: Shape) -> Tensor:
+        inputs, count, context = self.inputs, shape.num_tokens, self.model.context
+        context.slots_T[:] = [slots[:count] for slots in inputs.slots]
+        context.tables[:] = [backend.tables(shape) for backend in inputs.backends]
+        context.wanted = None if shape.decode or shape.wants_all else inputs.sample_at[: shape.num_samples]
+        return self.model(inputs.token_ids[:count], inputs.positions[:count])
+
+    def keep(self, hidden_TD: Tensor, shape: Shape) -> None:
+        """The hidden states that choose tokens."""
+        kept = self.last_hidden[: shape.num_samples]
+        if shape.decode or shape.wants_all:
+            self.device.gather_rows(hidden_TD, self.inputs.sample_at[: shape.num_samples], out=kept)
+        else:
+            kept.copy_(hidden_TD)
+
+    # -- sample ----------------------------------------------------------------------------------------------------------
+
+    @told
+    @torch.inference_mode()
+    def sample(self, masks: Masks | None = None) -> "Pending":
+        """Chooses tokens for the rows of the last forward that ask for one; they are appended on the device at once."""
+        launched, self.launched = self.launched, None
+        plan, sampling = launched.plan, self.batch.sampling
+        pending = Pending(plan)
+        if self.batch.owes_prompt_logprobs(plan):
+            self._prompt_logprobs(launched, pending)
+        if launched.num_samples:
+            rows = [row for row, samples in zip(plan.rows, plan.samples) if samples]
+            if masks is not None:
+                self.masks.bring(masks)
+            recorded = None
+            if not sampling.special(rows):
+                shape = SampleShape(len(rows), random=not sampling.random.isdisjoint(rows), masked=masks is not None)
+                recorded = self.recordings.find_sampling(shape)
+            if recorded is not None:
+                self.recordings.sample(recorded)
+            else:
+                self._choose_specially(rows, masks is not None, pending)
+        pending.token_ids = ToHost(self.out_ids[: launched.num_samples])
+        self.recordings.record_next()
+        return pending
+
+    def mask_memory(self, num_rows: int, num_words: int, is_new: bool) -> memoryview | None:
+        return self.masks.memory(num_rows, num_words, is_new)
+
+    def choose(self, shape: SampleShape) -> None:
+        """For rows that ask for no more than a temperature and a grammar."""
+        logits_SV = self.model.logits(self.last_hidden[: shape.num_samples])
+        if shape.masked:
+            self.device.mask_logits(logits_SV, *self.masks.of(shape.num_samples))
+        self.sampler.choose(logits_SV, *self._samples(shape.num_samples), random=shape.random, restricted=False, penalized=False)
+
+    def _choose_specially(self, rows: list[int], masked: bool, pending: "Pending") -> None:
+        """With whatever the rows ask for."""
+        count = len(rows)
+        logits_SV = self.model.logits(self.last_hidden[:count])
+        masks: SampleMasks | None = self.masks.of(count) if masked else None
+        logprobs = self.sampler.sample(logits_SV, rows, *self._samples(count), masks)
+        if logprobs is not None:
+            pending.add_logprobs(*logprobs)
+
+    def _samples(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Row and position of each sample, and where its token goes."""
+        return self.inputs.sample_rows[:count], self.inputs.sample_positions[:count], self.out_ids[:count]
+
+    def _prompt_logprobs(self, launched: _Launched, pending: "Pending") -> None:
+        """For rows that want them: how likely each prompt token was, given those before it."""
+        plan, batch = launched.plan, self.batch
+        query_start = 0
+        for idx, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.num_tokens)):
+            wanted, delivered = batch.prompt_logprobs.get(row, (None, 0))
+            first, last = prompt_span(start, count, delivered, batch.prompt_lens[row])
+            if wanted is not None and first <= last:
+                offset = query_start - start
+                hidden_TD = launched.hidden_TD[offset + first - 1 : offset + last]
+                targets_T = batch.tokens[row, first : last + 1].long()
+                for at in range(0, len(targets_T), LOGPROBS_AT_ONCE):
+                    span = slice(at, at + LOGPROBS_AT_ONCE)
+                    columns = token_logprobs(self.model.logits(hidden_TD[span]).float(), targets_T[span], wanted)
+                    pending.add_prompt_logprobs(idx, wanted, targets_T[span], columns)
+            query_start += count
+
+
+def group_backends(model: nn.Module, groups: Sequence[Group], limits: Limits) -> list[AttentionBackend]:
+    """An attention backend for each group, which its layers get."""
+    layers_of: list[list[CacheLayer]] = [[] for _ in groups]
+    for layer in model.modules():
+        if isinstance(layer, CacheLayer):
+            layers_of[layer.group_idx].append(layer)
+    backends = []
+    for group, layers in zip(groups, layers_of):
+        backend = layers[0].backend_class(layers, group.block_size, limits)
+        for layer in layers:
+            layer.backend = backend
+        backends.append(backend)
+    return backends
+
+
+class Pending:
+    """A step's results, on their way from the device."""
+
+    token_ids: ToHost
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self.logprobs: tuple[list[int], list[int], ToHost] | None = None
+        self.prompt_logprobs: list[tuple[int, int, ToHost]] = []
+
+    def add_logprobs(self, places: list[int], num_top: list[int], columns: TokenLogprobs) -> None:
+        """`places`: among the rows that chose a token."""
+        self.logprobs = places, num_top, ToHost(*columns)
+
+    def add_prompt_logprobs(self, idx: int, num_top: int, targets_T: Tensor, columns: TokenLogprobs) -> None:
+        """`idx`: in the plan's rows; the parts of a row come in order."""
+        self.prompt_logprobs.append((idx, num_top, ToHost(targets_T, *columns)))
+
+    @told
+    def result(self) -> StepResult:
+        token_ids = self.token_ids.wait()[0].tolist()
+        which = [idx for idx, samples in enumerate(self.plan.samples) if samples]
+        result = StepResult(self.plan.step_id, [[] for _ in self.plan.rows])
+        for idx, token_id in zip(which, token_ids, strict=True):
+            result.token_ids[idx] = [token_id]
+        if self.logprobs is not None:
+            places, num_top, columns = self.logprobs
+            found = entries([token_ids[i] for i in places], TokenLogprobs(*columns.wait()), num_top)
+            result.logprobs = {which[i]: [entry] for i, entry in zip(places, found)}
+        for idx, num_top, columns in self.prompt_logprobs:
+            targets, *rest = columns.wait()
+            found = entries(targets.tolist(), TokenLogprobs(*rest), [num_top] * len(targets))
+            result.prompt_logprobs.setdefault(idx, []).extend(found)
+        return result
