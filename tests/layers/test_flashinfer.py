@@ -72,27 +72,26 @@ def library(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     monkeypatch.setattr(backend, "WORKSPACE_BYTES", 1024)
     monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "made", 0)
-    yield module
-    backend._planned.cache_clear()
-    backend._workspace.cache_clear()
+    module.attention = backend.FlashInfer((), block_size=16, limits=None)
+    return module
 
 
-def run(world: World, tables=None, **options) -> Tensor:
-    return backend.paged_attention(world.q_THD, world.cache, tables or world.tables, **world.options | options)
+def run(library: ModuleType, world: World, tables=None, **options) -> Tensor:
+    return library.attention.paged_attention(world.q_THD, world.cache, tables or world.tables, **world.options | options)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_any_mix_of_rows_equals_the_twin(library, case: Case) -> None:
     world = World(case)
-    world.check(run(world))
+    world.check(run(library, world))
 
 
 def test_a_step_is_planned_once_for_all_layers_of_a_kind_and_anew_for_the_next(library) -> None:
     first, second = World(Case()), World(Case(((2, 50), (1, 9))))
     for world in (first, first, second, first):
-        world.check(run(world))
-    run(first, window=20)
-    (plain, windowed) = (backend._planned(kind._replace(window=w)) for kind in [kind_of(first)] for w in (0, 20))
+        world.check(run(library, world))
+    run(library, first, window=20)
+    (plain, windowed) = (library.attention.planned[kind._replace(window=w)] for kind in [kind_of(first)] for w in (0, 20))
     assert (plain.wrapper.num_plans, windowed.wrapper.num_plans, library.BatchPrefillWithPagedKVCacheWrapper.made) == (3, 1, 2)
 
 
@@ -105,13 +104,13 @@ def test_a_step_of_padding_alone_runs(library) -> None:
     world = World(Case(((200, 0),)))
     nobody = dict(query_starts=ints([0, 200, 200]), context_lens=ints([0, 0]), rows=ints([-1, -1]))
     tables = replace(world.tables, block_table=world.tables.block_table[:, :2].contiguous(), **nobody)
-    assert run(world, tables).isfinite().all()
+    assert run(library, world, tables).isfinite().all()
 
 
 def test_padding_rows_disturb_nobody(library) -> None:
     world = World(Case())
     expected = world.expected()
-    torch.testing.assert_close(run(world, world.padded(4))[:-3].float(), expected, rtol=4e-3, atol=4e-3)
+    torch.testing.assert_close(run(library, world, world.padded(4))[:-3].float(), expected, rtol=4e-3, atol=4e-3)
 
 
 def test_tokens_past_the_last_row_are_left_as_they_are(library) -> None:
@@ -119,12 +118,12 @@ def test_tokens_past_the_last_row_are_left_as_they_are(library) -> None:
     count = len(world.q_THD)
     world.q_THD = torch.cat((world.q_THD, world.q_THD[:2]))
     out = torch.full(world.q_THD.shape, math.nan, dtype=world.q_THD.dtype, device=DEVICE)
-    assert run(world, out=out) is out and out[count:].isnan().all()
+    assert run(library, world, out=out) is out and out[count:].isnan().all()
     torch.testing.assert_close(out[:count].float(), world.expected()[:count], rtol=4e-3, atol=4e-3)
 
 
 def supports(dtype: torch.dtype, head_size: int, block_size: int) -> bool:
-    return backend.why_not(torch.device("cpu"), dtype, head_size, block_size, padded=False) is None
+    return backend.why_not(torch.device("cpu"), dtype, head_size, block_size) is None
 
 
 def test_what_is_supported(library) -> None:
@@ -138,7 +137,7 @@ def test_without_the_library_one_sentence_says_what_to_install(monkeypatch: pyte
         supports(torch.bfloat16, 128, 16)
 
 
-@pytest.mark.parametrize("asked", [{"num_sink_tokens": 4, "window": 20}, {"sinks_H": torch.zeros(6)}], ids=str)
+@pytest.mark.parametrize("asked", [{"sinks_H": torch.zeros(6)}], ids=str)
 def test_sinks_are_refused(library, asked: dict) -> None:
     with pytest.raises(ConfigError, match="no attention sinks"):
-        run(World(Case()), **asked)
+        run(library, World(Case()), **asked)

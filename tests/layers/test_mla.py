@@ -9,9 +9,9 @@ import transformers
 from torch import Tensor, nn
 
 from quire.kv.specs import Latent
+from quire.layers.latent.reference import LatentReference
+from quire.layers.latent.triton import LatentTriton
 from quire.layers.mla import MLA, MLAConfig
-from quire.ops import mla as triton_backend
-from quire.ops.ref import mla as reference
 from quire.ops.ref.attention import AttentionTables
 from tests.attached import filled
 
@@ -84,7 +84,7 @@ def attend(layer: MLA, x_TD: Tensor, counts: list[int], fresh: bool, unused: int
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # padding tokens are whatever memory holds
-@pytest.mark.parametrize("backend", [reference, triton_backend], ids=["reference", "triton"])
+@pytest.mark.parametrize("backend", [LatentReference, LatentTriton], ids=["reference", "triton"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_layer_computes_what_transformers_computes(kind: str, backend) -> None:
     name, changes, interleaved = KINDS[kind]
@@ -96,7 +96,7 @@ def test_the_layer_computes_what_transformers_computes(kind: str, backend) -> No
     with torch.no_grad():
         angles = rotary(x_TD, torch.arange(NUM_TOKENS)[None])
         expected = attention(hidden_states=x_TD[None], attention_mask=mask, position_embeddings=angles)[0][0]
-    for counts, fresh in STEPS.values() if backend is reference else [STEPS["chunks"]]:
+    for counts, fresh in STEPS.values() if backend is LatentReference else [STEPS["chunks"]]:
         torch.testing.assert_close(attend(layer, x_TD, counts, fresh), expected, rtol=0, atol=1e-4)
 
 
@@ -104,7 +104,7 @@ def test_a_step_of_fresh_and_other_rows_computes_both() -> None:
     """A prompt that begins and a row that goes on give what each gives alone."""
     attention, _, config = theirs("DeepseekV3", {})
     layer = ours(attention, config, True)
-    layer.backend = reference
+    layer.backend = LatentReference
     x_TD, other_TD = torch.randn(2, 30, config.hidden_size)
     alone, other = attend(layer, x_TD, [30], False), attend(layer, other_TD, [30], False)
     attend(layer, x_TD, [29], False)  # blocks 3 and 1; then its last token beside the other prompt in 4 and 0

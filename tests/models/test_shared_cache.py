@@ -9,12 +9,16 @@ from safetensors.torch import load_file, save_file
 from quire import LLM, SamplingParams
 from quire.kv.groups import form_layout
 from quire.kv.specs import Full, Sliding
-from quire.layers.attention import Attention, StepContext, native, reference
+from quire.layers.attention import Attention, StepContext
+from quire.layers.attention.base import Limits
+from quire.layers.attention.native import Native
+from quire.layers.attention.reference import Reference
 from quire.models import gemma4
 from quire.ops.ref.attention import AttentionTables
 from quire.ops.ref.blocks import copy_blocks
 from quire.worker.build import empty
 from quire.worker.kv_cache import KVMemory, kv_specs
+from quire.worker.runner import group_backends
 from tests.models.oracle import OPTIONS, PROMPTS, assert_greedy, oracle
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -39,15 +43,16 @@ def test_a_layer_that_shares_gets_its_owners_cache_group_and_backend():
     model = empty(gemma4.TINY, "float32")
     layers = [layer.self_attn.attn for layer in model.model.layers]
     for layer in layers:
-        layer.backend = native
-    layers[1].backend = reference  # as where a cache is not what the compiled kernels want
-    KVMemory(form_layout(kv_specs(model, torch.float32), 16, num_blocks=4), CPU, copy_blocks).attach(model)
+        layer.backend_class = Native
+    layout = form_layout(kv_specs(model, torch.float32), 16, num_blocks=4)
+    KVMemory(layout, CPU, copy_blocks).attach(model)
+    group_backends(model, layout.groups, Limits(num_rows=2, max_tokens=8, max_len=64, like=torch.empty(0)))
     for layer_idx, owner_idx in {3: 1, 4: 1, 5: 2}.items():
         layer, owner = layers[layer_idx], layers[owner_idx]
         assert layer.cache is owner.cache and layer.group_idx == owner.group_idx and layer.backend is owner.backend
 
 
-@pytest.mark.parametrize("backend", [reference, native], ids=["reference", "native"])
+@pytest.mark.parametrize("backend", [Reference, Native], ids=["reference", "native"])
 def test_a_layer_that_shares_rotates_its_queries_and_writes_nothing(backend):
     """What it attends to is what a layer that wrote the same keys and values attends to."""
     torch.manual_seed(0)
@@ -55,7 +60,7 @@ def test_a_layer_that_shares_rotates_its_queries_and_writes_nothing(backend):
     rope = gemma4.Rope(16, 10_000.0, None, 64)
     rope.materialize(64, CPU)
     counts = {"query_starts": torch.tensor([0, 5], dtype=torch.int32), "context_lens": torch.tensor([5], dtype=torch.int32)}
-    tables = AttentionTables(**counts, block_table=torch.ones(1, 1, dtype=torch.int32), block_size=16, max_query_len=5, max_context_len=5)
+    tables = AttentionTables(**counts, block_table=torch.ones(1, 1, dtype=torch.int32), block_size=16, max_query_len=5)
     owner, sharing = Attention(4, 2, 16, rope), Attention(4, 2, 16, rope, shares="owner")
     for layer in (owner, sharing):
         layer.backend, layer.group_idx = backend, 0

@@ -211,11 +211,11 @@ def test_a_row_among_others_gets_the_bits_it_gets_alone_when_not_split() -> None
 
 
 def supports(dtype: torch.dtype, head_size: int, block_size: int) -> bool:
-    return backend.why_not(torch.device("cpu"), dtype, head_size, block_size, padded=False) is None
+    return backend.why_not(torch.device("cpu"), dtype, head_size, block_size) is None
 
 
 def test_the_backend_takes_what_the_kernels_take() -> None:
-    assert backend.paged_attention is ops.paged_attention
+    assert backend.BACKEND.paged_attention is ops.paged_attention
     assert supports(torch.bfloat16, 128, 16) and supports(torch.float32, 80, 64)
     assert not supports(torch.float64, 128, 16) and not supports(torch.bfloat16, 100, 16)
 

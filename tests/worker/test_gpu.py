@@ -12,7 +12,8 @@ from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.errors import ConfigError
-from quire.layers.attention import flash_attn, flashinfer, triton
+from quire.layers.attention import flash_attn, flashinfer
+from quire.layers.attention.triton import Triton
 from quire.models.qwen3 import TINY
 from quire.ops import fresh
 from quire.worker.choose import Chooser
@@ -87,7 +88,8 @@ def test_prompts_that_skip_the_cache_give_the_same_tokens(model, monkeypatch):
     monkeypatch.setattr(fresh, "STEP", 1)
     monkeypatch.setattr(fresh, "supports", lambda like, head_size, value_size: True)
     called = []
-    monkeypatch.setattr(triton, "fresh_attention", lambda *args, **options: called.append(args[3]) or fresh.fresh_attention(*args, **options))
+    run = fresh.fresh_attention
+    monkeypatch.setattr(Triton, "fresh_attention", staticmethod(lambda *args, **options: called.append(args[3]) or run(*args, **options)))
     monkeypatch.setattr(fresh, "sdpa_kernel", lambda backend: contextlib.nullcontext())  # cuDNN itself takes no float32
     expected, _, _ = answers(model, MIXED, device="cpu")
     found, _, _ = answers(model, MIXED, **DEVICE, enable_prefix_caching=False)
@@ -154,21 +156,19 @@ def test_tokens_equal_the_cpus_with_the_librarys_attention(model, name, monkeypa
     monkeypatch.setitem(sys.modules, name, library)
     backend = flashinfer if name == "flashinfer" else flash_attn
     monkeypatch.setattr(backend, "why_not", lambda *args, **needs: None)
-    monkeypatch.setattr(backend, "RECORDABLE", False, raising=False)
-    for cached in (flash_attn._library, flashinfer._planned, flashinfer._workspace):
-        cached.cache_clear()
+    monkeypatch.setattr(backend.BACKEND, "is_recordable", False)
+    flash_attn._library.cache_clear()
     expected, _, _ = answers(model, MIXED, device="cpu")
     found, _, _ = answers(model, MIXED, **DEVICE | {"attention_backend": backend.__name__.rsplit(".", 1)[1]}, pipeline_depth=2)
     assert ids(found) == ids(expected)
-    for cached in (flash_attn._library, flashinfer._planned, flashinfer._workspace):
-        cached.cache_clear()
+    flash_attn._library.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["native", "reference"])
 def test_a_cpus_attention_backend_is_refused_on_a_gpu(name):
     config = EngineConfig.from_kwargs(device="cuda", dtype="bfloat16", attention_backend=name)
     with pytest.raises(ConfigError, match=f"{name} is for the CPU"):
-        Chooser(config)("attention", head_size=128, block_size=16, padded=False)
+        Chooser(config)("attention", head_size=128, block_size=16)
 
 
 def test_a_graph_that_cannot_be_recorded_between_steps_is_done_without(caplog):
