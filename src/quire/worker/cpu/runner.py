@@ -119,14 +119,14 @@ class Runner:
         which = np.flatnonzero(np.array(plan.samples, bool))
         if not len(which):
             return result
-        logits_SV = self.model.logits(launched.hidden_TD[torch.from_numpy(launched.query_starts[which + 1].astype(np.int64) - 1)])
+        last = torch.from_numpy(launched.query_starts[which + 1].astype(np.int64) - 1)
+        logits_SV = self.model.logits(launched.hidden_TD[last])
         rows = np.array(plan.rows)[which]
         positions = (np.array(plan.starts) + np.array(plan.num_tokens))[which]  # where the new tokens go
-        token_ids = torch.empty(len(rows), dtype=torch.int32)
-        logprobs = self.sampler.sample(
-            logits_SV, rows.tolist(), torch.from_numpy(rows), torch.from_numpy(positions), token_ids, _sample_masks(masks) if masks is not None else None
-        )
-        for idx, token_id in zip(which.tolist(), token_ids.tolist()):
+        samples = torch.from_numpy(rows), torch.from_numpy(positions), torch.empty(len(rows), dtype=torch.int32)
+        given_masks = _sample_masks(masks) if masks is not None else None
+        logprobs = self.sampler.sample(logits_SV, rows.tolist(), *samples, given_masks)
+        for idx, token_id in zip(which.tolist(), samples[2].tolist()):
             result.token_ids[idx] = [token_id]
         if logprobs is not None:
             places = [int(which[place]) for place in logprobs.places]

@@ -194,7 +194,8 @@ class Runner:
         logits_SV = self.model.logits(self.last_hidden[: shape.num_samples])
         if shape.masked:
             mask_logits(logits_SV, *self._masks(shape.num_samples))
-        self.sampler.choose(logits_SV, *self._samples(shape.num_samples), random=shape.random, restricted=False, penalized=False)
+        samples = self._samples(shape.num_samples)
+        self.sampler.choose(logits_SV, *samples, random=shape.random, restricted=False, penalized=False)
 
     def _sample_specially(self, rows: list[int], shape: SampleShape, pending: "Pending") -> None:
         """With whatever the rows ask for."""
