@@ -123,10 +123,11 @@ class Runner:
         logits_SV = self.model.logits(launched.hidden_TD[last])
         rows = np.array(plan.rows)[which]
         positions = (np.array(plan.starts) + np.array(plan.num_tokens))[which]  # where the new tokens go
-        samples = torch.from_numpy(rows), torch.from_numpy(positions), torch.empty(len(rows), dtype=torch.int32)
-        given_masks = _sample_masks(masks) if masks is not None else None
-        logprobs = self.sampler.sample(logits_SV, rows.tolist(), *samples, given_masks)
-        for idx, token_id in zip(which.tolist(), samples[2].tolist()):
+        token_ids = torch.empty(len(rows), dtype=torch.int32)
+        samples = torch.from_numpy(rows), torch.from_numpy(positions), token_ids
+        row_masks = _sample_masks(masks) if masks is not None else None
+        logprobs = self.sampler.sample(logits_SV, rows.tolist(), *samples, row_masks)
+        for idx, token_id in zip(which.tolist(), token_ids.tolist()):
             result.token_ids[idx] = [token_id]
         if logprobs is not None:
             places = [int(which[place]) for place in logprobs.places]
