@@ -39,7 +39,8 @@ def best_step_ms(params: SamplingParams, num_rows: int, vocab_size: int, num_run
         batch.set(row, params, seed=row, prompt_len=HISTORY_TOKENS // 2)
     tokens = torch.randint(vocab_size, (num_rows, HISTORY_TOKENS + num_runs + 2), dtype=torch.int32)
     sampler = Sampler(sampling.sample, vocab.mask_logits, batch, tokens)
-    rows, positions, token_ids = torch.arange(num_rows), torch.full((num_rows,), HISTORY_TOKENS), torch.empty(num_rows, dtype=torch.int32)
+    rows, positions = torch.arange(num_rows), torch.full((num_rows,), HISTORY_TOKENS)
+    token_ids = torch.empty(num_rows, dtype=torch.int32)
     scratch = torch.empty_like(logits)
     best_s = float("inf")
     for run in range(num_runs + 2):  # two to warm up

@@ -17,7 +17,12 @@ class Sampled(NamedTuple):
 
 
 def sample(
-    logits: Tensor, rows: Sequence[int], batch: SamplingRows, tokens: Tensor, positions: Tensor, masks: SampleMasks | None = None
+    logits: Tensor,
+    rows: Sequence[int],
+    batch: SamplingRows,
+    tokens: Tensor,
+    positions: Tensor,
+    masks: SampleMasks | None = None,
 ) -> Sampled:
     token_ids = torch.full((len(rows),), -77, dtype=torch.int32)
     sampler = Sampler(sampling.sample, vocab.mask_logits, batch, tokens)

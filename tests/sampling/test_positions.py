@@ -1,4 +1,4 @@
-"""A row may have several samples in one step: each sees the history before its own position, whichever kernels choose."""
+"""A row may have several samples in one step: each sees the history before its own position, on all kernels."""
 
 import pytest
 import torch
@@ -25,7 +25,9 @@ def kernels(device: str) -> tuple:
         if torch.cuda.is_available():
             pytest.skip("the tensors of this test are a CPU's: tests/worker/test_gpu.py runs the sampler on a card")
         return triton.sample, mask.mask_logits, triton.Scratch(16, VOCAB, "cpu")
-    return (cpu.sample, cpu_vocab.mask_logits, None) if device == "cpu" else (reference.sample, reference_mask.mask_logits, None)
+    if device == "cpu":
+        return cpu.sample, cpu_vocab.mask_logits, None
+    return reference.sample, reference_mask.mask_logits, None
 
 
 @pytest.fixture(params=["reference", "cpu", "triton"])
@@ -126,7 +128,8 @@ def test_masks_logprobs_and_noise_are_a_samples_own(device):
     ids, logprobs = step.run(places, logits, masks)
     assert ids[6] == THIRD and ids[3] == SECOND and ids[4] in (SECOND, THIRD)
     assert logprobs.places == [0, 2, 5, 6] and logprobs.num_top == [2, 2, 2, 2]
-    torch.testing.assert_close(logprobs.tokens.logprobs, raw[logprobs.places, [ids[i] for i in logprobs.places]], atol=1e-5, rtol=1e-5)
+    expected = raw[logprobs.places, [ids[i] for i in logprobs.places]]
+    torch.testing.assert_close(logprobs.tokens.logprobs, expected, atol=1e-5, rtol=1e-5)
     for i, place in enumerate(places):  # the same alone
         if i not in (3, 6):
             assert step.run([place], logits[i : i + 1])[0] == [ids[i]]

@@ -1,6 +1,7 @@
 """Client: a way to a core, and how what the core says reaches the requests; the same in this process and over a socket.
 
-Used by `LLM` and by the supervisor, which decide what follows from a change. Knows messages and requests, not who waits for them.
+Used by `LLM` and by the supervisor, which decide what follows from a change. Knows messages and requests, not who waits
+for them.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +19,7 @@ class Change(NamedTuple):
     request: RequestState
     num_tokens: int  # that came with it
     is_first: bool  # these are the request's first tokens
-    error: Exception | None  # why the request cannot go on: a QuireError if the core gave it up, else what taking it in raised
+    error: Exception | None  # why it cannot go on: a QuireError if the core gave it up, else what was raised here
 
 
 class Client(ABC):
@@ -29,7 +30,7 @@ class Client(ABC):
         """Does not wait for an answer."""
 
     def prepare(self, message: AddRequest, vocabulary: Callable[[], Vocabulary]) -> None:
-        """To be called before a request is sent: a core is told what tokens spell before its first request with a constraint."""
+        """Before a request is sent: a core must know what tokens spell when its first constraint comes."""
         if message.constraint is not None and not self.knows_vocabulary:
             self.send(vocabulary())
             self.knows_vocabulary = True
@@ -46,7 +47,8 @@ class Client(ABC):
 
     def _take(self, request: RequestState, delta: ChoiceDelta) -> Exception | None:
         if delta.finish_reason == "error":
-            return RequestError(delta.error) if delta.error else InternalError("the engine could not take this request in")
+            reason = delta.error
+            return RequestError(reason) if reason else InternalError("the engine could not take this request in")
         try:
             if (abort := request.take(delta)) is not None:  # a stop string ended the choice, which the core cannot see
                 self.send(abort)

@@ -1,7 +1,7 @@
-"""The sampler that stays on the device, in Triton: one token per sample, written where the next step reads it. Twin: `ops/ref/sampling.py`.
+"""One token per sample on the device, in Triton, written where the next step reads it. Twin: `ops/ref/sampling.py`.
 
-Called by the worker at the end of a step, also inside a CUDA graph. Knows logits, columns of parameters and token histories; nothing
-of requests. A sample's token depends on nothing but its row and position: not on its company, nor on how the work is cut.
+Called by the sampler, also inside a CUDA graph. Knows logits, columns of parameters and token histories; nothing of
+requests. A sample's token depends on its row and position alone: not on its company, nor on how the work is cut.
 
     penalized rows    logits ──► float32 copy ──┐
     other rows        logits ──────────────────┴► greedy, random: `_choose_kernel`, one launch, logits read once
@@ -113,8 +113,8 @@ def sample(
 ) -> None:
     """As in `ops/ref/sampling.py`; `rows_S`, `positions_S`, `out_S` and `tokens` [num_rows, max_len] are int32.
 
-    Logits are of any float type, contiguous in a row, and are left as they are. All histories are read before the first token is
-    written, by launches of their own.
+    Logits are of any float type, contiguous in a row, and are left as they are. Histories are read by launches before
+    the one that writes the first token.
     """
     num_rows, vocab_size = logits_SV.shape
     if num_rows > scratch.shape[0] or vocab_size != scratch.shape[1]:

@@ -32,7 +32,8 @@ class LogitsProcessor(ABC):
     def apply(self, logits: Tensor, rows: Sequence[int], tokens: Tensor, lengths: Tensor) -> None:
         """In place: `logits[i]` (float32) are those of row `rows[i]` after the history `tokens[rows[i], :lengths[i]]`.
 
-        A row may come several times, with histories of different lengths. On a GPU nothing may wait for the device: no `.item()`, no tensors made from lists.
+        A row may come several times, with histories of different lengths.
+        On a GPU nothing may wait for the device: no `.item()`, no tensors made from lists.
         """
 
 

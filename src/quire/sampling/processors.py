@@ -1,9 +1,10 @@
 """Edits of logits that name tokens: one pure function per sampling parameter.
 
-Called by `sampler.py`, in the order below. Each works in place on float32 logits and knows only tensors: which samples use a parameter
-is the caller's business.
+Called by `sampler.py`, in the order below. Each works in place on float32 logits and knows only tensors: which samples
+use a parameter is the caller's business.
 
-Letters: S samples, V vocabulary, L positions of the token history, N flat entries of all samples, M samples that use a parameter.
+Letters: S samples, V vocabulary, L positions of the token history, N flat entries of all samples, M samples that use a
+parameter.
 """
 
 import torch

@@ -151,7 +151,7 @@ def users(rows: Sequence[int], table: Collection[int]) -> list[int]:
 
 
 def entries(rows: Sequence[int], table: Mapping[int, tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Everything the step's samples, whose rows these are, have in `table`, as flat columns; the first says which sample, [N]."""
+    """What the step's samples, whose rows these are, have in `table`, as flat columns; the first says which sample."""
     places = users(rows, table)
     parts = [table[rows[i]] for i in places]
     lengths = [len(part[0]) for part in parts]

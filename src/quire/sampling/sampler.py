@@ -1,19 +1,20 @@
-"""Sampler: one token per sample, as a pure function of logits, parameters, token history, mask, seed, choice and position.
+"""Sampler: a token per sample, as a pure function of logits, parameters, history, mask, seed, choice and position.
 
-Called by the runners at the end of a step. Keeps no state between steps: the same request gives the same tokens after preemption,
-restart or in other company. Must not know requests, schedules or models, and does nothing for parameters that no row uses.
+Called by the runners at the end of a step. Keeps no state between steps: the same request gives the same tokens after
+preemption, restart or in other company. Must not know requests, schedules or models, and does nothing for parameters
+that no row uses.
 
     raw logits ──► logprobs
         └► grammar mask, allowed_token_ids, logit_bias, bad_words, min_tokens, operators' processors
                └► the device's `sample`: penalties ──► greedy rows: argmax
                                              └► temperature, min_p, top_k, top_p, noise ──► random rows: argmax
 
-A sample is a row of the persistent batch and a position in it: the token there is chosen, from the history before it. A row may have
-several samples in a step, at different positions. Broken logits harm only their own sample: NaN counts as -inf, +inf as a very large
-number, and where everything is forbidden the argmax of the raw logits is taken.
+A sample is a row of the persistent batch and a position in it: the token there is chosen, from the history before it. A
+row may have several samples in a step, at different positions. Broken logits harm only their own sample: NaN counts as
+-inf, +inf as a very large number, and where everything is forbidden the argmax of the raw logits is taken.
 
-Letters: S samples of the step, V vocabulary, M masked samples, W words of a packed mask, L samples whose logprobs are wanted,
-N flat entries of all samples, P samples that a processor is for.
+Letters: S samples of the step, V vocabulary, M masked samples, W words of a packed mask, L samples whose logprobs are
+wanted, N flat entries of all samples, P samples that a processor is for.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,16 +49,20 @@ class Sampler:
     """Chooses tokens for the rows of one persistent batch, with the kernels of its device."""
 
     def __init__(
-        self, sample: Callable[..., None], mask_logits: Callable[..., None], batch: SamplingRows, tokens: Tensor, scratch: object = None
+        self,
+        sample: Callable[..., None],  # as in `ops/ref/sampling.py`
+        mask_logits: Callable[..., None],  # as in `ops/ref/mask.py`
+        batch: SamplingRows,
+        tokens: Tensor,  # int32 [num_rows, max_len], the rows' histories
+        scratch: object = None,  # memory that `sample` wants for itself
     ) -> None:
-        """`sample` and `mask_logits` have the signatures of `ops/ref/sampling.py` and `ops/ref/mask.py`; `tokens` [num_rows, max_len]
-        are the rows' histories; `scratch` is what the device's `sample` wants for itself."""
         self._sample, self._mask_logits, self._scratch = sample, mask_logits, scratch
         self.batch, self.tokens = batch, tokens
 
     def choose(self, logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, out_S: Tensor, **stages: bool) -> None:
         """The device's `sample` alone, for rows that need no more: what a CUDA graph can hold."""
-        self._sample(logits_SV, rows_S, positions_S, self.batch.columns, self.tokens, out_S, **stages, scratch=self._scratch)
+        given = logits_SV, rows_S, positions_S, self.batch.columns, self.tokens, out_S
+        self._sample(*given, **stages, scratch=self._scratch)
 
     def sample(
         self,
@@ -68,9 +73,9 @@ class Sampler:
         out_S: Tensor,
         masks: SampleMasks | None = None,
     ) -> SampleLogprobs | None:
-        """Whatever the rows ask for. Tokens go to `out_S` and into the histories; logprobs are returned. Logits are scratch afterwards.
+        """Whatever the rows ask for. Tokens go to `out_S` and into the histories, logprobs are returned.
 
-        `rows` are those of `rows_S`, on the host. Nothing here waits for a GPU.
+        `rows` are those of `rows_S`, on the host. Logits are scratch afterwards. Nothing here waits for a GPU.
         """
         batch = self.batch
         stages = {name: not getattr(batch, name).isdisjoint(rows) for name in ("random", "restricted", "penalized")}
@@ -92,7 +97,7 @@ class Sampler:
     def _edit(
         self, logits_SV: Tensor, rows: Sequence[int], rows_S: Tensor, positions_S: Tensor, masks: SampleMasks | None
     ) -> Tensor:
-        """In place: masks and sparse edits. Where they forbid everything, the token that was most likely before remains."""
+        """In place: masks and sparse edits. Where they forbid everything, the most likely token of before remains."""
         best_S1 = repaired_argmax(logits_SV)[1][:, None]
         if masks is not None:
             self._mask_logits(logits_SV, *masks)

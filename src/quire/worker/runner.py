@@ -159,7 +159,8 @@ class Runner:
         logits_SV = self.model.logits(self.last_hidden[: shape.num_samples])
         if shape.masked:
             self.device.mask_logits(logits_SV, *self.masks.of(shape.num_samples))
-        self.sampler.choose(logits_SV, *self._samples(shape.num_samples), random=shape.random, restricted=False, penalized=False)
+        samples = self._samples(shape.num_samples)
+        self.sampler.choose(logits_SV, *samples, random=shape.random, restricted=False, penalized=False)
 
     def _choose_specially(self, rows: list[int], masked: bool, pending: "Pending") -> None:
         """With whatever the rows ask for."""

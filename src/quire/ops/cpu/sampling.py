@@ -1,7 +1,7 @@
 """One token per sample on a CPU, with compiled kernels. Twin: `ops/ref/sampling.py`, which chooses the same ids.
 
-Called by the sampler. Knows logits, columns of parameters and token histories; nothing of requests. Work is done only for the samples
-that ask for it: greedy ones cost an argmax, random ones a draw, and neither sorts the vocabulary.
+Called by the sampler. Knows logits, columns of parameters and token histories; nothing of requests. Work is done only
+for the samples that ask for it: greedy ones cost an argmax, random ones a draw, and neither sorts the vocabulary.
 
 Letters: S samples of the step, V vocabulary, L positions of the token history, P penalized samples, N random samples,
 R rows of any of these, K candidates.
@@ -38,7 +38,11 @@ def sample(
     penalized: bool,
     scratch: object = None,
 ) -> None:
-    """As in `ops/ref/sampling.py`; but rows and positions are int64, logits may be changed, and histories hold ids of the vocabulary."""
+    """As in `ops/ref/sampling.py`; rows and positions are int64, logits may be changed.
+
+    Histories of penalized rows must hold ids of the vocabulary only.
+    """
+    rows_S, positions_S = rows_S.long(), positions_S.long()
     if random or penalized:
         logits_SV = logits_SV.float().contiguous()
     top_S, raw_ids_S = repaired_argmax(logits_SV)
@@ -59,17 +63,17 @@ def sample(
 
 
 def penalize(logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, columns: SamplerColumns, tokens: Tensor) -> None:
-    """Repetition over the whole history (> 0: divided, else multiplied), then presence and frequency over the output; in place.
+    """Repetition over the whole history (> 0: divided, else multiplied), presence and frequency over the output; in place.
 
-    Costs O(L), not O(V): the logits of the history's tokens are taken out, their places serve to count, and they are put
-    back. A token that occurs twice is written twice, with the same value.
+    Costs O(L), not O(V): the logits of the history's tokens are taken out, their places serve to count, and they are
+    put back. A token that occurs twice is written twice, with the same value.
     """
     given = columns.repetition_penalty, columns.presence_penalty, columns.frequency_penalty
     repetition_S, presence_S, frequency_S = (column[rows_S] for column in given)
     at_P = ((repetition_S != 1.0) | (presence_S != 0.0) | (frequency_S != 0.0)).nonzero()[:, 0]
     if not len(at_P):
         return
-    repetition_P1, presence_P1, frequency_P1 = (column[at_P, None] for column in (repetition_S, presence_S, frequency_S))
+    repetition_P1, presence_P1, frequency_P1 = (x_S[at_P, None] for x_S in (repetition_S, presence_S, frequency_S))
     rows_P, length_P1 = rows_S[at_P], positions_S[at_P, None]
     prompt_len_P1 = columns.prompt_len[rows_P, None]
     # Without repetition penalties only the outputs matter.
@@ -135,8 +139,8 @@ def restrict(logits_RV: Tensor, min_p_R: Tensor, top_k_R: Tensor, top_p_R: Tenso
     """min_p, then top_k, then top_p; 0, 0 and 1 leave one out. Each row is in one of the groups yielded.
 
     min_p: tokens of at least this share of the largest probability. top_k: those no less than the k-th largest, so its
-    equals remain too. top_p: the smallest set whose mass, among what remained so far, is at least top_p; of equal tokens
-    the lower ids come first (transformers leaves that open).
+    equals remain too. top_p: the smallest set whose mass, among what remained so far, is at least top_p; of equal
+    tokens the lower ids come first (transformers leaves that open).
     """
     vocab_size = logits_RV.shape[1]
     top_k_R = top_k_R.masked_fill((top_k_R <= 0) | (top_k_R > vocab_size), vocab_size)

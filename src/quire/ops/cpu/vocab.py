@@ -1,7 +1,7 @@
-"""Compiled kernels over a vocabulary: the same functions, with the same ids, as `ops/ref/vocab.py`, `gumbel.py` and `mask.py`.
+"""Compiled kernels over a vocabulary: same functions, same ids as `ops/ref/vocab.py`, `gumbel.py` and `mask.py`.
 
-Called by `sampling.py` beside it and by `sampling/`. What the kernels do not take (another dtype or device, no compiler), the twins
-do; so these functions take anything. Knows rows of numbers, nothing of requests.
+Called by `sampling.py` beside it and by `sampling/`. What the kernels do not take (another dtype or device, no
+compiler), the twins do; so these functions take anything. Knows rows of numbers, nothing of requests.
 
 A draw's id is the twin's even though its logarithms are not, bit for bit: the kernel, whose own are float64, leaves a row to the
 twin where the two best scores are closer than float32 can tell apart: in some 30 of a million draws.
@@ -62,7 +62,7 @@ def row_argmax(x_RV: Tensor) -> tuple[Tensor, Tensor]:
 def repaired_argmax(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     """`row_argmax` of logits in which NaN has become -inf and +inf a very large number, in place.
 
-    On a GPU asking for such logits would wait for the device: nothing is repaired there, its sampler repairs what it reads.
+    On a GPU asking for them would wait for the device: nothing is repaired there, its sampler repairs what it reads.
     """
     top_R, ids_R = row_argmax(logits_RV)
     if logits_RV.is_cuda or bool(top_R.isfinite().all()):

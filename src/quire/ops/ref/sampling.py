@@ -1,7 +1,7 @@
-"""One token per sample from logits and columns of parameters, in plain torch: the oracle of `ops/sampling.py` and `ops/cpu/sampling.py`.
+"""One token per sample from logits and columns of parameters, in plain torch.
 
-Called by their tests. Knows tensors only; the sampler says in words what each parameter does. Slow and plain: everything is done for
-all samples, at full width, and then chosen from.
+The oracle of `ops/sampling.py` and `ops/cpu/sampling.py`, called by their tests. Knows tensors only; the sampler says
+in words what each parameter does. Slow and plain: everything is done for all samples, at full width, and then chosen from.
 
 Letters: S samples of the step, V vocabulary, L positions of the token history.
 """
@@ -46,11 +46,11 @@ def sample(
     penalized: bool,
     scratch: object = None,
 ) -> None:
-    """Sample s chooses token number `positions_S[s]` of row `rows_S[s]` of the batch; its history is `tokens[row, :position]`.
+    """Sample s chooses token number `positions_S[s]` of row `rows_S[s]`, from the history `tokens[row, :position]`.
 
-    The token goes to `out_S[s]` and to that place in `tokens`, if there is one. A row may come several times, with different
-    positions: histories are as they were before the call. A negative row is none and gets -1. The flags say whether any row needs the
-    stage; rows that do not, skip it.
+    The token goes to `out_S[s]` and to that place in `tokens`, if there is one. A row may come several times, with
+    different positions: histories are as they were before the call. A negative row is none and gets -1. The flags say
+    whether any row needs the stage; rows that do not, skip it.
     """
     row_S, positions_S = rows_S.long().clamp(min=0), positions_S.long()
     columns = SamplerColumns(*(column[row_S] for column in columns))
