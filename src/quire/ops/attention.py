@@ -71,9 +71,11 @@ def work_shape(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_size:
     return WorkShape(config(dtype, head_size, group_size, decode=decode), num_kv_heads, group_size, head_size)
 
 
-def supports(dtype: torch.dtype, head_size: int, block_size: int) -> bool:
+def why_not(device: torch.device, dtype: torch.dtype, head_size: int, block_size: int, padded: bool) -> str | None:
     fits = head_size % 8 == 0 and head_size <= 512 and block_size >= 16  # rows of 16 bytes
-    return dtype in (torch.float32, torch.float16, torch.bfloat16) and fits
+    if dtype in (torch.float32, torch.float16, torch.bfloat16) and fits:
+        return None
+    return f"it has no kernel for {dtype}, head size {head_size} and blocks of {block_size}"
 
 
 def cache_view(cache: Tensor) -> Tensor:

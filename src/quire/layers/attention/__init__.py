@@ -7,6 +7,7 @@ tables, not by work lists, and gets no `fresh` rows; and `RECORDABLE = False`: s
 """
 
 from quire.layers.attention import reference
-from quire.layers.attention.base import Attention, CacheLayer, StepContext
+from quire.layers.attention.base import Attention, CacheLayer
+from quire.layers.base import StepContext
 
 __all__ = ["Attention", "CacheLayer", "StepContext", "reference"]

@@ -6,24 +6,22 @@ Shape letters: T tokens of the step, H query heads, K key/value heads, D head si
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from quire.kv.specs import Full, KVSpec, Sliding
-from quire.layers.base import Layer, Runtime, StepContext, frozen, head_units
+from quire.layers.base import Layer, Runtime, frozen, head_units
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
-from quire.quant.base import Section, Split, Weight
+from quire.quant.base import Section, Split
 
 
 class CacheLayer(Layer, ABC):
     """A layer with a cache: it says what it keeps of each token, and reads the tables of its group."""
 
     backend: ModuleType  # how to compute, given by `attach`
-    context: StepContext  # given by `attach`
     # Given by the worker: which group's tables to read, where the cache is.
     group_idx: int
     cache: Tensor
@@ -45,7 +43,6 @@ class CacheLayer(Layer, ABC):
 
     def attach(self, runtime: Runtime, path: str) -> None:
         super().attach(runtime, path)
-        self.context = runtime.context
         self.backend = self.choose_backend()
 
     def work_shape(self, dtype: torch.dtype, *, decode: bool) -> tuple:
@@ -77,6 +74,7 @@ class Attention(CacheLayer):
         self.window = window or 0
         self.softcap = softcap or 0.0
         self.sinks = frozen(torch.empty(num_heads)) if sinks else None
+        self.splits = {"sinks": Split("outputs", (Section(num_heads, head_units(num_heads, num_kv_heads)[0]),))}
         self.shares = shares
 
     @property
@@ -90,11 +88,6 @@ class Attention(CacheLayer):
 
     def choose_backend(self, padded: bool = False) -> ModuleType:
         return self.runtime.choose("attention", head_size=self.head_size, block_size=self.runtime.block_size, padded=padded)
-
-    def weights(self) -> Iterator[Weight]:
-        if self.sinks is not None:
-            q_units, _ = head_units(self.num_heads, self.num_kv_heads)
-            yield self.declare("sinks", split=Split("outputs", (Section(self.num_heads, q_units),)))
 
     def kv_spec(self, dtype_bytes: int) -> KVSpec:
         if self.window:
