@@ -4,7 +4,7 @@
 sizes, biases, how weights divide over ranks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -46,29 +46,42 @@ class Runtime:
     rank: int = 0  # in a group of `num_ranks` that share the model's layers
     num_ranks: int = 1
 
-    def keep(self, parts: Sequence[Part], use: Use) -> Method:
-        """What will keep the weight that consists of `parts`: neighbours with the same method are one product."""
-        kinds = [(self.find_method(part.path, use), part) for part in parts]
-        methods = [kind([part for _, part in run], self.dtype, self.device) for kind, run in groupby(kinds, lambda pair: pair[0])]
-        return methods[0] if len(methods) == 1 else Joined(methods)
-
 
 class Layer(nn.Module):
-    runtime: Runtime
-    path: str  # in the model
+    splits: Mapping[str, Split] = {}  # of its own parameters, by name, that are not whole on every rank
 
     def attach(self, runtime: Runtime, path: str) -> None:
-        """Called once, before weights are loaded; layers within this one are attached already."""
+        """Called once, before weights are loaded. `path`: in the model; layers within this one are attached already."""
         self.runtime, self.path = runtime, path
+        self.kernels, self.context = runtime.kernels, runtime.context
+        self.methods: list[Method] = []
+
+    def keep(self, parts: Sequence[Part], use: Use) -> Method:
+        """What will keep the weight that consists of `parts`: neighbours with the same method are one product."""
+        runtime = self.runtime
+        runs = groupby(parts, lambda part: runtime.find_method(part.path, use))
+        methods = [kind(list(run), runtime.dtype, runtime.device) for kind, run in runs]
+        self.methods.append(methods[0] if len(methods) == 1 else Joined(methods))
+        return self.methods[-1]
 
     def weights(self) -> Iterator[Weight]:
-        """What it wants of a checkpoint for itself, once attached: here its parameters, whole on every rank."""
+        """What it wants of a checkpoint for itself, once attached: here what its methods and its parameters want."""
+        for method in self.methods:
+            yield from method.weights()
         for name, _ in self.named_parameters(recurse=False):
             yield self.declare(name)
 
-    def declare(self, attribute: str, name: str | None = None, split: Split | None = None, dtype: torch.dtype | None = None) -> Weight:
-        """A parameter that is not quantized. `name`: a checkpoint's, below this layer's path, where it is not the attribute's."""
-        return parameter_weight(self, attribute, join(self.path, name or attribute), self.runtime, split, dtype)
+    def declare(
+        self, attribute: str, name: str | None = None, dtype: torch.dtype | None = None, owner: nn.Module | None = None
+    ) -> Weight:
+        """A parameter of this layer, or of `owner`. `name`: a checkpoint's, below this layer's path, where it is not the attribute's."""
+        owner, dtype = owner or self, dtype or self.runtime.dtype
+
+        def take(tensor: RawTensor) -> None:
+            setattr(owner, attribute, frozen(tensor.dense(dtype, self.runtime.device)))
+
+        shape = tuple(owner.get_parameter(attribute).shape)
+        return Weight(join(self.path, name or attribute), shape, take, self.splits.get(attribute))
 
     def declare_bias(self, attribute: str, parts: Sequence[Part]) -> Iterator[Weight]:
         """A parameter with the biases of all parts of a weight. Where ranks have some inputs each, one of them adds it."""
@@ -92,28 +105,10 @@ class Layer(nn.Module):
 
     def memory(self) -> dict[int, int]:
         """What its weights occupy: address -> bytes."""
-        return {parameter.data_ptr(): parameter.nbytes for parameter in self.parameters(recurse=False)}
-
-
-class KeptLayer(Layer):
-    """A layer whose weight a method keeps."""
-
-    method: Method  # given by `attach`
-
-    def weights(self) -> Iterator[Weight]:
-        yield from self.method.weights()
-
-    def memory(self) -> dict[int, int]:
-        return super().memory() | self.method.memory()
-
-
-def parameter_weight(
-    module: nn.Module, attribute: str, name: str, runtime: Runtime, split: Split | None = None, dtype: torch.dtype | None = None
-) -> Weight:
-    def take(tensor: RawTensor) -> None:
-        setattr(module, attribute, frozen(tensor.dense(dtype or runtime.dtype, runtime.device)))
-
-    return Weight(name, tuple(module.get_parameter(attribute).shape), take, split)
+        found = {parameter.data_ptr(): parameter.nbytes for parameter in self.parameters(recurse=False)}
+        for method in self.methods:
+            found |= method.memory()
+        return found
 
 
 def frozen(values: Tensor) -> nn.Parameter:

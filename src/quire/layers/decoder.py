@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from quire.layers.base import Layer, Runtime, StepContext
+from quire.layers.base import Layer, StepContext
 from quire.layers.config import DecoderConfig
 from quire.layers.embedding import Embedding
 from quire.layers.linear import LMHead
@@ -102,18 +102,12 @@ class ParallelLayer(nn.Module):
 
 
 class Decoder(Layer):
-    context: StepContext  # given by `attach`
-
     def __init__(self, embed_tokens: Embedding, layers: Iterable[nn.Module], norm: nn.Module, embed_scale: float) -> None:
         super().__init__()
         self.embed_tokens = embed_tokens
         self.layers = nn.ModuleList(layers)
         self.norm = norm
         self.embed_scale = embed_scale
-
-    def attach(self, runtime: Runtime, path: str) -> None:
-        super().attach(runtime, path)
-        self.context = runtime.context
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         x_TD, residual_TD = self.embed(token_ids_T, positions_T), None
@@ -153,10 +147,6 @@ class CausalLM(Layer):
         self.logit_scale, self.logit_softcap = logit_scale, logit_softcap
 
     decoder = Decoder
-
-    @property
-    def context(self) -> StepContext:
-        return self.runtime.context
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         """Final hidden states of the tokens the step's context wants; the runner asks `logits` for the rows it needs."""

@@ -4,20 +4,21 @@ Used by models. Must not know how weights are stored.
 """
 
 from collections.abc import Iterator, Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from quire.layers.activation import activation
-from quire.layers.base import KeptLayer, Runtime, frozen, join
+from quire.layers.base import Layer, Runtime, frozen, join
 from quire.quant.base import Part, Section, Split, Use, Weight
 
 
-class Linear(KeptLayer):
+class Linear(Layer):
     """y = x W^T + b. Several out_features are sections of one fused product, stacked in order; `parts` are a checkpoint's names of
     them, None: it has them as one. `split`: ranks have some outputs or some inputs each, "nowhere": everything. `units`, of each
     section, or of the inputs: in what they are cut (`Section.units`)."""
+
+    tied_to: str | None = None  # path of an embedding whose weight this is
 
     def __init__(
         self,
@@ -36,15 +37,14 @@ class Linear(KeptLayer):
 
     def attach(self, runtime: Runtime, path: str) -> None:
         super().attach(runtime, path)
-        self.method = runtime.keep(self.parts(), Use.PRODUCT)
+        self.method = self.keep([part._replace(path=self.tied_to or part.path) for part in self.parts()], Use.PRODUCT)
 
     def parts(self) -> list[Part]:
-        parent, _, own_name = self.path.rpartition(".")
         if self.part_names is None:
             return [Part(self.path, (sum(self.out_features), self.in_features), self._split(self.sections))]
         sections = [self.sections] * len(self.out_features) if self.split == "inputs" else [(section,) for section in self.sections]
         return [
-            Part(join(parent, name), (size, self.in_features), self._split(section))
+            Part(join(self.path.rpartition(".")[0], name), (size, self.in_features), self._split(section))
             for name, size, section in zip(self.part_names, self.out_features, sections, strict=True)
         ]
 
@@ -52,7 +52,7 @@ class Linear(KeptLayer):
         return None if self.split == "nowhere" else Split(self.split, sections)
 
     def weights(self) -> Iterator[Weight]:
-        yield from super().weights()
+        yield from self.method.weights()
         if self.bias is not None:
             yield from self.declare_bias("bias", self.parts())
 
@@ -64,15 +64,9 @@ class GatedLinear(Linear):
     """act(gate) * up: both projections, and what is between them and the next one. SiLU has kernels of its own. `fused`: checkpoints
     have both in one."""
 
-    kernels: ModuleType  # given by `attach`
-
     def __init__(self, in_features: int, out_features: int, bias: bool = False, act: str = "silu", fused: bool = False) -> None:
         super().__init__(in_features, out_features, out_features, bias=bias, parts=None if fused else ("gate_proj", "up_proj"))
         self.act = None if act == "silu" else activation(act)
-
-    def attach(self, runtime: Runtime, path: str) -> None:
-        super().attach(runtime, path)
-        self.kernels = runtime.kernels
 
     def forward(self, x: Tensor) -> Tensor:
         if self.act is None:
@@ -82,19 +76,11 @@ class GatedLinear(Linear):
 
 
 class LMHead(Linear):
-    """Hidden states to logits. `tied_to`: path of the embedding whose weight it has."""
-
-    logits_dtype: torch.dtype | None  # given by `attach`; None: the model's own
+    """Hidden states to logits. `tied_to`: path of the embedding whose weight it has, if it has none of its own."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, tied_to: str | None = None) -> None:
         super().__init__(in_features, out_features, bias=bias)
         self.tied_to = tied_to
 
-    def attach(self, runtime: Runtime, path: str) -> None:
-        super().attach(runtime, path)
-        self.logits_dtype = runtime.logits_dtype
-        if self.tied_to is not None:
-            self.method = runtime.keep([part._replace(path=self.tied_to) for part in self.parts()], Use.PRODUCT)
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.method.apply(x, self.bias, self.logits_dtype)
+        return self.method.apply(x, self.bias, self.runtime.logits_dtype)

@@ -9,7 +9,6 @@ L latent size, X = L + R.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
 from quire.ops.fresh import fresh_attention
-from quire.quant.base import Part, Section, Split, Use, Weight
+from quire.quant.base import Part, Section, Split, Use
 
 EPS = 1e-6  # of both inner norms, whatever the config says of the others
 
@@ -57,13 +56,10 @@ class UpProjection(Layer):
     def attach(self, runtime: Runtime, path: str) -> None:
         super().attach(runtime, path)
         heads = Split("outputs", (Section(self.shape[0], (self.num_heads,)),))
-        self.method = runtime.keep([Part(path, self.shape, heads)], Use.NUMBERS)
-
-    def weights(self) -> Iterator[Weight]:
-        yield from self.method.weights()
+        self.keep([Part(path, self.shape, heads)], Use.NUMBERS)
 
     def loaded(self) -> None:
-        self.weight, self.method = frozen(self.method.numbers()), None
+        self.weight = frozen(self.methods.pop().numbers())
 
 
 class MLA(CacheLayer):

@@ -43,7 +43,8 @@ class Experts(Layer):
     def attach(self, runtime: Runtime, path: str) -> None:
         super().attach(runtime, path)
         self.backend = runtime.choose("experts")
-        self.methods = [runtime.keep(parts, Use.NUMBERS) for parts in self.parts()]
+        for parts in self.parts():
+            self.keep(parts, Use.NUMBERS)
 
     def parts(self) -> tuple[list[Part], list[Part]]:
         """Of `gate_up`, an expert's gate and then its up, and of `down`."""
@@ -62,16 +63,17 @@ class Experts(Layer):
         return found
 
     def weights(self) -> Iterator[Weight]:
-        for method, parts, bias in zip(self.methods, self.parts(), ("gate_up_bias", "down_bias"), strict=True):
+        for method in self.methods:
             yield from method.weights()
-            if self.gate_up_bias is not None:
-                yield from self.declare_bias(bias, parts)
+        if self.gate_up_bias is not None:
+            for name, parts in zip(("gate_up_bias", "down_bias"), self.parts()):
+                yield from self.declare_bias(name, parts)
 
     def loaded(self) -> None:
         gate_up, down = (method.numbers() for method in self.methods)
         self.gate_up = frozen(gate_up.view(self.num_experts, -1, self.hidden_size))
         self.down = frozen(down.view(self.num_experts, -1, self.expert_size))
-        self.methods = []
+        self.methods.clear()
 
     def forward(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor, added_TD: Tensor | None = None) -> Tensor:
         return self.backend.run(
@@ -130,7 +132,7 @@ class MoE(Layer):
 
     def weights(self) -> Iterator[Weight]:
         if self.correction_bias is not None:
-            yield self.declare("correction_bias", self.correction_name, dtype=torch.float32)
+            yield self.declare("correction_bias", self.correction_name, torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)

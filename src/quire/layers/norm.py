@@ -3,33 +3,21 @@
 `norm(x, residual)` gives (norm(x + residual), x + residual): what the block reads, and the stream it will add to.
 """
 
-from collections.abc import Iterator
-from types import ModuleType
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.layers.base import Layer, Runtime, frozen
-from quire.quant.base import Split, Weight
+from quire.layers.base import Layer, frozen
+from quire.quant.base import Split
 
 
 class RMSNorm(Layer):
     """`split`: where it is over what ranks have some of each."""
 
-    kernels: ModuleType  # given by `attach`
-
     def __init__(self, hidden_size: int, eps: float, split: Split | None = None) -> None:
         super().__init__()
         self.weight = frozen(torch.empty(hidden_size))
-        self.eps, self.split = eps, split
-
-    def attach(self, runtime: Runtime, path: str) -> None:
-        super().attach(runtime, path)
-        self.kernels = runtime.kernels
-
-    def weights(self) -> Iterator[Weight]:
-        yield self.declare("weight", split=self.split)
+        self.eps, self.splits = eps, {} if split is None else {"weight": split}
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self.kernels.rms_norm(x_TD, self.weight, self.eps, residual_TD)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quire.errors import UnsupportedModelError
-from quire.layers.attention import Attention, StepContext
-from quire.layers.base import Layer, Runtime, join, parameter_weight
+from quire.layers.attention import Attention
+from quire.layers.base import Layer, Runtime, join
 from quire.layers.linear import Linear, LMHead
 from quire.layers.rope import Rope
 from quire.layers.weights import RawTensor, Weight
@@ -36,8 +36,6 @@ class _Refusal(Exception):
 
 class TransformersModel(Layer):
     """What the runner runs, as layers/decoder.py's CausalLM; `hf` is transformers' model, its linear layers and attention ours."""
-
-    context: StepContext  # given by `attach`
 
     def __init__(self, hf_config: dict[str, Any]) -> None:
         """`hf_config`: all of config.json, its dtype the one to compute in."""
@@ -86,7 +84,6 @@ class TransformersModel(Layer):
 
     def attach(self, runtime: Runtime, path: str) -> None:
         super().attach(runtime, path)
-        self.context = runtime.context
         self._derive_buffers(runtime.device)
 
     def weights(self) -> Iterator[Weight]:
@@ -94,7 +91,7 @@ class TransformersModel(Layer):
         for path, module in self.hf.named_modules(prefix="hf"):
             if not isinstance(module, Layer):
                 for name, _ in module.named_parameters(recurse=False):
-                    yield parameter_weight(module, name, join(path, name), self.runtime)
+                    yield self.declare(name, join(path, name), owner=module)
 
     def _derive_buffers(self, device: torch.device) -> None:
         """Such as the frequencies of RoPE."""

@@ -1,6 +1,6 @@
 """How a weight is declared, divided over ranks, kept and multiplied: the contract of every file in this folder.
 
-A layer describes its weight as parts; `Runtime.keep` (layers/base.py) finds the method of each by its path. A method declares the
+A layer describes its weight as parts; `Layer.keep` (layers/base.py) finds the method of each by its path. A method declares the
 tensors it wants of a checkpoint, takes them in, and computes. It must not know layers, files or models.
 """
 

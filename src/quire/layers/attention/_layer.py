@@ -6,24 +6,22 @@ Shape letters: T tokens of the step, H query heads, K key/value heads, D head si
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from quire.kv.specs import CacheSpec, Full, Sliding
 from quire.layers.attention.base import AttentionBackend
-from quire.layers.base import Layer, Runtime, StepContext, frozen, head_units
+from quire.layers.base import Layer, Runtime, frozen, head_units
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
-from quire.quant.base import Section, Split, Weight
+from quire.quant.base import Section, Split
 
 
 class CacheLayer(Layer, ABC):
     """A layer with a cache: it says what it keeps of each token, and reads the tables of its group."""
 
-    backend_class: type[AttentionBackend]  # how to compute, given by `attach`, as the next
-    context: StepContext
+    backend_class: type[AttentionBackend]  # how to compute, given by `attach`
     # Given by the worker: which group's tables to read, where the cache is, the group's backend.
     group_idx: int
     cache: Tensor
@@ -50,7 +48,6 @@ class CacheLayer(Layer, ABC):
 
     def attach(self, runtime: Runtime, path: str) -> None:
         super().attach(runtime, path)
-        self.context = runtime.context
         self.backend_class = self.choose_backend()
 
 
@@ -78,6 +75,7 @@ class Attention(CacheLayer):
         self.window = window or 0
         self.softcap = softcap or 0.0
         self.sinks = frozen(torch.empty(num_heads)) if sinks else None
+        self.splits = {"sinks": Split("outputs", (Section(num_heads, head_units(num_heads, num_kv_heads)[0]),))}
         self.shares = shares
 
     @property
@@ -91,11 +89,6 @@ class Attention(CacheLayer):
 
     def choose_backend(self) -> type[AttentionBackend]:
         return self.runtime.choose("attention", head_size=self.head_size, block_size=self.runtime.block_size).BACKEND
-
-    def weights(self) -> Iterator[Weight]:
-        if self.sinks is not None:
-            q_units, _ = head_units(self.num_heads, self.num_kv_heads)
-            yield self.declare("sinks", split=Split("outputs", (Section(self.num_heads, q_units),)))
 
     def cache_specs(self, dtype: str) -> dict[str, CacheSpec]:
         if self.window:

@@ -38,7 +38,7 @@ def sample(
     penalized: bool,
     scratch: object = None,
 ) -> None:
-    """As in `ops/ref/sampling.py`; rows and positions are int64, logits may be changed.
+    """As in `ops/ref/sampling.py`; logits may be changed.
 
     Histories of penalized rows must hold ids of the vocabulary only.
     """
