@@ -5,6 +5,7 @@ its own affair), and `why_not(device, dtype, head_size, block_size)`: why it can
 which they are tried; `--attention-backend` names one.
 """
 
-from quire.layers.attention._layer import Attention, CacheLayer, StepContext
+from quire.layers.attention._layer import Attention, CacheLayer
+from quire.layers.base import StepContext
 
 __all__ = ["Attention", "CacheLayer", "StepContext"]
