@@ -29,7 +29,6 @@ class Case:
     head_size: int = 32
     block_size: int = 16
     window: int = 0
-    num_sink_tokens: int = 0
     learned_sinks: bool = False
     softcap: float = 0.0
     dtype: torch.dtype = torch.float32
@@ -69,7 +68,6 @@ class World:
         return dict(
             scale=case.head_size**-0.5,
             window=case.window,
-            num_sink_tokens=case.num_sink_tokens,
             softcap=case.softcap,
             sinks_H=self.sinks,
         )
@@ -86,7 +84,7 @@ class World:
         query_pos, key_pos = torch.arange(n - len(q), n)[:, None], torch.arange(n)[None]
         hidden = key_pos > query_pos
         if case.window:
-            hidden |= (key_pos <= query_pos - case.window) & (key_pos >= case.num_sink_tokens)
+            hidden |= key_pos <= query_pos - case.window
         weights = s.masked_fill(hidden, -math.inf).exp()
         total = weights.sum(-1, keepdim=True)
         if self.sinks is not None:
@@ -109,8 +107,7 @@ def paged(ops: ModuleType, world: World, seed: int = 1) -> Tensor:
         pos = torch.arange(n + before)
         ops.write_kv(cache, k, v, table[row, pos // size].long() * size + pos % size)
         if case.window:  # blocks nobody sees any more went back to the pool
-            first_seen, kept = max(0, before - case.window + 1) // size, -(-case.num_sink_tokens // size)
-            for logical in range(kept, first_seen):
+            for logical in range(max(0, before - case.window + 1) // size):
                 cache[table[row, logical]] = math.nan
                 table[row, logical] = -1
     starts = torch.tensor([0, *(n for n, _ in case.rows)]).cumsum(0).int()
@@ -138,7 +135,6 @@ cases = st.builds(
     head_size=st.sampled_from([32, 48, 64, 80, 128, 256]),
     block_size=st.sampled_from([16, 32, 48]),
     window=st.sampled_from([0, 0, 1, 5, 16, 40, 129]),
-    num_sink_tokens=st.sampled_from([0, 3, 16, 20]),
     learned_sinks=st.booleans(),
     softcap=st.sampled_from([0.0, 0.0, 3.0, 30.0]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -173,9 +169,7 @@ def test_long_contexts_are_split_and_tiled_right(rows: tuple, dtype: torch.dtype
         )
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"window": 50, "num_sink_tokens": 4}, {"softcap": 20.0, "learned_sinks": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"window": 50}, {"softcap": 20.0, "learned_sinks": True}], ids=str)
 @pytest.mark.parametrize("chunk", [1, 7, 16, 333])
 def test_chunks_and_company_do_not_change_a_bit_in_float32(options: dict, chunk: int) -> None:
     case = Case(((640, 0),), num_kv_heads=3, head_size=64, **options)
@@ -194,7 +188,7 @@ def test_chunks_and_company_do_not_change_a_bit_in_float32(options: dict, chunk:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"window": 50, "num_sink_tokens": 4}, {"learned_sinks": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 50}, {"learned_sinks": True}], ids=str)
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(3, 3), (6, 1), (5, 7)])
 def test_a_token_among_many_rows_gets_the_bits_it_gets_alone(
     num_kv_heads: int, group: int, options: dict, dtype: torch.dtype

@@ -46,13 +46,12 @@ def paged_attention(
     *,
     scale: float,
     window: int = 0,
-    num_sink_tokens: int = 0,
     sinks_H: Tensor | None = None,
     softcap: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
     """As the twin, but for sinks; the output of padding may be anything."""
-    if sinks_H is not None or num_sink_tokens:
+    if sinks_H is not None:
         raise ConfigError("FlashAttention has no attention sinks, which this model uses: leave out --attention-backend flash_attn")
     version, library = _library()
     keys, values = cache_view(cache).transpose(2, 3).unbind(1)  # [blocks, block_size, K, D]; the library takes any strides

@@ -81,13 +81,12 @@ def paged_attention(
     *,
     scale: float,
     window: int = 0,
-    num_sink_tokens: int = 0,
     sinks_H: Tensor | None = None,
     softcap: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
     """As the twin, but for sinks; `out` is contiguous. `tables` that are the same object are planned once."""
-    if sinks_H is not None or num_sink_tokens:
+    if sinks_H is not None:
         raise ConfigError("this FlashInfer backend has no attention sinks, which the model uses: leave out --attention-backend flashinfer")
     (_, H, D), (_, _, block_size, K, _) = q_THD.shape, cache.shape
     planned = _planned(Kind(q_THD.device, q_THD.dtype, H, K, D, block_size, scale, window, softcap))

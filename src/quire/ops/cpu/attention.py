@@ -31,7 +31,7 @@ def _kernels() -> _Kernels | None:
         return None
     return _Kernels(
         bind(library, "quire_write_kv", [ctypes.c_int, *[_PTR] * 4, Rows, *[_INT] * 5]),
-        bind(library, "quire_paged_attention", [ctypes.c_int, *[_PTR] * 7, Rows, *[_INT] * 9, _FLOAT, _FLOAT]),
+        bind(library, "quire_paged_attention", [ctypes.c_int, *[_PTR] * 7, Rows, *[_INT] * 8, _FLOAT, _FLOAT]),
     )
 
 
@@ -57,7 +57,6 @@ def paged_attention(
     *,
     scale: float,
     window: int = 0,
-    num_sink_tokens: int = 0,
     sinks_H: Tensor | None = None,
     softcap: float = 0.0,
     out: Tensor | None = None,
@@ -73,6 +72,6 @@ def paged_attention(
         tables.query_starts.data_ptr(), tables.context_lens.data_ptr(), tables.block_table.data_ptr(),
         None if sinks_H is None else sinks_H.data_ptr(), tables.context_lens.shape[0],
         num_heads, num_kv_heads, head_size, block_size, q_THD.stride(0), out.stride(0), tables.block_table.stride(0),
-        window, num_sink_tokens if window else 0, scale, softcap,
+        window, scale, softcap,
     )  # fmt: skip
     return out
