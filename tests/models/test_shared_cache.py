@@ -39,7 +39,7 @@ def test_a_layer_that_shares_gets_its_owners_cache_group_and_backend():
     layers = [layer.self_attn.attn for layer in model.model.layers]
     for layer in layers:
         layer.backend = native
-    layers[1].backend = reference  # as where a cache is not what the compiled kernels want
+    layers[1].backend = reference  # another than theirs, to see whose they get
     attach_kv(model, form_layout(kv_specs(model, torch.float32), 16, num_blocks=4), torch.float32, CPU)
     for layer_idx, owner_idx in {3: 1, 4: 1, 5: 2}.items():
         layer, owner = layers[layer_idx], layers[owner_idx]

@@ -28,6 +28,7 @@ class Case:
     group: int = 3
     head_size: int = 32
     block_size: int = 16
+    padding: int = 0  # elements between blocks
     window: int = 0
     learned_sinks: bool = False
     softcap: float = 0.0
@@ -98,7 +99,9 @@ def paged(ops: ModuleType, world: World, seed: int = 1) -> Tensor:
     random = torch.Generator().manual_seed(seed)
     num_blocks = [-(-len(k) // size) for k in world.keys]
     pool = torch.randperm(sum(num_blocks) + 3, generator=random).int()
-    cache = torch.full((len(pool), 2, size, case.num_kv_heads, case.head_size), math.nan, dtype=case.dtype)
+    num_elements = 2 * size * case.num_kv_heads * case.head_size
+    memory = torch.full((len(pool), num_elements + case.padding), math.nan, dtype=case.dtype)
+    cache = memory[:, :num_elements].view(len(pool), 2, size, case.num_kv_heads, case.head_size)
     table = torch.full((len(num_blocks), max(num_blocks) + 1), -1, dtype=torch.int32)
     taken = 0
     for row, (k, v, (n, before)) in enumerate(zip(world.keys, world.values, case.rows, strict=True)):
@@ -118,6 +121,7 @@ def paged(ops: ModuleType, world: World, seed: int = 1) -> Tensor:
     fused = torch.cat((q.flatten(1), torch.full((len(q), 48), math.nan, dtype=case.dtype)), 1)
     q = fused[:, : q[0].numel()].view(q.shape)
     out = torch.full(q.shape, math.nan, dtype=case.dtype)
+    assert memory[:, num_elements:].isnan().all()  # what lies between blocks was not written
     return ops.paged_attention(q, cache, tables, **world.options, out=out)
 
 
@@ -134,6 +138,7 @@ cases = st.builds(
     group=st.sampled_from([1, 2, 3, 7, 8]),
     head_size=st.sampled_from([32, 48, 64, 80, 128, 256]),
     block_size=st.sampled_from([16, 32, 48]),
+    padding=st.sampled_from([0, 1, 64, 1000]),
     window=st.sampled_from([0, 0, 1, 5, 16, 40, 129]),
     learned_sinks=st.booleans(),
     softcap=st.sampled_from([0.0, 0.0, 3.0, 30.0]),
@@ -149,6 +154,15 @@ def test_any_mix_of_rows_equals_dense_attention(ops: ModuleType, case: Case, see
     torch.testing.assert_close(
         paged(ops, world).double(), world.expected(), rtol=0, atol=TOLERANCE[case.dtype], check_dtype=False
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("padding", [1, 32, 1024], ids=lambda n: f"{n} apart")
+def test_blocks_that_lie_apart_give_the_same_bits(padding: int, dtype: torch.dtype) -> None:
+    """Rows of prompts and single tokens: with AMX and with vectors."""
+    world = World.of(Case(((70, 300), (1, 900), (1, 90), (40, 0)), head_size=64, block_size=32, dtype=dtype))
+    apart = replace(world, case=replace(world.case, padding=padding))
+    assert torch.equal(paged(native, apart), paged(native, world))
 
 
 @settings(max_examples=15, deadline=None)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kv.specs import KVLayout, KVSpec
-from quire.layers.attention import CacheLayer, native, reference
+from quire.layers.attention import CacheLayer
 
 
 def kv_specs(model: nn.Module, dtype: torch.dtype) -> dict[str, KVSpec]:
@@ -27,8 +27,6 @@ def attach_kv(model: nn.Module, layout: KVLayout, dtype: torch.dtype, device: to
             layer = model.get_submodule(name)
             layer.group_idx = group_idx
             layer.cache = _view(plane, group.block_size, group.spec, dtype)
-            if on_host and layer.backend is native and not layer.cache.is_contiguous():
-                layer.backend = reference  # compiled kernels take blocks without padding
     for layer in model.modules():
         if isinstance(layer, CacheLayer) and layer.shares is not None:
             owner = model.get_submodule(layer.shares)

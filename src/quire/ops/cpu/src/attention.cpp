@@ -42,7 +42,7 @@ struct Args {
     const char* cache;
     const int32_t *query_starts, *context_lens, *block_table;
     const float* sinks;  // per query head, or null
-    int64_t num_rows, num_heads, num_kv_heads, head_size, block_size, q_stride, out_stride, table_stride;
+    int64_t num_rows, num_heads, num_kv_heads, head_size, block_size, block_stride, q_stride, out_stride, table_stride;
     int64_t window;        // 0: none
     float scale, softcap;  // scale > 0
 
@@ -159,8 +159,9 @@ class Tile {
    public:
     // `memory` needs bytes(). With `kept` the state is left there, to be merged, instead of giving the output.
     Tile(const Args& a, const Unit& u, const Unit* following, char* memory, char* kept)
-        : a(a), u(u), following(following), layout{a.num_kv_heads, a.head_size, a.block_size}, D(a.head_size), G(a.group()),
-          width(u.num_kv_heads * G), rows(u.num_tokens * width), padded_rows(padded(rows)), unfinished(kept) {
+        : a(a), u(u), following(following), layout{a.num_kv_heads, a.head_size, a.block_size, a.block_stride},
+          D(a.head_size), G(a.group()), width(u.num_kv_heads * G), rows(u.num_tokens * width),
+          padded_rows(padded(rows)), unfinished(kept) {
         auto take = [&](int64_t bytes) { return std::exchange(memory, memory + bytes); };
         v_copy = (Line*)take(STEP * D * sizeof(Elem));
         s = (float*)take(AMX_BLOCK * STEP * sizeof(float));
@@ -247,7 +248,8 @@ class Tile {
         for (int64_t i = 0; chunk && i < CHUNK * D / (LANES * E::PACK); i++) prefetch(chunk + i);
     }
 
-    void vector_step(State& state, const Keys& keys, const Keys& next, int64_t first) {
+    // A function of its own: inlined into its caller, it grows so large that gcc leaves calls in its inner loops.
+    [[gnu::noinline]] void vector_step(State& state, const Keys& keys, const Keys& next, int64_t first) {
         const int64_t rows_per_head = u.num_kv_heads == 1 ? rows : G;
         const bool few = rows_per_head <= ROWS_AT_ONCE;  // then memory is the limit: fetch ahead
         Keys of_head[HEADS_AT_ONCE], ahead[HEADS_AT_ONCE];
@@ -518,9 +520,9 @@ void paged_attention(const Args& a) {
 
 template <class E>
 void write_kv(char* cache, const void* k, const void* v, const int64_t* slots, int64_t num_tokens, int64_t num_kv_heads,
-              int64_t head_size, int64_t block_size, int64_t k_stride, int64_t v_stride) {
+              int64_t head_size, int64_t block_size, int64_t block_stride, int64_t k_stride, int64_t v_stride) {
     using Elem = typename E::Elem;
-    const KvLayout<E> layout{num_kv_heads, head_size, block_size};
+    const KvLayout<E> layout{num_kv_heads, head_size, block_size, block_stride};
 #pragma omp parallel for schedule(static) if (num_tokens * num_kv_heads * head_size > 1 << 15)
     for (int64_t t = 0; t < num_tokens; t++)
         for (int64_t h = 0; h < num_kv_heads && slots[t] >= 0; h++)
@@ -533,18 +535,19 @@ void write_kv(char* cache, const void* k, const void* v, const int64_t* slots, i
 extern "C" {
 
 void quire_write_kv(int bf16, char* cache, const void* k, const void* v, const int64_t* slots, int64_t num_tokens,
-                    int64_t num_kv_heads, int64_t head_size, int64_t block_size, int64_t k_stride, int64_t v_stride) {
+                    int64_t num_kv_heads, int64_t head_size, int64_t block_size, int64_t block_stride,
+                    int64_t k_stride, int64_t v_stride) {
     (bf16 ? write_kv<BF16> : write_kv<F32>)(cache, k, v, slots, num_tokens, num_kv_heads, head_size, block_size,
-                                            k_stride, v_stride);
+                                            block_stride, k_stride, v_stride);
 }
 
 void quire_paged_attention(int bf16, const void* q, void* out, const char* cache, const int32_t* query_starts,
                            const int32_t* context_lens, const int32_t* block_table, const float* sinks,
                            int64_t num_rows, int64_t num_heads, int64_t num_kv_heads, int64_t head_size,
-                           int64_t block_size, int64_t q_stride, int64_t out_stride, int64_t table_stride,
-                           int64_t window, float scale, float softcap) {
+                           int64_t block_size, int64_t block_stride, int64_t q_stride, int64_t out_stride,
+                           int64_t table_stride, int64_t window, float scale, float softcap) {
     Args args{q, out, cache, query_starts, context_lens, block_table, sinks, num_rows, num_heads, num_kv_heads,
-              head_size, block_size, q_stride, out_stride, table_stride, window, scale, softcap};
+              head_size, block_size, block_stride, q_stride, out_stride, table_stride, window, scale, softcap};
     (bf16 ? paged_attention<BF16> : paged_attention<F32>)(args);
 }
 }
