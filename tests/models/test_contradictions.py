@@ -13,6 +13,8 @@ MIXTRAL, DEEPSEEK = (registry.literals("quire.models", "TINY")[name] for name in
 CASES = {
     "a list that is too short": {**smollm3.TINY, "no_rope_layers": [1]},
     "a string for a number": {**llama.TINY, "head_dim": "32"},
+    "no size of the MLP": {**llama.TINY, "intermediate_size": None},
+    "a negative size": {**llama.TINY, "intermediate_size": -96},
     "no such activation": {**llama.TINY, "hidden_act": "swoosh"},
     "a list of factors of another length": {
         **llama.TINY, "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 5, "factor": 2.0},

@@ -28,8 +28,8 @@ class Case:
     group: int = 3
     head_size: int = 32
     block_size: int = 16
+    padding: int = 0  # elements between blocks
     window: int = 0
-    num_sink_tokens: int = 0
     learned_sinks: bool = False
     softcap: float = 0.0
     dtype: torch.dtype = torch.float32
@@ -69,7 +69,6 @@ class World:
         return dict(
             scale=case.head_size**-0.5,
             window=case.window,
-            num_sink_tokens=case.num_sink_tokens,
             softcap=case.softcap,
             sinks_H=self.sinks,
         )
@@ -86,7 +85,7 @@ class World:
         query_pos, key_pos = torch.arange(n - len(q), n)[:, None], torch.arange(n)[None]
         hidden = key_pos > query_pos
         if case.window:
-            hidden |= (key_pos <= query_pos - case.window) & (key_pos >= case.num_sink_tokens)
+            hidden |= key_pos <= query_pos - case.window
         weights = s.masked_fill(hidden, -math.inf).exp()
         total = weights.sum(-1, keepdim=True)
         if self.sinks is not None:
@@ -100,7 +99,9 @@ def paged(ops: ModuleType, world: World, seed: int = 1) -> Tensor:
     random = torch.Generator().manual_seed(seed)
     num_blocks = [-(-len(k) // size) for k in world.keys]
     pool = torch.randperm(sum(num_blocks) + 3, generator=random).int()
-    cache = torch.full((len(pool), 2, size, case.num_kv_heads, case.head_size), math.nan, dtype=case.dtype)
+    num_elements = 2 * size * case.num_kv_heads * case.head_size
+    memory = torch.full((len(pool), num_elements + case.padding), math.nan, dtype=case.dtype)
+    cache = memory[:, :num_elements].view(len(pool), 2, size, case.num_kv_heads, case.head_size)
     table = torch.full((len(num_blocks), max(num_blocks) + 1), -1, dtype=torch.int32)
     taken = 0
     for row, (k, v, (n, before)) in enumerate(zip(world.keys, world.values, case.rows, strict=True)):
@@ -109,8 +110,7 @@ def paged(ops: ModuleType, world: World, seed: int = 1) -> Tensor:
         pos = torch.arange(n + before)
         ops.write_kv(cache, k, v, table[row, pos // size].long() * size + pos % size)
         if case.window:  # blocks nobody sees any more went back to the pool
-            first_seen, kept = max(0, before - case.window + 1) // size, -(-case.num_sink_tokens // size)
-            for logical in range(kept, first_seen):
+            for logical in range(max(0, before - case.window + 1) // size):
                 cache[table[row, logical]] = math.nan
                 table[row, logical] = -1
     starts = torch.tensor([0, *(n for n, _ in case.rows)]).cumsum(0).int()
@@ -121,6 +121,7 @@ def paged(ops: ModuleType, world: World, seed: int = 1) -> Tensor:
     fused = torch.cat((q.flatten(1), torch.full((len(q), 48), math.nan, dtype=case.dtype)), 1)
     q = fused[:, : q[0].numel()].view(q.shape)
     out = torch.full(q.shape, math.nan, dtype=case.dtype)
+    assert memory[:, num_elements:].isnan().all()  # what lies between blocks was not written
     return ops.paged_attention(q, cache, tables, **world.options, out=out)
 
 
@@ -137,8 +138,8 @@ cases = st.builds(
     group=st.sampled_from([1, 2, 3, 7, 8]),
     head_size=st.sampled_from([32, 48, 64, 80, 128, 256]),
     block_size=st.sampled_from([16, 32, 48]),
+    padding=st.sampled_from([0, 1, 64, 1000]),
     window=st.sampled_from([0, 0, 1, 5, 16, 40, 129]),
-    num_sink_tokens=st.sampled_from([0, 3, 16, 20]),
     learned_sinks=st.booleans(),
     softcap=st.sampled_from([0.0, 0.0, 3.0, 30.0]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -153,6 +154,15 @@ def test_any_mix_of_rows_equals_dense_attention(ops: ModuleType, case: Case, see
     torch.testing.assert_close(
         paged(ops, world).double(), world.expected(), rtol=0, atol=TOLERANCE[case.dtype], check_dtype=False
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("padding", [1, 32, 1024], ids=lambda n: f"{n} apart")
+def test_blocks_that_lie_apart_give_the_same_bits(padding: int, dtype: torch.dtype) -> None:
+    """Rows of prompts and single tokens: with AMX and with vectors."""
+    world = World.of(Case(((70, 300), (1, 900), (1, 90), (40, 0)), head_size=64, block_size=32, dtype=dtype))
+    apart = replace(world, case=replace(world.case, padding=padding))
+    assert torch.equal(paged(native, apart), paged(native, world))
 
 
 @settings(max_examples=15, deadline=None)
@@ -173,9 +183,7 @@ def test_long_contexts_are_split_and_tiled_right(rows: tuple, dtype: torch.dtype
         )
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"window": 50, "num_sink_tokens": 4}, {"softcap": 20.0, "learned_sinks": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"window": 50}, {"softcap": 20.0, "learned_sinks": True}], ids=str)
 @pytest.mark.parametrize("chunk", [1, 7, 16, 333])
 def test_chunks_and_company_do_not_change_a_bit_in_float32(options: dict, chunk: int) -> None:
     case = Case(((640, 0),), num_kv_heads=3, head_size=64, **options)
@@ -194,7 +202,7 @@ def test_chunks_and_company_do_not_change_a_bit_in_float32(options: dict, chunk:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"window": 50, "num_sink_tokens": 4}, {"learned_sinks": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 50}, {"learned_sinks": True}], ids=str)
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(3, 3), (6, 1), (5, 7)])
 def test_a_token_among_many_rows_gets_the_bits_it_gets_alone(
     num_kv_heads: int, group: int, options: dict, dtype: torch.dtype

@@ -129,6 +129,26 @@ def test_rope_and_write_is_rope_then_write(
     assert torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("padding", [1, 32, 1024], ids=lambda n: f"{n} apart")
+def test_blocks_that_lie_apart_are_written_as_others(padding: int, dtype: torch.dtype) -> None:
+    """Whole chunks and single tokens; what lies between blocks is left alone."""
+    torch.manual_seed(0)
+    T, K, D, size, num_blocks = 43, 2, 80, 32, 5
+    angle = angles(D)
+    cos_sin, positions, slots = torch.cat((angle.cos(), angle.sin()), 1), torch.arange(T), 21 + torch.arange(T)
+    slots[40] = -1
+    qkv = fused_qkv(T, 6, K, D, dtype)
+    close_by = torch.full((num_blocks, 2 * size * K * D), math.nan, dtype=dtype)
+    apart = torch.full((num_blocks, 2 * size * K * D + padding), math.nan, dtype=dtype)
+    for memory in (close_by, apart):
+        cache = memory[:, : close_by.shape[1]].view(num_blocks, 2, size, K, D)
+        native.rope_and_write(*(x.clone() for x in qkv), cos_sin, positions, cache, slots)
+    assert close_by.isfinite().sum() == 2 * (T - 1) * K * D
+    assert torch.equal(apart[:, : close_by.shape[1]].nan_to_num(), close_by.nan_to_num())
+    assert apart[:, close_by.shape[1] :].isnan().all()
+
+
 @both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_heads_are_normed_before_they_are_rotated(ops: ModuleType, dtype: torch.dtype) -> None:

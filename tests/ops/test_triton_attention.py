@@ -40,7 +40,6 @@ class Case:
     head_size: int = 64
     block_size: int = 16
     window: int = 0
-    num_sink_tokens: int = 0
     learned_sinks: bool = False
     softcap: float = 0.0
     dtype: torch.dtype = torch.float32
@@ -66,8 +65,7 @@ class World:
         for r, (n, (_, before)) in enumerate(zip(lens, case.rows, strict=True)):
             first = max(0, before - case.window + 1) if case.window else 0
             for block in range(num_blocks[r]):
-                kept = range(block * size, min(n, (block + 1) * size))
-                kept = [p for p in kept if p >= first or p < case.num_sink_tokens]
+                kept = range(max(first, block * size), min(n, (block + 1) * size))
                 if kept:  # else nobody sees it any more, and its entry is stale
                     table[2 * r + 1, block] = pool[taken]
                     plain[pool[taken], :, [p % size for p in kept]] = torch.randn(
@@ -115,7 +113,6 @@ class World:
         return dict(
             scale=case.head_size**-0.5,
             window=case.window,
-            num_sink_tokens=case.num_sink_tokens,
             softcap=case.softcap,
             sinks_H=self.sinks_H,
         )
@@ -152,9 +149,8 @@ CASES = {
     "window": Case(MIXED, window=40),
     "window of one": Case(MIXED, window=1),
     "window in tall tiles": Case(((30, 100), (1, 90)), window=40, tile=TALL),
-    "sink tokens": Case(MIXED, window=20, num_sink_tokens=4),
-    "sink tokens in tall tiles": Case(((60, 20), (25, 100), (1, 90)), window=25, num_sink_tokens=20, tile=TALL),
-    "everything": Case(MIXED, window=33, num_sink_tokens=3, learned_sinks=True, softcap=20.0),
+    "window shorter than a tile of queries": Case(((60, 20), (25, 100), (1, 90)), window=25, tile=TALL),
+    "everything": Case(MIXED, window=33, learned_sinks=True, softcap=20.0),
     "float16": Case(MIXED, dtype=torch.float16),
     "float16 in tall tiles": Case(MIXED, dtype=torch.float16, tile=TALL),
 }
@@ -166,8 +162,8 @@ SPLIT_CASES = {
     "heads of 80": Case(((1, 290),), head_size=80, num_programs=8, tile=LONG),
     "float16": Case(SPLIT, dtype=torch.float16, num_programs=8, tile=LONG),
     "learned sinks": Case(SPLIT, learned_sinks=True, num_programs=8, tile=LONG),
-    "window and sink tokens": Case(SPLIT, window=300, num_sink_tokens=5, num_programs=8, tile=LONG),
-    "everything": Case(SPLIT, window=300, num_sink_tokens=5, learned_sinks=True, softcap=20.0, num_programs=8),
+    "window": Case(SPLIT, window=300, num_programs=8, tile=LONG),
+    "everything": Case(SPLIT, window=300, learned_sinks=True, softcap=20.0, num_programs=8),
 }
 
 

@@ -1,5 +1,6 @@
 """Recorded steps compute what steps walked through in Python compute, whatever the rows and however they come and go."""
 
+import ctypes
 import subprocess
 import sys
 import threading
@@ -8,8 +9,9 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.ops.cpu import elementwise, linear
-from quire.ops.cpu.tape import Recording
+from quire.ops.cpu import attention, elementwise, linear
+from quire.ops.cpu.tape import Recording, Rows
+from quire.ops.ref.attention import AttentionTables
 from tests.prompts import PROMPTS
 
 
@@ -54,6 +56,49 @@ def test_a_tape_reads_its_inputs_anew_and_keeps_little_memory():
         for rows in (4, 1, 3):
             assert torch.equal(tape.play(rows), expected[:rows])
     assert tape.arena.nbytes < 8 * x.nbytes  # a hundred buffers were allocated while recording
+
+
+def test_a_tape_moves_pointers_and_leaves_numbers_alone():
+    """A stride is a large number too, and might happen to be the address of a buffer."""
+    heard = []
+
+    def function(*args: object) -> None:
+        heard.extend(args)
+
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, Rows]
+    with Recording() as recording:
+        y = torch.empty(2, 64)
+        recording.calls.append((function, (y.data_ptr(), y.data_ptr(), 2)))
+    tape = recording.tape(y, max_rows=4)
+    tape.play(3)
+    assert [argument.value for argument in heard] == [tape.output.data_ptr(), y.data_ptr(), 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.skipif(not elementwise.supported(torch.float32), reason="needs a C++ compiler")
+def test_a_tape_attends_over_blocks_that_lie_apart(dtype):
+    K, D, size, padding = 2, 32, 16, 48
+    memory = torch.zeros(4, 2 * size * K * D + padding, dtype=dtype)
+    cache = memory[:, :-padding].view(4, 2, size, K, D)
+    qkv, cos_sin = torch.randn(3, 4 * K, D).to(dtype), torch.ones(1, D)
+    positions, slots = torch.zeros(3, dtype=torch.int64), torch.arange(1, 4) * size
+    starts, lens, table = torch.arange(4).int(), torch.ones(3).int(), torch.arange(1, 4).int()[:, None]
+
+    def attend(count: int) -> torch.Tensor:
+        """Each row writes its first token, into a block of its own, and sees nothing else."""
+        q, k, v = qkv[:count].split((2 * K, K, K), 1)
+        elementwise.rope_and_write(q, k, v, cos_sin, positions[:count], cache, slots[:count])
+        tables = AttentionTables(starts[: count + 1], lens[:count], table[:count], size, 1, 1)
+        return attention.paged_attention(q, cache, tables, scale=1.0)
+
+    with torch.inference_mode(), Recording() as recording:
+        out = attend(2)
+    tape = recording.tape(out, max_rows=3)
+    qkv.copy_(torch.randn(qkv.shape))
+    memory.zero_()
+    expected = qkv[:, 3 * K :].repeat_interleave(2, 1)
+    torch.testing.assert_close(tape.play(3), expected)
+    assert memory[1:, :-padding].any(1).all() and not memory[0].any() and not memory[:, -padding:].any()
 
 
 def test_recording_does_not_import_torchs_compiler():

@@ -30,6 +30,8 @@ class Linear(Layer):
         units: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
         super().__init__()
+        if not all(isinstance(size, int) and size > 0 for size in (in_features, *out_features)):
+            raise ValueError(f"a layer cannot have {in_features!r} inputs and {out_features!r} outputs")
         self.in_features, self.out_features, self.part_names, self.split = in_features, out_features, parts, split
         sizes = (in_features,) if split == "inputs" else out_features
         self.sections = tuple(map(Section, sizes, units or [(size,) for size in sizes]))

@@ -219,7 +219,6 @@ def paged_attention(
     *,
     scale: float,
     window: int = 0,
-    num_sink_tokens: int = 0,
     sinks_H: Tensor | None = None,
     softcap: float = 0.0,
     out: Tensor | None = None,
@@ -239,8 +238,7 @@ def paged_attention(
             q_THD, cache, tables.block_table, work.units, out, sinks_H, work.partials, work.stats, work.counters,
             scale * LOG2_E.value, q_THD.stride(0), q_THD.stride(1), out.stride(0), out.stride(1), cache.stride(0),
             tables.block_table.stride(0), H // K, D, max(16, triton.next_power_of_2(D)), block_size,
-            window, num_sink_tokens if window else 0, softcap,
-            work.tile.tile_m, work.tile.tile_n, dependent,
+            window, softcap, work.tile.tile_m, work.tile.tile_n, dependent,
             num_warps=work.tile.num_warps, num_stages=work.tile.num_stages, **options(dependent),
         )  # fmt: skip
     return out
@@ -251,7 +249,7 @@ def _attention(
     q, cache, block_table, units, out, sinks, partials, stats, counters, factor,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, block_stride, table_stride,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, NUM_SINK_TOKENS: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -260,26 +258,15 @@ def _attention(
     units += unit * 8
     row, first_token, num_tokens, pos = tl.load(units), tl.load(units + 1), tl.load(units + 2), tl.load(units + 3)
     begin, end, num_splits, first_unit = tl.load(units + 4), tl.load(units + 5), tl.load(units + 6), tl.load(units + 7)
-    # The loop runs over sink tokens before the window (in the tile's first split only), then begin .. end.
-    num_sinks = 0
-    if NUM_SINK_TOKENS:
-        num_sinks = tl.where(unit == first_unit, tl.minimum(NUM_SINK_TOKENS, begin), 0)
-    num_keys = num_sinks + end - begin
     # Block ids are fetched a turn ahead: as an indirect load inside the loop they would cost K and V half their stages.
     m_M, d_D, n_N = tl.arange(0, TILE_M), tl.arange(0, BLOCK_D), tl.arange(0, TILE_N)
     table = block_table + row.to(tl.int64) * table_stride
-    key_N, in_range_N = _keys(n_N, begin, num_sinks, num_keys, NUM_SINK_TOKENS)
-    block_N = tl.load(table + key_N // BLOCK_SIZE, mask=in_range_N, other=0)
+    key_N = begin + n_N
+    block_N = tl.load(table + key_N // BLOCK_SIZE, mask=key_N < end, other=0)
     if PDL:  # also where there is nothing to do: the next kernel takes the end of this one for the end of all before it
         tl.extra.cuda.gdc_wait()
     if num_tokens == 0:
         return
-
-    # Which turns see all their keys from all queries: those that start here or later and end here or before.
-    clear_begin = 0
-    if WINDOW:
-        clear_begin = num_sinks + tl.maximum(pos + num_tokens - WINDOW - begin, 0)
-    clear_end = tl.minimum(num_keys, num_sinks + pos + 1 - begin)
 
     token_M, head_M = first_token + m_M // G, kv_head * G + m_M % G
     pos_M = pos + m_M // G
@@ -291,20 +278,23 @@ def _attention(
     max_M = tl.full((TILE_M,), LOWEST, tl.float32)
     sum_M = tl.zeros((TILE_M,), tl.float32)
     acc_MD = tl.zeros((TILE_M, BLOCK_D), tl.float32)
-    for start in range(0, num_keys, TILE_N):
-        key_N, in_range_N = _keys(start + n_N, begin, num_sinks, num_keys, NUM_SINK_TOKENS)
-        in_range_ND = in_range_N[:, None] & (d_D < D)[None, :]
+    for start in range(begin, end, TILE_N):
+        key_N = start + n_N
+        in_range_ND = (key_N < end)[:, None] & (d_D < D)[None, :]
         offset_N = block_N.to(tl.int64) * block_stride + key_N % BLOCK_SIZE * D
-        next_key_N, next_in_range_N = _keys(start + TILE_N + n_N, begin, num_sinks, num_keys, NUM_SINK_TOKENS)
-        block_N = tl.load(table + next_key_N // BLOCK_SIZE, mask=next_in_range_N, other=0)
+        next_key_N = key_N + TILE_N
+        block_N = tl.load(table + next_key_N // BLOCK_SIZE, mask=next_key_N < end, other=0)
         k_ND = tl.load(keys + offset_N[:, None], mask=in_range_ND, other=0.0)
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
         if SOFTCAP > 0:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
             s_MN = SOFTCAP * LOG2_E * (1 - 2 / (tl.exp2(s_MN * (factor * 2 / SOFTCAP)) + 1))
-        if (start < clear_begin) | (start + TILE_N > clear_end):
-            visible_MN = (key_N[None, :] <= pos_M[:, None]) & in_range_N[None, :]
+        is_partly_hidden = start + TILE_N > tl.minimum(end, pos + 1)  # some key from some query
+        if WINDOW:
+            is_partly_hidden |= start < pos + num_tokens - WINDOW
+        if is_partly_hidden:
+            visible_MN = (key_N[None, :] <= pos_M[:, None]) & (key_N < end)[None, :]
             if WINDOW:
-                visible_MN &= (key_N[None, :] > pos_M[:, None] - WINDOW) | (key_N < NUM_SINK_TOKENS)[None, :]
+                visible_MN &= key_N[None, :] > pos_M[:, None] - WINDOW
             s_MN = tl.where(visible_MN, s_MN, float("-inf"))
         s_factor = 1.0 if SOFTCAP > 0 else factor
         new_max_M = tl.maximum(max_M, tl.max(s_MN, 1) * s_factor)
@@ -390,15 +380,6 @@ def _merge(
         out_X = (first_token + m_X // G).to(tl.int64) * out_token_stride + head_X * out_head_stride
         o_XD = (acc_XD / sum_X[:, None]).to(out.dtype.element_ty)
         tl.store(out + out_X[:, None] + d_D[None, :], o_XD, mask=is_real_X[:, None] & (d_D < D)[None, :])
-
-
-@triton.jit
-def _keys(idx_N, begin, num_sinks, num_keys, NUM_SINK_TOKENS: tl.constexpr):
-    """Positions of the unit's idx-th keys, and whether there are so many."""
-    key_N = begin - num_sinks + idx_N
-    if NUM_SINK_TOKENS:
-        key_N = tl.where(idx_N < num_sinks, idx_N, key_N)
-    return key_N, idx_N < num_keys
 
 
 @triton.jit

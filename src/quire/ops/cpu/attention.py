@@ -1,7 +1,8 @@
 """Paged attention on the CPU with the compiled kernel: same functions, same meaning as `ops/ref/attention.py`.
 
 Called by `layers/attention`, which asks `supported()` first and keeps one choice per cache: inside a block the bytes
-lie in the kernel's own order (`src/kv_layout.h`), so a cache written here is read here. Knows no requests or models.
+lie in the kernel's own order (`src/kv_layout.h`), so a cache written here is read here. Blocks may lie apart. Knows no
+requests or models.
 """
 
 import ctypes
@@ -30,7 +31,7 @@ def _kernels() -> _Kernels | None:
     if library is None:
         return None
     return _Kernels(
-        bind(library, "quire_write_kv", [ctypes.c_int, *[_PTR] * 4, Rows, *[_INT] * 5]),
+        bind(library, "quire_write_kv", [ctypes.c_int, *[_PTR] * 4, Rows, *[_INT] * 6]),
         bind(library, "quire_paged_attention", [ctypes.c_int, *[_PTR] * 7, Rows, *[_INT] * 9, _FLOAT, _FLOAT]),
     )
 
@@ -46,7 +47,7 @@ def write_kv(cache: Tensor, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> No
     num_tokens, num_kv_heads, head_size = k_TKD.shape
     _kernels().write_kv(
         cache.dtype == torch.bfloat16, cache.data_ptr(), k_TKD.data_ptr(), v_TKD.data_ptr(), slots_T.data_ptr(),
-        num_tokens, num_kv_heads, head_size, cache.shape[2], k_TKD.stride(0), v_TKD.stride(0),
+        num_tokens, num_kv_heads, head_size, cache.shape[2], cache.stride(0), k_TKD.stride(0), v_TKD.stride(0),
     )  # fmt: skip
 
 
@@ -57,7 +58,6 @@ def paged_attention(
     *,
     scale: float,
     window: int = 0,
-    num_sink_tokens: int = 0,
     sinks_H: Tensor | None = None,
     softcap: float = 0.0,
     out: Tensor | None = None,
@@ -72,7 +72,7 @@ def paged_attention(
         cache.dtype == torch.bfloat16, q_THD.data_ptr(), out.data_ptr(), cache.data_ptr(),
         tables.query_starts.data_ptr(), tables.context_lens.data_ptr(), tables.block_table.data_ptr(),
         None if sinks_H is None else sinks_H.data_ptr(), tables.context_lens.shape[0],
-        num_heads, num_kv_heads, head_size, block_size, q_THD.stride(0), out.stride(0), tables.block_table.stride(0),
-        window, num_sink_tokens if window else 0, scale, softcap,
+        num_heads, num_kv_heads, head_size, block_size, cache.stride(0), q_THD.stride(0), out.stride(0),
+        tables.block_table.stride(0), window, scale, softcap,
     )  # fmt: skip
     return out

@@ -33,7 +33,7 @@ def _kernels() -> _Kernels | None:
     return _Kernels(
         bind(library, "quire_rms_norm", [ctypes.c_int, *[_PTR] * 3, _INT, *[_PTR] * 2, Rows, _INT, ctypes.c_float]),
         bind(library, "quire_silu_mul", [ctypes.c_int, _PTR, _PTR, Rows, _INT]),
-        bind(library, "quire_rope_and_write", [ctypes.c_int, *[_PTR] * 7, Rows, *[_INT] * 9, *[_PTR] * 2, ctypes.c_float]),
+        bind(library, "quire_rope_and_write", [ctypes.c_int, *[_PTR] * 7, Rows, *[_INT] * 10, _PTR, _PTR, ctypes.c_float]),
         bind(library, "quire_embed", [_PTR, _PTR, _PTR, Rows, _INT]),
     )
 
@@ -112,13 +112,13 @@ def _rope(
 ) -> None:
     num_tokens, num_heads, head_size = q_THD.shape
     v_ptr, v_stride = (None, 0) if v_TKD is None else (v_TKD.data_ptr(), v_TKD.stride(0))
-    cache_ptr, slots_ptr, block_size = (
-        (None, None, 0) if cache is None else (cache.data_ptr(), slots_T.data_ptr(), cache.shape[2])
+    cache_ptr, slots_ptr, block_size, block_stride = (
+        (None, None, 0, 0) if cache is None else (cache.data_ptr(), slots_T.data_ptr(), cache.shape[2], cache.stride(0))
     )
     q_norm_ptr, k_norm_ptr = (None if norm is None else norm.data_ptr() for norm in (q_norm_D, k_norm_D))
     _kernels().rope_and_write(
         q_THD.dtype == torch.bfloat16, q_THD.data_ptr(), k_TKD.data_ptr(), v_ptr, cos_sin.data_ptr(),
         positions_T.data_ptr(), slots_ptr, cache_ptr, num_tokens, num_heads, k_TKD.shape[1], head_size,
-        cos_sin.shape[1], q_THD.stride(0), k_TKD.stride(0), v_stride, block_size, interleaved,
+        cos_sin.shape[1], q_THD.stride(0), k_TKD.stride(0), v_stride, block_size, block_stride, interleaved,
         q_norm_ptr, k_norm_ptr, eps,
     )  # fmt: skip

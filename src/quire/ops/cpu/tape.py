@@ -97,14 +97,14 @@ class Tape:
         recorded = {buffer.data_ptr(): buffer.nbytes for buffer in recording.buffers}
         sizes = {start: num_bytes // len(output) * max_rows for start, num_bytes in recorded.items()}
 
-        def owner(argument: object) -> int | None:
-            """The buffer a pointer argument lies in."""
-            if not isinstance(argument, int) or argument < 4096:
+        def owner(kind: type, argument: object) -> int | None:
+            """The buffer a pointer argument lies in. Numbers are left alone, however large: a stride is no address."""
+            if kind is not ctypes.c_void_p or argument is None:
                 return None
             idx = bisect.bisect_right(starts, argument) - 1
             return starts[idx] if idx >= 0 and argument < starts[idx] + recorded[starts[idx]] else None
 
-        places, arena_bytes = _pack(recording.calls, sizes, owner, keep=owner(output.data_ptr()))
+        places, arena_bytes = _pack(recording.calls, sizes, owner, keep=owner(ctypes.c_void_p, output.data_ptr()))
         self.arena = torch.empty(arena_bytes + _ALIGNMENT, dtype=torch.uint8)
         base = -(-self.arena.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         self.rows = Rows(len(output))  # the very object all calls are given
@@ -112,7 +112,7 @@ class Tape:
         def converted(kind: type, argument: object) -> object:
             if kind is Rows:
                 return self.rows
-            start = owner(argument)
+            start = owner(kind, argument)
             return kind(argument if start is None else argument - start + base + places[start])
 
         self.calls = [(function, tuple(map(converted, function.argtypes, args))) for function, args in recording.calls]
@@ -128,23 +128,25 @@ class Tape:
 
 
 def _pack(
-    calls: list[tuple[Callable, tuple]], sizes: dict[int, int], owner: Callable[[object], int | None], keep: int | None
+    calls: list[tuple[Callable, tuple]],
+    sizes: dict[int, int],
+    owner: Callable[[type, object], int | None],
+    keep: int | None,
 ) -> tuple[dict[int, int], int]:
     """Offsets in an arena: buffers whose lives (first to last call that names them) do not overlap share their place."""
     last_use: dict[int, int] = {}
-    for idx, (_, args) in enumerate(calls):
-        for argument in args:
-            if (start := owner(argument)) is not None:
+    for idx, (function, args) in enumerate(calls):
+        for start in map(owner, function.argtypes, args):
+            if start is not None:
                 last_use[start] = idx
     if keep is not None:
         last_use[keep] = len(calls)
     places: dict[int, int] = {}
     alive: list[tuple[int, int, int]] = []  # (offset, end, buffer) in order of offset
     arena_bytes = 0
-    for idx, (_, args) in enumerate(calls):
+    for idx, (function, args) in enumerate(calls):
         alive = [entry for entry in alive if last_use[entry[2]] >= idx]
-        for argument in args:
-            start = owner(argument)
+        for start in map(owner, function.argtypes, args):
             if start is None or start in places:
                 continue
             size, offset = -(-sizes[start] // _ALIGNMENT) * _ALIGNMENT, 0

@@ -41,11 +41,10 @@ class _Tile(NamedTuple):
     num_queries: int
     first_pos: int  # position of the first query
     first_key: int  # first position in the window of the first query
-    num_sinks: int  # leading positions seen in addition: all lie before first_key
 
     @property
     def num_keys(self) -> int:
-        return self.num_sinks + self.first_pos + self.num_queries - self.first_key
+        return self.first_pos + self.num_queries - self.first_key
 
 
 def write_kv(cache: Tensor, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
@@ -66,34 +65,32 @@ def paged_attention(
     *,
     scale: float,
     window: int = 0,
-    num_sink_tokens: int = 0,
     sinks_H: Tensor | None = None,
     softcap: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each query over its row's cached tokens; `cache` is [blocks, 2, block_size, K, D].
 
-    `window` > 0 limits a query at position p to p-window+1 .. p and the first `num_sink_tokens` positions.
-    `sinks_H` is one learned logit per head that takes part in the softmax and has no value. Query tokens
-    past `query_starts[R]` are padding: their output is not written.
+    `window` > 0 limits a query at position p to p-window+1 .. p. `sinks_H` is one learned logit per head that
+    takes part in the softmax and has no value. Query tokens past `query_starts[R]` are padding: their output is
+    not written.
     """
     out = torch.empty_like(q_THD) if out is None else out
-    tiles = _tiles(tables, window, num_sink_tokens if window else 0)
-    for batch, num_queries, num_keys in _batches(tiles, q_THD.shape[1]):
+    for batch, num_queries, num_keys in _batches(_tiles(tables, window), q_THD.shape[1]):
         fields = torch.tensor(batch, dtype=torch.int64, device=q_THD.device)
-        row, token, n, pos, first_key, sinks = (column[:, None] for column in fields.unbind(1))
+        row, token, n, pos, first_key = (column[:, None] for column in fields.unbind(1))
         # Padding repeats a tile's last query and last key, which exist; no unwritten slot is ever read.
         i_Q = torch.arange(num_queries, device=q_THD.device)[None]
         j_N = torch.arange(num_keys, device=q_THD.device)[None]
         real_BQ = i_Q < n
         token_BQ, query_pos_BQ = (start + torch.minimum(i_Q, n - 1) for start in (token, pos))
-        key_pos_BN = torch.where(j_N < sinks, j_N, first_key + j_N - sinks)
+        key_pos_BN = first_key + j_N
         real_BN = key_pos_BN < pos + n
         key_pos_BN = torch.minimum(key_pos_BN, pos + n - 1)
         q_pos, k_pos = query_pos_BQ[:, :, None], key_pos_BN[:, None, :]
         visible_BQN = (k_pos <= q_pos) & real_BN[:, None]
         if window:
-            visible_BQN &= (k_pos > q_pos - window) | (k_pos < num_sink_tokens)
+            visible_BQN &= k_pos > q_pos - window
         block_BN = tables.block_table[row, key_pos_BN // tables.block_size].long()
         kv = cache[block_BN, :, key_pos_BN % tables.block_size]
         o = _attend(q_THD[token_BQ], kv, visible_BQN, scale, softcap, sinks_H)
@@ -122,7 +119,7 @@ def _attend(
     return o_BKXD.view(B, H, Q, D).transpose(1, 2)
 
 
-def _tiles(tables: AttentionTables, window: int, num_sink_tokens: int) -> Iterator[_Tile]:
+def _tiles(tables: AttentionTables, window: int) -> Iterator[_Tile]:
     starts, context_lens = tables.query_starts.tolist(), tables.context_lens.tolist()
     rows = range(len(context_lens)) if tables.rows is None else tables.rows.tolist()
     for row, context_len in enumerate(context_lens):
@@ -131,7 +128,7 @@ def _tiles(tables: AttentionTables, window: int, num_sink_tokens: int) -> Iterat
             pos = row_pos + token - starts[row]
             first_key = max(0, pos - window + 1) if window else 0
             num_queries = min(MAX_TILE_QUERIES, starts[row + 1] - token)
-            yield _Tile(rows[row], token, num_queries, pos, first_key, min(num_sink_tokens, first_key))
+            yield _Tile(rows[row], token, num_queries, pos, first_key)
 
 
 def _batches(tiles: Iterator[_Tile], num_heads: int) -> Iterator[tuple[list[_Tile], int, int]]:

@@ -42,8 +42,8 @@ struct Args {
     const char* cache;
     const int32_t *query_starts, *context_lens, *block_table;
     const float* sinks;  // per query head, or null
-    int64_t num_rows, num_heads, num_kv_heads, head_size, block_size, q_stride, out_stride, table_stride;
-    int64_t window, num_sink_tokens;
+    int64_t num_rows, num_heads, num_kv_heads, head_size, block_size, block_stride, q_stride, out_stride, table_stride;
+    int64_t window;        // 0: none
     float scale, softcap;  // scale > 0
 
     int64_t group() const { return num_heads / num_kv_heads; }
@@ -53,14 +53,11 @@ struct Unit {
     int64_t row, kv_head, num_kv_heads;  // more than one only for a single token
     int64_t first_token, num_tokens;  // index into q
     int64_t first_pos;                // position of the first token
+    int64_t first_key;                // first position that a token sees
     int64_t first_part, end_part;
 
     int64_t end_pos() const { return first_pos + num_tokens; }
     bool same_tile(const Unit& other) const { return first_token == other.first_token && kv_head == other.kv_head; }
-    bool sees(const Args& a, int64_t begin, int64_t end) const {
-        bool in_window = !a.window || end > first_pos - a.window + 1;
-        return begin < end_pos() && (in_window || begin < a.num_sink_tokens);
-    }
 };
 
 // Softmax so far of a tile's rows: largest logit (in base 2), sum of exponentials by lane, weighted sum of values.
@@ -136,7 +133,6 @@ class Tile {
     // The chunks of one step: null where no query of the tile looks (the block table may hold anything there).
     struct Keys {
         const Line *k[CHUNKS] = {}, *v[CHUNKS] = {};
-        bool any = false;
 
         Keys moved(int64_t bytes) const {
             const int64_t lines = bytes / sizeof(Line);
@@ -163,8 +159,9 @@ class Tile {
    public:
     // `memory` needs bytes(). With `kept` the state is left there, to be merged, instead of giving the output.
     Tile(const Args& a, const Unit& u, const Unit* following, char* memory, char* kept)
-        : a(a), u(u), following(following), layout{a.num_kv_heads, a.head_size, a.block_size}, D(a.head_size), G(a.group()),
-          width(u.num_kv_heads * G), rows(u.num_tokens * width), padded_rows(padded(rows)), unfinished(kept) {
+        : a(a), u(u), following(following), layout{a.num_kv_heads, a.head_size, a.block_size, a.block_stride},
+          D(a.head_size), G(a.group()), width(u.num_kv_heads * G), rows(u.num_tokens * width),
+          padded_rows(padded(rows)), unfinished(kept) {
         auto take = [&](int64_t bytes) { return std::exchange(memory, memory + bytes); };
         v_copy = (Line*)take(STEP * D * sizeof(Elem));
         s = (float*)take(AMX_BLOCK * STEP * sizeof(float));
@@ -187,8 +184,7 @@ class Tile {
             copy(q + i * width * D, from + i * a.q_stride, width * D);
         bool empty = true;
         for (int64_t i = u.first_part; i < u.end_part; i++) {
-            if (!u.sees(a, i * PARTITION, (i + 1) * PARTITION)) continue;
-            run_partition(empty ? total : part, i * PARTITION);
+            run_partition(empty ? total : part, i);
             if (!empty) merge(total, part, rows, D);
             empty = false;
         }
@@ -202,21 +198,25 @@ class Tile {
         for (int64_t i = 0; i < n; i += LANES) store(to + i, load(from + i));
     }
 
-    void run_partition(State& state, int64_t begin) {
+    void run_partition(State& state, int64_t idx) {
         clear(state, padded_rows, D);
+        const int64_t begin = first_step(u, idx), end = std::min((idx + 1) * PARTITION, u.end_pos());
         Keys keys = find(u, begin);
-        for (int64_t first = begin; first < begin + PARTITION; first += STEP) {
+        for (int64_t first = begin; first < end; first += STEP) {
             Keys next = find(u, first + STEP);
-            const bool last = !next.any;  // of those in sight; with sinks there may be more behind a gap
-            if (last && following) next = find(*following, following->first_part * PARTITION);
-            if (keys.any) {
-                if constexpr (AMX)
-                    amx_step(state, keys, first);
-                else
-                    vector_step(state, keys, next, first);
-            }
-            keys = last ? Keys{} : next;
+            if (following && first + STEP >= u.end_pos())
+                next = find(*following, first_step(*following, following->first_part));
+            if constexpr (AMX)
+                amx_step(state, keys, first);
+            else
+                vector_step(state, keys, next, first);
+            keys = next;
         }
+    }
+
+    // Where the first step of the partition begins that a token sees.
+    static int64_t first_step(const Unit& unit, int64_t partition) {
+        return std::max(partition * PARTITION, unit.first_key / STEP * STEP);
     }
 
     Keys find(const Unit& unit, int64_t first) const {
@@ -224,11 +224,10 @@ class Tile {
         const int32_t* table = a.block_table + unit.row * a.table_stride;
         for (int c = 0; c < CHUNKS; c++) {
             int64_t pos = first + c * CHUNK;
-            if (!unit.sees(a, pos, pos + CHUNK)) continue;
+            if (pos + CHUNK <= unit.first_key || pos >= unit.end_pos()) continue;
             const char* chunk = a.cache + layout.chunk_at(table[pos / a.block_size], unit.kv_head, pos % a.block_size);
             keys.k[c] = (const Line*)chunk;
             keys.v[c] = (const Line*)(chunk + layout.half_bytes());
-            keys.any = true;
         }
         return keys;
     }
@@ -249,7 +248,8 @@ class Tile {
         for (int64_t i = 0; chunk && i < CHUNK * D / (LANES * E::PACK); i++) prefetch(chunk + i);
     }
 
-    void vector_step(State& state, const Keys& keys, const Keys& next, int64_t first) {
+    // A function of its own: inlined into its caller, it grows so large that gcc leaves calls in its inner loops.
+    [[gnu::noinline]] void vector_step(State& state, const Keys& keys, const Keys& next, int64_t first) {
         const int64_t rows_per_head = u.num_kv_heads == 1 ? rows : G;
         const bool few = rows_per_head <= ROWS_AT_ONCE;  // then memory is the limit: fetch ahead
         Keys of_head[HEADS_AT_ONCE], ahead[HEADS_AT_ONCE];
@@ -351,7 +351,7 @@ class Tile {
         alignas(64) float old_top[AMX_BLOCK] = {}, new_top[AMX_BLOCK] = {};
         for (int64_t m = begin, token = begin / width, head = begin % width; m < end; m++) {
             const int64_t seen = u.first_pos + token + 1 - first;  // columns before this are not in the future
-            mask(s + (m - begin) * STEP, seen, a.window ? seen - a.window : 0, a.num_sink_tokens - first);
+            mask(s + (m - begin) * STEP, a.window ? seen - a.window : 0, seen);
             old_top[m - begin] = state.top[m];
             new_top[m - begin] = state.top[m] = std::max(state.top[m], largest(s + (m - begin) * STEP) * factor);
             if (++head == width) head = 0, token++;
@@ -376,17 +376,17 @@ class Tile {
         return horizontal_max(top);
     }
 
-    // Caps the scores, and hides all but columns [begin, end) and those before `sinks`.
-    void mask(float* x, int64_t end, int64_t begin, int64_t sinks) const {
+    // Caps the scores, and hides all but columns [begin, end).
+    void mask(float* x, int64_t begin, int64_t end) const {
         if (a.softcap != 0)
             for (int c = 0; c < STEP; c += LANES)
                 store(x + c, tanh(load(x + c) * (a.scale / a.softcap)) * (a.softcap * LOG2_E));
-        if (end >= STEP && (begin <= 0 || sinks >= begin)) return;
+        if (begin <= 0 && end >= STEP) return;
         typedef int32_t i32x16 __attribute__((vector_size(64)));
         i32x16 column = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         auto held = [](int64_t n) { return (int32_t)std::clamp<int64_t>(n, 0, STEP); };
         for (int c = 0; c < STEP; c += LANES, column += LANES) {
-            i32x16 visible = (column < held(end)) & ((column >= held(begin)) | (column < held(sinks)));
+            i32x16 visible = (column >= held(begin)) & (column < held(end));
             store(x + c, visible ? load(x + c) : splat(-INFINITY));
         }
     }
@@ -440,9 +440,11 @@ void plan(const Args& a, std::vector<Unit>& units, int64_t& work) {
             if (n == 0 || (n == 1) != single) continue;
             for (int64_t first = (n - 1) / tile_tokens * tile_tokens; first >= 0; first -= tile_tokens) {
                 const int64_t num = std::min(tile_tokens, n - first), pos = a.context_lens[row] - n + first;
+                const int64_t first_key = a.window ? std::max<int64_t>(0, pos - a.window + 1) : 0;
                 for (int64_t head = 0, heads; head < a.num_kv_heads; head += heads) {
                     heads = single ? std::min(heads_at_once, a.num_kv_heads - head) : 1;
-                    units.push_back({row, head, heads, start + first, num, pos, 0, (pos + num - 1) / PARTITION + 1});
+                    units.push_back({row, head, heads, start + first, num, pos, first_key, first_key / PARTITION,
+                                     (pos + num - 1) / PARTITION + 1});
                 }
                 work += num * a.num_heads * a.head_size * std::min(pos + num, a.window ? a.window + num : pos + num);
             }
@@ -450,10 +452,9 @@ void plan(const Args& a, std::vector<Unit>& units, int64_t& work) {
 }
 
 // Fewer units than threads can share evenly: give each partition its own, to be merged in order afterwards.
-void split(const Args& a, const std::vector<Unit>& units, std::vector<Unit>& parts) {
+void split(const std::vector<Unit>& units, std::vector<Unit>& parts) {
     for (const Unit& unit : units)
         for (int64_t i = unit.first_part; i < unit.end_part; i++) {
-            if (!unit.sees(a, i * PARTITION, (i + 1) * PARTITION)) continue;
             parts.push_back(unit);
             parts.back().first_part = i;
             parts.back().end_part = i + 1;
@@ -490,7 +491,7 @@ void paged_attention(const Args& a) {
     parts.clear();
     const int64_t max_rows = std::max<int64_t>(TILE_ROWS, a.group());
     const bool parallel = work > PARALLEL_WORK, few = (int64_t)units.size() < 4 * omp_get_max_threads();
-    if (parallel && few) split(a, units, parts);
+    if (parallel && few) split(units, parts);
     const std::vector<Unit>& todo = parts.empty() ? units : parts;
     const size_t kept_bytes = State::bytes(padded(max_rows), a.head_size);
     std::atomic<size_t> claimed{0};  // a thread is one unit ahead of its work: it knows what to fetch
@@ -519,9 +520,9 @@ void paged_attention(const Args& a) {
 
 template <class E>
 void write_kv(char* cache, const void* k, const void* v, const int64_t* slots, int64_t num_tokens, int64_t num_kv_heads,
-              int64_t head_size, int64_t block_size, int64_t k_stride, int64_t v_stride) {
+              int64_t head_size, int64_t block_size, int64_t block_stride, int64_t k_stride, int64_t v_stride) {
     using Elem = typename E::Elem;
-    const KvLayout<E> layout{num_kv_heads, head_size, block_size};
+    const KvLayout<E> layout{num_kv_heads, head_size, block_size, block_stride};
 #pragma omp parallel for schedule(static) if (num_tokens * num_kv_heads * head_size > 1 << 15)
     for (int64_t t = 0; t < num_tokens; t++)
         for (int64_t h = 0; h < num_kv_heads && slots[t] >= 0; h++)
@@ -534,18 +535,19 @@ void write_kv(char* cache, const void* k, const void* v, const int64_t* slots, i
 extern "C" {
 
 void quire_write_kv(int bf16, char* cache, const void* k, const void* v, const int64_t* slots, int64_t num_tokens,
-                    int64_t num_kv_heads, int64_t head_size, int64_t block_size, int64_t k_stride, int64_t v_stride) {
+                    int64_t num_kv_heads, int64_t head_size, int64_t block_size, int64_t block_stride,
+                    int64_t k_stride, int64_t v_stride) {
     (bf16 ? write_kv<BF16> : write_kv<F32>)(cache, k, v, slots, num_tokens, num_kv_heads, head_size, block_size,
-                                            k_stride, v_stride);
+                                            block_stride, k_stride, v_stride);
 }
 
 void quire_paged_attention(int bf16, const void* q, void* out, const char* cache, const int32_t* query_starts,
                            const int32_t* context_lens, const int32_t* block_table, const float* sinks,
                            int64_t num_rows, int64_t num_heads, int64_t num_kv_heads, int64_t head_size,
-                           int64_t block_size, int64_t q_stride, int64_t out_stride, int64_t table_stride,
-                           int64_t window, int64_t num_sink_tokens, float scale, float softcap) {
+                           int64_t block_size, int64_t block_stride, int64_t q_stride, int64_t out_stride,
+                           int64_t table_stride, int64_t window, float scale, float softcap) {
     Args args{q, out, cache, query_starts, context_lens, block_table, sinks, num_rows, num_heads, num_kv_heads,
-              head_size, block_size, q_stride, out_stride, table_stride, window, num_sink_tokens, scale, softcap};
+              head_size, block_size, block_stride, q_stride, out_stride, table_stride, window, scale, softcap};
     (bf16 ? paged_attention<BF16> : paged_attention<F32>)(args);
 }
 }

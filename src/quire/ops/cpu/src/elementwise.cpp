@@ -139,7 +139,8 @@ struct RopeArgs {
     const float* cos_sin;
     const int64_t *positions, *slots;
     char* cache;  // null: rotate only
-    int64_t num_tokens, num_heads, num_kv_heads, head_size, rot_dim, q_stride, k_stride, v_stride, block_size;
+    int64_t num_tokens, num_heads, num_kv_heads, head_size, rot_dim, q_stride, k_stride, v_stride;
+    int64_t block_size, block_stride;
     bool interleaved;
     float eps;
 };
@@ -172,7 +173,7 @@ void find_runs(std::vector<int64_t>& starts, const RopeArgs& a) {
 template <class E>
 void rope_and_write(const RopeArgs& a) {
     using Elem = typename E::Elem;
-    const KvLayout<E> layout{a.num_kv_heads, a.head_size, a.block_size};
+    const KvLayout<E> layout{a.num_kv_heads, a.head_size, a.block_size, a.block_stride};
     static thread_local std::vector<int64_t> kept;
     std::vector<int64_t>& starts = kept;  // the caller's, in all threads
     find_runs(starts, a);
@@ -223,10 +224,10 @@ void quire_embed(char* out, const char* table, const int32_t* ids, int64_t rows,
 void quire_rope_and_write(int bf16, void* q, void* k, const void* v, const float* cos_sin, const int64_t* positions,
                           const int64_t* slots, char* cache, int64_t num_tokens, int64_t num_heads,
                           int64_t num_kv_heads, int64_t head_size, int64_t rot_dim, int64_t q_stride, int64_t k_stride,
-                          int64_t v_stride, int64_t block_size, int64_t interleaved, const void* q_norm,
-                          const void* k_norm, float eps) {
+                          int64_t v_stride, int64_t block_size, int64_t block_stride, int64_t interleaved,
+                          const void* q_norm, const void* k_norm, float eps) {
     RopeArgs args{q, k, v, q_norm, k_norm, cos_sin, positions, slots, cache, num_tokens, num_heads, num_kv_heads,
-                  head_size, rot_dim, q_stride, k_stride, v_stride, block_size, interleaved != 0, eps};
+                  head_size, rot_dim, q_stride, k_stride, v_stride, block_size, block_stride, interleaved != 0, eps};
     if (bf16)
         rope_and_write<BF16>(args);
     else

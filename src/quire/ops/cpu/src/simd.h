@@ -16,6 +16,7 @@ typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
 typedef float v16_loose __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t u16x16_loose __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint32_t u32x16_loose __attribute__((vector_size(64), aligned(2), may_alias));
 
 static inline v16 splat(float x) { return x - v16{}; }
 
