@@ -38,7 +38,7 @@ class SilentExecutor(FakeExecutor):
 
         class Done:
             def result(self):
-                return StepResult(plan.step_id, [[5] if s else [] for s in plan.samples])
+                return StepResult(plan.step_id, [[5] if produces else [] for produces in plan.produces])
 
         return Done()
 

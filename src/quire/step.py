@@ -2,13 +2,19 @@
 
 Built by `core/scheduler.py`, carried by `executor/`, read by `worker/`. Plain data, no torch; lists run parallel to `rows`.
 
-Who owns what: the core owns rows, block ids and counts; the worker owns the tokens themselves. A row's tokens arrive once, with
-its RowStart; after that sampled tokens are appended on the device, so step N+1 can be launched before N's tokens are known here.
+Who owns what: the core owns rows and block ids; the worker owns the tokens themselves, and with them a row's true length. A row's
+tokens arrive once, with its RowStart; after that sampled tokens are appended on the device, so step N+1 can be launched before N's
+tokens are known here. Where N verifies drafts, the core does not know either how many of them will count: the starts of N+1 are then
+upper bounds, and the worker goes by what it knows.
 """
 
 import msgspec
 
 from quire.params import SamplingParams
+
+# What a row of a plan produces.
+NOTHING = 0
+TOKEN = 1  # TOKEN + k: its last k tokens are drafts to be verified; as many tokens as are accepted, and one more
 
 
 class RowStart(msgspec.Struct, array_like=True):
@@ -43,14 +49,14 @@ class Move(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, array_like=True, gc=False):
-    """One step: `num_tokens[i]` tokens of row `rows[i]`, the first of them at position `starts[i]`."""
+    """One step: `num_tokens[i]` tokens of row `rows[i]`, the first of them at position `starts[i]`, or before it (see above)."""
 
     step_id: int
     new_rows: list[RowStart]
     rows: list[int]
     starts: list[int]
     num_tokens: list[int]
-    samples: list[bool]  # does the last of these tokens choose a next one?
+    produces: list[int]
     new_blocks: list[list[list[int]]]  # per row and group: block ids appended to its table
     told: list[Told] = []
     moves: list[Move] = []
@@ -58,6 +64,11 @@ class StepPlan(msgspec.Struct, array_like=True, gc=False):
     @property
     def total_tokens(self) -> int:
         return sum(self.num_tokens)
+
+    @property
+    def num_samples(self) -> int:
+        """Positions at which a token is chosen."""
+        return sum(self.produces)
 
 
 class Masks(msgspec.Struct, array_like=True, gc=False):
@@ -80,7 +91,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepResult(msgspec.Struct, array_like=True, gc=False):
-    """What a step produced, parallel to its plan's `rows`; 0..k tokens per row."""
+    """What a step produced, parallel to its plan's `rows`: the tokens that count."""
 
     step_id: int
     token_ids: list[list[int]]

@@ -105,12 +105,12 @@ def test_without_the_surplus_discard_the_oracle_notices(monkeypatch):
         deltas = []
         for idx, entry in enumerate(step.entries):
             entry.request.num_in_flight -= entry.num_tokens
-            entry.request.num_sampling -= entry.samples
+            entry.request.num_sampling -= entry.produces
             if entry.request.status is not Status.FINISHED:
                 entry.request.num_computed += entry.num_tokens
                 self.kv.advance(entry.request.blocks, entry.request.num_computed, None)
-            if entry.samples:
-                deltas.append(self._take(entry.request, result, idx, True))
+            if entry.produces:
+                deltas.append(self._extend(entry.request, result, idx, True))
         self.kv.step_applied(step.plan.step_id)
         return deltas
 

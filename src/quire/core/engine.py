@@ -13,7 +13,7 @@ import msgspec
 
 from quire import registry
 from quire.config import EngineConfig
-from quire.core.pipeline import Pipeline
+from quire.core.pipeline import Pipeline, PlannedStep
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.errors import EngineError
@@ -35,6 +35,7 @@ from quire.messages import (
     ToCore,
     Vocabulary,
 )
+from quire.step import StepResult
 from quire.utils.flight import NoRecorder
 
 if TYPE_CHECKING:
@@ -53,7 +54,6 @@ def executor_module(name: str) -> ModuleType:
 class NoGuides:
     """Before the vocabulary is known, nobody has a grammar."""
 
-    masker = None
     waiting = ()
     has_work = False
 
@@ -64,6 +64,9 @@ class NoGuides:
         return [], []
 
     def abort(self, request_id: str, choice_idx: int | None) -> None:
+        pass
+
+    def look_ahead(self, step: PlannedStep, result: StepResult, waiting: PlannedStep | None) -> None:
         pass
 
     def wait(self) -> None:
@@ -89,7 +92,7 @@ class Engine:
         self.executor.allocate(layout)
         self.pipeline = Pipeline(self.executor, config.scheduler.pipeline_depth, recorder)
         self.kv = KVManager(layout, config.cache.enable_prefix_caching, tier)
-        self.scheduler = Scheduler(config.scheduler, self.kv, self.pipeline)
+        self.scheduler = Scheduler(config.scheduler, self.kv, self.pipeline, self.executor.num_drafts)
         self.guides: NoGuides | Guides = NoGuides()  # until the first request needs more
         self.refused: list[ChoiceDelta] = []  # requests that ended before they began, for the next step's outputs
 
@@ -100,7 +103,7 @@ class Engine:
                 self._add(message)
             case Vocabulary():
                 self.guides = importlib.import_module(GUIDES).Guides.of(message, self.config.structured, self.executor)
-                self.pipeline.masker = self.guides.masker
+                self.pipeline.late_inputs = self.guides
             case Abort():
                 self._abort(message)
             case Check():
@@ -121,7 +124,7 @@ class Engine:
                 self.guides.wait()
             return StepOutputs(refused, self.stats())
         step, result = self.pipeline.wait()
-        self.pipeline.look_ahead(step, result)
+        self.guides.look_ahead(step, result, self.pipeline.waiting)
         deltas = self.scheduler.apply(step, result)
         deltas += refused
         return StepOutputs(deltas, self.stats(step.plan.total_tokens))

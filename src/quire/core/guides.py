@@ -1,19 +1,42 @@
-"""Requests whose grammar is being compiled wait here, holding nobody up; then they join the scheduler's line with a guide.
+"""Requests with a grammar: they wait here while it is compiled, holding nobody up, and join the scheduler's line with a guide.
 
-Owned by the engine from the first such request on.
+Owned by the engine from the first such request on. Also what guides bring late: masks, which a step needs between its launches,
+and tokens that must follow, which the next plan tells the worker.
 """
 
 from collections import deque
 
 from quire.config import StructuredConfig
+from quire.core.pipeline import PlannedStep
 from quire.core.request import Request
 from quire.executor.base import Executor
-from quire.messages import Constraint, Vocabulary
+from quire.messages import ChoiceDelta, Constraint, Vocabulary
+from quire.step import Masks, StepResult
 from quire.structured.compiler import Compiler, Ticket
 from quire.structured.guide import Guide
 from quire.structured.masks import Masker
 
+FEW = 8  # running requests, for which skipping steps pays
 PATIENCE_S = 0.005  # how long an idle core sleeps before it looks for new messages
+
+
+class RequestGuide(Guide):
+    """The guide of a request: also takes tokens without asking the model, where only one can follow."""
+
+    def take_in(self, request: Request, delta: ChoiceDelta, num_running: int) -> None:
+        """The new tokens, and those that must follow them."""
+        if problem := self.advance(delta.token_ids):
+            delta.finish_reason, delta.error = "error", problem
+        if delta.finish_reason is not None or request.params.logprobs is not None:
+            return
+        if num_running > FEW:
+            return self.rest()  # a step in which some rows compute several tokens is slower for all
+        forced = self.forced()
+        if len(forced) <= request.num_sampling and not request.eos_ids.intersection(forced):
+            return  # the step in flight computes it anyway
+        delta.finish_reason, delta.stop_reason = request.force(forced)
+        self.advance(forced)
+        delta.token_ids = delta.token_ids + forced
 
 
 class Guides:
@@ -51,11 +74,48 @@ class Guides:
                 refused.append((request, str(ticket.error)))
             else:
                 matcher = ticket.grammar.matcher() if ticket is not None else None
-                request.guide = Guide(matcher, constraint.thinking, self.stop_ids)
+                request.guide = RequestGuide(matcher, constraint.thinking, self.stop_ids)
                 request.guide.advance(request.token_ids[request.num_prompt_tokens :])
                 ready.append(request)
         self.waiting = still
         return ready, refused
+
+    # -- what a step needs between its launches ------------------------------------------------------------------
+
+    def are_known(self, step: PlannedStep) -> bool:
+        """Whether guides have seen all tokens before those that the step chooses."""
+        return not any(
+            entry.position > len(entry.request.token_ids)
+            for entry in step.entries
+            if entry.request.guide is not None and entry.is_wanted
+        )
+
+    def masks(self, step: PlannedStep) -> Masks | None:
+        """What grammars allow. Tokens that nobody wants need no mask."""
+        choosing = (entry for entry in step.entries if entry.produces)
+        guided = [
+            (place, entry.request.guide)
+            for place, entry in enumerate(choosing)
+            if entry.request.guide is not None and entry.is_wanted
+        ]
+        return self.masker.masks(guided, step.ahead) if guided or step.ahead is not None else None
+
+    def look_ahead(self, step: PlannedStep, result: StepResult, waiting: PlannedStep | None) -> None:
+        """Guides see the tokens of a step that was waited for, all at once, before the scheduler takes them in one by one; the masks
+        of the step that is `waiting` for them are begun."""
+        if waiting is None:
+            return
+        came = {}
+        for entry, token_ids in zip(step.entries, result.token_ids):
+            if entry.request.guide is not None and entry.is_wanted:
+                came[entry.request] = token_ids[0]
+        choosing = [entry for entry in waiting.entries if entry.produces]
+        tokens = [
+            (place, entry.request.guide, came[entry.request])
+            for place, entry in enumerate(choosing)
+            if entry.request in came and entry.is_wanted
+        ]
+        waiting.ahead = self.masker.begin(tokens, len(choosing))
 
     def wait(self) -> None:
         """For a grammar, a moment at most."""

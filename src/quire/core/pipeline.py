@@ -5,7 +5,7 @@ Used by the engine's loop. Knows order, not content: what a step means is the sc
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from quire.core.request import Request
 from quire.executor.base import Executor, PendingStep
@@ -13,7 +13,7 @@ from quire.step import Masks, StepPlan, StepResult
 from quire.utils.flight import NoRecorder
 
 if TYPE_CHECKING:
-    from quire.structured.masks import Ahead, Masker
+    from quire.structured.masks import Ahead
 
 
 class Entry(NamedTuple):
@@ -21,9 +21,16 @@ class Entry(NamedTuple):
 
     request: Request
     num_tokens: int
-    samples: bool
-    position: int  # of the token it chooses
+    produces: int
+    position: int  # of the token it chooses; where drafts are in flight, at most
     num_preemptions: int  # differs from the request's own if it was preempted since
+    num_forced: int  # differs from the request's own if it got tokens since that no step chose
+
+    @property
+    def is_wanted(self) -> bool:
+        """Does anybody still want the tokens it chooses?"""
+        request = self.request
+        return self.produces > 0 and not request.finished and self.num_forced == request.num_forced
 
 
 @dataclass
@@ -34,12 +41,20 @@ class PlannedStep:
     ahead: "Ahead | None" = None  # masks that are made before the rest
 
 
+class LateInputs(Protocol):
+    """What a step needs before it can choose tokens, and what is known only when the step before has chosen its own."""
+
+    def are_known(self, step: PlannedStep) -> bool: ...
+
+    def masks(self, step: PlannedStep) -> Masks | None: ...
+
+
 class Pipeline:
     def __init__(self, executor: Executor, depth: int, recorder: NoRecorder = NoRecorder()) -> None:
         self.executor = executor
         self.depth = depth
         self.recorder = recorder  # told before a step is launched, so that a crash can be traced to its requests
-        self.masker: Masker | None = None  # set where requests have guides
+        self.late_inputs: LateInputs | None = None  # None: nobody needs any
         self.steps: deque[PlannedStep] = deque()
 
     @property
@@ -53,7 +68,7 @@ class Pipeline:
         return self.steps[-1].plan.step_id if self.steps else None
 
     def submit(self, step: PlannedStep) -> None:
-        """Two launches: where a grammar must see the tokens of the step before, the second waits for them."""
+        """Two launches: the second waits where it needs what the step before gives."""
         self.sample()
         self._record(*self.steps, step)
         self.executor.forward(step.plan)
@@ -62,36 +77,15 @@ class Pipeline:
 
     def sample(self) -> None:
         """Launches the newest step's second half, if that has not been done and all that it needs is known."""
-        if not self.steps or (step := self.steps[-1]).pending is not None:
+        step, late = self.waiting, self.late_inputs
+        if step is None or (late is not None and len(self.steps) > 1 and not late.are_known(step)):
             return
-        guided = [e for e in step.entries if e.samples and e.request.guide is not None] if self.masker is not None else ()
-        if len(self.steps) > 1 and any(e.position > len(e.request.token_ids) for e in guided if not e.request.finished):
-            return
-        step.pending = self.executor.sample(step.plan, self._masks(step) if guided else None)
+        step.pending = self.executor.sample(step.plan, late.masks(step) if late is not None else None)
 
-    def _masks(self, step: PlannedStep) -> Masks | None:
-        """What grammars allow. A token that one of them knew before needs no mask: nobody reads what is chosen instead."""
-        choosing = (entry for entry in step.entries if entry.samples)
-        wanted = [
-            (place, entry.request.guide) for place, entry in enumerate(choosing)
-            if entry.request.guide is not None and not entry.request.finished and entry.position == len(entry.request.token_ids)
-        ]  # fmt: skip
-        return self.masker.masks(wanted, step.ahead) if wanted or step.ahead is not None else None
-
-    def look_ahead(self, step: PlannedStep, result: StepResult) -> None:
-        """Grammars see the tokens of a step that was waited for, all at once, before the scheduler takes them in one by one."""
-        if self.masker is None or not self.steps or self.steps[-1].pending is not None:
-            return
-        came = {}
-        for (request, _, samples, position, _), token_ids in zip(step.entries, result.token_ids):
-            if samples and request.guide is not None and position == len(request.token_ids) and not request.finished:
-                came[request] = token_ids[0]
-        choosing = [entry for entry in self.steps[-1].entries if entry.samples]
-        tokens = [
-            (place, request.guide, came[request]) for place, (request, _, _, position, _) in enumerate(choosing)
-            if request in came and position == len(request.token_ids) + 1
-        ]  # fmt: skip
-        self.steps[-1].ahead = self.masker.begin(tokens, len(choosing))
+    @property
+    def waiting(self) -> PlannedStep | None:
+        """The step whose second half is not launched yet."""
+        return self.steps[-1] if self.steps and self.steps[-1].pending is None else None
 
     def wait(self) -> tuple[PlannedStep, StepResult]:
         if len(self.steps) == 1:

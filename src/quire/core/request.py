@@ -12,7 +12,7 @@ from quire.messages import AddRequest
 from quire.params import SamplingParams
 
 if TYPE_CHECKING:  # it comes with grammar engines, which are large
-    from quire.structured.guide import Guide
+    from quire.core.guides import RequestGuide
 
 
 class Status(enum.Enum):
@@ -29,7 +29,7 @@ class Request:
         "request_id", "choice_idx", "params", "seed", "priority", "key", "stop_ids", "eos_ids", "bad_words", "cache_salt",
         "token_ids", "num_prompt_tokens", "max_total_tokens", "num_computed", "num_in_flight", "num_sampling",
         "status", "row", "blocks", "num_preemptions", "num_prompt_logprobs", "num_cached_tokens", "leader", "followers",
-        "arrival", "queue_s", "guide", "told_from",
+        "arrival", "queue_s", "guide", "told_from", "num_forced", "num_row_start",
     )  # fmt: skip
 
     def __init__(self, message: AddRequest, choice_idx: int, params: SamplingParams, max_model_len: int) -> None:
@@ -52,13 +52,15 @@ class Request:
         self.max_total_tokens = min(limit, max_model_len)
 
         self.num_computed = 0  # tokens in the cache by steps that were applied
-        self.guide: Guide | None = None  # what its answer must look like
+        self.guide: RequestGuide | None = None  # what its answer must look like
         self.told_from: int | None = None  # where tokens begin that the worker has not been told
+        self.num_forced = 0  # times that tokens came which no step chose
 
-        self.num_in_flight = 0  # tokens given to steps not applied yet
-        self.num_sampling = 0  # tokens those steps will choose
+        self.num_in_flight = 0  # tokens given to steps not applied yet, drafts included
+        self.num_sampling = 0  # tokens those steps will choose, at most
         self.status = Status.WAITING
         self.row: int | None = None
+        self.num_row_start = 0  # tokens it brought to its row: behind them steps choose, and a drafter guesses on
         self.blocks: RequestBlocks | None = None
         self.num_preemptions = 0  # also tells a step's result from before a preemption
         self.num_prompt_logprobs = 0  # prompt positions whose logprobs were delivered
@@ -78,12 +80,19 @@ class Request:
 
     @property
     def num_known(self) -> int:
-        """Tokens that exist here or will, on the device, when steps in flight have run; the last one allowed is never computed."""
+        """Tokens that exist here or will at most, on the device, when steps in flight have run; the last one allowed is never
+        computed."""
         return min(len(self.token_ids) + self.num_sampling, self.max_total_tokens - 1)
 
     @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
+
+    def force(self, token_ids: list[int]) -> tuple[str | None, int | None]:
+        """`extend`, with tokens that no step chose: what steps in flight choose instead is not wanted."""
+        self.told_from, self.num_sampling = len(self.token_ids), 0
+        self.num_forced += 1
+        return self.extend(token_ids)
 
     def extend(self, token_ids: list[int]) -> tuple[str | None, int | None]:
         """Takes tokens in until one ends it, dropping the rest; (finish_reason, stop_reason). Called for every token there is."""

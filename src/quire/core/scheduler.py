@@ -18,14 +18,14 @@ from quire.core.request import Request, Status
 from quire.core.waiting import POLICIES, WaitingQueue
 from quire.kv.manager import KVManager
 from quire.messages import ChoiceDelta, EngineStats
-from quire.step import RowStart, StepPlan, StepResult, Told
-
-FEW = 8  # running requests, for which skipping steps pays
+from quire.step import NOTHING, TOKEN, RowStart, StepPlan, StepResult, Told
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, kv: KVManager, pipeline: Pipeline) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KVManager, pipeline: Pipeline, num_drafts: int = 0) -> None:
+        """`num_drafts`: tokens that the workers' drafter guesses behind each one they choose."""
         self.kv = kv
+        self.num_drafts = num_drafts if kv.can_rewind else 0
         self.pipeline = pipeline
         self.max_tokens = config.max_num_batched_tokens
         self.line_key = POLICIES[config.scheduling_policy]
@@ -85,7 +85,12 @@ class Scheduler:
             num_planned = request.num_planned
             num_tokens = min(request.num_known - num_planned, budget - behind)
             if num_tokens > 0:
-                new_blocks = self._make_room(request, num_planned + num_tokens)
+                num_drafts = self._num_drafts(request, num_planned, num_tokens, budget - behind)
+                new_blocks = self.kv.grow(request.blocks, num_planned + num_tokens + num_drafts)
+                if new_blocks is not None:
+                    num_tokens += num_drafts
+                else:  # nobody is preempted for drafts
+                    new_blocks = self._make_room(request, num_planned + num_tokens)
                 if new_blocks is not None:
                     self._give(step, request, num_planned, num_tokens, new_blocks)
                     budget -= num_tokens
@@ -137,6 +142,7 @@ class Scheduler:
         request.row = self.free_rows.pop()
         request.num_computed = num_cached
         request.told_from = None
+        request.num_row_start = len(request.token_ids)
         if request.num_preemptions == 0:
             request.num_cached_tokens = num_cached
             request.queue_s = time.monotonic() - request.arrival
@@ -157,19 +163,28 @@ class Scheduler:
         )
 
     def _give(self, step: PlannedStep, request: Request, start: int, num_tokens: int, new_blocks: list[list[int]]) -> None:
-        samples = start + num_tokens == len(request.token_ids) + request.num_sampling
+        num_missing = start + num_tokens - (len(request.token_ids) + request.num_sampling)
+        produces = TOKEN + num_missing if num_missing >= 0 else NOTHING  # tokens behind the known ones are drafts
         plan = step.plan
         plan.rows.append(request.row)
         plan.starts.append(start)
         plan.num_tokens.append(num_tokens)
-        plan.samples.append(samples)
+        plan.produces.append(produces)
         plan.new_blocks.append(new_blocks)
         if request.told_from is not None:
             plan.told.append(Told(request.row, request.told_from, request.token_ids[request.told_from :]))
             request.told_from = None
-        step.entries.append(Entry(request, num_tokens, samples, start + num_tokens, request.num_preemptions))
+        position = start + num_tokens - max(0, num_missing)
+        step.entries.append(Entry(request, num_tokens, produces, position, request.num_preemptions, request.num_forced))
         request.num_in_flight += num_tokens
-        request.num_sampling += samples
+        request.num_sampling += produces
+
+    def _num_drafts(self, request: Request, start: int, num_tokens: int, budget: int) -> int:
+        """How many drafts a row that computes `num_tokens` verifies as well: those behind the token that the step before chose."""
+        if not self.num_drafts or num_tokens != 1 or start < request.num_row_start or request.guide is not None:
+            return 0
+        num_left = request.max_total_tokens - len(request.token_ids) - request.num_sampling  # to be chosen, at least
+        return max(0, min(self.num_drafts, budget - 1, num_left - 1))
 
     def _yield_to_priority(self) -> None:
         """Whoever waits with strictly better priority than the last in line gets that one's place."""
@@ -187,56 +202,50 @@ class Scheduler:
         """Takes a step's results in, in the order steps were planned."""
         deltas = []
         newest_step = self.pipeline.newest_step
-        for idx, (request, num_tokens, samples, position, num_preemptions) in enumerate(step.entries):
-            request.num_in_flight -= num_tokens
-            samples = samples and position == len(request.token_ids)  # else its grammar knew the token before
-            request.num_sampling -= samples
-            if request.status is Status.FINISHED:
+        for idx, entry in enumerate(step.entries):
+            request, is_wanted = entry.request, entry.is_wanted
+            request.num_in_flight -= entry.num_tokens
+            if entry.num_forced == request.num_forced:
+                request.num_sampling -= entry.produces
+            if request.finished:
                 continue  # aborted, or stopped by the step before: this step's share of it is surplus
-            if num_preemptions == request.num_preemptions:
-                request.num_computed += num_tokens
-                self.kv.advance(request.blocks, request.num_computed, newest_step)
-                if request.followers and request.num_computed >= request.num_prompt_tokens:
-                    self._unpark(request)
             # A preempted request's tokens are as good as any: only its cache is gone.
-            if samples or idx in result.prompt_logprobs:
-                deltas.append(self._take(request, result, idx, samples))
+            delta = None
+            if is_wanted or idx in result.prompt_logprobs:
+                delta = self._extend(request, result, idx, is_wanted)
+                deltas.append(delta)
+            if entry.num_preemptions == request.num_preemptions:
+                num_rejected = entry.produces - len(result.token_ids[idx])
+                self._advance(request, entry.num_tokens - num_rejected, newest_step)
+            if delta is not None and delta.finish_reason is not None:
+                self._finish(request)
         self.kv.step_applied(step.plan.step_id)
         return deltas
 
-    def _take(self, request: Request, result: StepResult, idx: int, samples: bool) -> ChoiceDelta:
+    def _extend(self, request: Request, result: StepResult, idx: int, is_wanted: bool) -> ChoiceDelta:
+        """The request gets its new tokens; what they mean for its grammar and for whether it ends."""
         delta = ChoiceDelta(request.request_id, request.choice_idx, [])
         if request.num_output_tokens == 0:
             delta.num_cached_tokens, delta.queue_s = request.num_cached_tokens, request.queue_s
         if idx in result.prompt_logprobs:
             delta.prompt_logprobs = result.prompt_logprobs[idx]
             request.num_prompt_logprobs += len(delta.prompt_logprobs)
-        delta.token_ids = result.token_ids[idx] if samples else []
+        if not is_wanted:
+            return delta
+        delta.token_ids = list(result.token_ids[idx])
         delta.finish_reason, delta.stop_reason = request.extend(delta.token_ids)
         if idx in result.logprobs:
             delta.logprobs = result.logprobs[idx][: len(delta.token_ids)]
-        if request.guide is not None and delta.token_ids:
-            self._guide(request, delta)
-        if delta.finish_reason is not None:
-            self._finish(request)
+        if request.guide is not None:
+            request.guide.take_in(request, delta, len(self.running))
         return delta
 
-    def _guide(self, request: Request, delta: ChoiceDelta) -> None:
-        """The grammar sees the new tokens; those that must follow are taken without asking the model."""
-        guide = request.guide
-        if problem := guide.advance(delta.token_ids):
-            delta.finish_reason, delta.error = "error", problem
-        if delta.finish_reason is not None or request.params.logprobs is not None:
-            return
-        if len(self.running) > FEW:
-            return guide.rest()  # a step in which some rows compute several tokens is slower for all
-        forced = guide.forced()
-        if len(forced) <= request.num_sampling and not request.eos_ids.intersection(forced):
-            return  # the step in flight computes it anyway
-        request.told_from, request.num_sampling = len(request.token_ids), 0
-        delta.finish_reason, delta.stop_reason = request.extend(forced)
-        guide.advance(forced)
-        delta.token_ids = delta.token_ids + forced
+    def _advance(self, request: Request, num_tokens: int, newest_step: int | None) -> None:
+        """So many more tokens are computed. The request knows them all by now, or has ended before the last of them."""
+        request.num_computed = min(request.num_computed + num_tokens, len(request.token_ids))
+        self.kv.advance(request.blocks, request.num_computed, newest_step)
+        if request.followers and request.num_computed >= request.num_prompt_tokens:
+            self._unpark(request)
 
     # -- leaving -------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ class PendingStep(Protocol):
 class Executor(ABC):
     """Starts workers and speaks to them as one."""
 
+    num_drafts = 0  # tokens that the workers' drafter guesses behind each one they choose; known once they are loaded
+
     @abstractmethod
     def __init__(self, config: EngineConfig) -> None:
         """Loads the model; `config` is resolved."""

@@ -39,9 +39,9 @@ class EchoExecutor(Executor):
     def sample(self, plan: StepPlan, masks: Masks | None = None) -> "_Done":
         self.next_end = max(self.next_end + self.step_s, time.monotonic())
         tokens = []
-        for row, start, count, samples in zip(plan.rows, plan.starts, plan.num_tokens, plan.samples):
+        for row, start, count, produces in zip(plan.rows, plan.starts, plan.num_tokens, plan.produces):
             token_ids, num_prompt = self.prompts[row]
-            tokens.append([token_ids[(start + count) % num_prompt]] if samples else [])
+            tokens.append([token_ids[(start + count) % num_prompt]] if produces else [])
         return _Done(StepResult(plan.step_id, tokens), self.next_end if self.step_s else 0.0)
 
     def close(self) -> None:

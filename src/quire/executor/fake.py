@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from quire.config import EngineConfig
 from quire.executor.base import Executor
 from quire.kv.specs import CacheSpec, Full, Group, KVLayout
-from quire.step import Masks, Move, StepPlan, StepResult
+from quire.step import TOKEN, Masks, Move, StepPlan, StepResult
 
 VOCAB_SIZE = 1000
 EMPTY = -1  # in place of a token that is not what it should be
@@ -79,16 +79,37 @@ class FakeExecutor(Executor):
         for told in plan.told:
             self.rows[told.row].token_ids[told.start :] = told.token_ids
         tokens: list[list[int]] = []
-        for row, first, count, samples, new in zip(plan.rows, plan.starts, plan.num_tokens, plan.samples, plan.new_blocks):
+        for row, first, count, produces, new in zip(plan.rows, plan.starts, plan.num_tokens, plan.produces, plan.new_blocks):
             state = self.rows[row]
             for table, blocks in zip(state.tables, new):
                 table.extend(blocks)
-            for group_idx, group in enumerate(self.groups):
-                write = self._write_state if group.spec.is_state else self._write_entries
-                write(state, group_idx, group, first, first + count)
             place = sum(map(bool, tokens))
-            tokens.append([self._choose(state, first + count, allowed.get(place, range(VOCAB_SIZE)))] if samples else [])
+            tokens.append(self._compute(state, first, count, produces, allowed.get(place, range(VOCAB_SIZE))))
         return StepResult(plan.step_id, tokens)
+
+    def _compute(self, state: "_Row", first: int, count: int, produces: int, allowed: Sequence[int]) -> list[int]:
+        """A row's part in a step; the tokens it produces."""
+        num_known = len(state.token_ids)
+        first = min(first, num_known - 1)  # the core may not know how many drafts were accepted
+        drafts = state.drafts[: produces - TOKEN] if produces else []
+        state.token_ids += drafts
+        for group_idx, group in enumerate(self.groups):
+            write = self._write_state if group.spec.is_state else self._write_entries
+            write(state, group_idx, group, first, first + count)
+        if not produces:
+            return []
+        chosen: list[int] = []
+        for length in range(num_known, num_known + produces):
+            chosen.append(self._choose(state, length, allowed))
+            if chosen[-1:] != state.token_ids[length : length + 1]:
+                break  # no draft there, or a wrong one
+        state.token_ids[num_known:] = chosen
+        state.drafts = self.draft(state)
+        return chosen
+
+    def draft(self, state: "_Row") -> list[int]:
+        """`num_drafts` guesses of what follows a row's tokens."""
+        return []
 
     def _move(self, move: Move) -> None:
         blocks, outside = self.blocks[move.pool_idx], self.outside[move.pool_idx]
@@ -122,9 +143,7 @@ class FakeExecutor(Executor):
         for group_idx, group in enumerate(self.groups):
             read = self._read_state if group.spec.is_state else self._read_entries
             read(state, group_idx, group, history)
-        token = next_token(history, state.seed, state.choice_idx, allowed)
-        state.token_ids[length:] = [token]
-        return token
+        return next_token(history, state.seed, state.choice_idx, allowed)
 
     def _read_entries(self, state: "_Row", group_idx: int, group: Group, history: list[int]) -> None:
         tokens, table, blocks = group.spec.tokens_per_entry, state.tables[group_idx], self.blocks[group.pool_idx]
@@ -146,6 +165,7 @@ class _Row:
         self.seed = seed
         self.choice_idx = choice_idx
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.drafts: list[int] = []
 
     @staticmethod
     def true_state(history: Sequence[int]) -> bytes:

@@ -51,6 +51,7 @@ class KVManager:
         self.loaded_places: set[tuple[int, int]] = set()  # by these: (pool, place)
         self._no_blocks: list[list[int]] = [[] for _ in layout.groups]
         self.live: dict[int, RequestBlocks] = {}  # by id(): the holders that check() counts
+        self.can_rewind = not any(group.spec.is_state for group in layout.groups)  # a state has seen what it has seen
         self.hit_unit = math.lcm(*self.block_sizes)  # a hit ends where every group has a block border
 
     # -- entering ------------------------------------------------------------------------------------------------

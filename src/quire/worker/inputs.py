@@ -69,7 +69,7 @@ class StepInputs:
             first += count
         num_rows, num_decodes = len(plan.rows), plan.num_tokens.count(1)
         num_prefills = num_rows - num_decodes - len(spans)
-        num_samples = max(1, sum(plan.samples))  # kernels want something to do; nobody's row does no harm
+        num_samples = max(1, plan.num_samples)  # kernels want something to do; nobody's row does no harm
         return Shape(num_rows, first, num_samples, num_decodes, num_prefills, tuple(spans), wants_all)
 
     def fill(self, plan: StepPlan, shape: Shape) -> None:
@@ -86,7 +86,7 @@ class StepInputs:
         # What is left of the shape's tokens goes to the padding rows: one each, or all to the first.
         left = slice(num_rows + 1, shape.num_rows + 1)
         query_starts[left] = np.arange(left.start, left.stop) if shape.decode else shape.num_tokens
-        which = np.flatnonzero(np.array(plan.samples, bool))
+        which = np.flatnonzero(np.array(plan.produces))
         # To the very end: a recording that samples may be larger than the one before it.
         _pad(host["sample_at"], ends[which] - 1, None, 0)
         _pad(host["sample_rows"], rows[which], None, NO_ROW)

@@ -92,7 +92,7 @@ class Runner:
             recorded = self.recordings.find(exact)
             self.inputs.fill(plan, recorded or exact)
             hidden_TD = self.compute(exact) if recorded is None else self.recordings.forward(recorded)
-        self.launched = _Launched(plan, hidden_TD, sum(plan.samples))
+        self.launched = _Launched(plan, hidden_TD, plan.num_samples)
 
     def compute(self, shape: Shape) -> Tensor:
         """From the step's inputs on the device to its hidden states; those that choose tokens are also kept apart."""
@@ -136,7 +136,7 @@ class Runner:
         if self.batch.owes_prompt_logprobs(plan):
             self._prompt_logprobs(launched, pending)
         if launched.num_samples:
-            rows = [row for row, samples in zip(plan.rows, plan.samples) if samples]
+            rows = [row for row, produces in zip(plan.rows, plan.produces) if produces]
             if masks is not None:
                 self.masks.bring(masks)
             recorded = None
@@ -229,7 +229,7 @@ class Pending:
     @told
     def result(self) -> StepResult:
         token_ids = self.token_ids.wait()[0].tolist()
-        which = [idx for idx, samples in enumerate(self.plan.samples) if samples]
+        which = [idx for idx, produces in enumerate(self.plan.produces) if produces]
         result = StepResult(self.plan.step_id, [[] for _ in self.plan.rows])
         for idx, token_id in zip(which, token_ids, strict=True):
             result.token_ids[idx] = [token_id]
