@@ -34,13 +34,19 @@ class RecordingExecutor(FakeExecutor):
 class Core:
     """Adds requests, steps, collects tokens, and compares with the oracle; `kv.check()` after every step."""
 
-    def __init__(self, specs: dict[str, CacheSpec] = FULL, tier: NoTier = NoTier(), **options) -> None:
+    def __init__(
+        self,
+        specs: dict[str, CacheSpec] = FULL,
+        tier: NoTier = NoTier(),
+        executor: type[FakeExecutor] | None = None,
+        **options,
+    ) -> None:
         options = {
             "max_model_len": 64, "block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 4,
             "max_num_batched_tokens": 16, "pipeline_depth": 1, **options,
         }  # fmt: skip
         config = EngineConfig.from_kwargs(**options)
-        self.executor = RecordingExecutor(config, specs)
+        self.executor = (executor or RecordingExecutor)(config, specs)
         self.engine = Engine(config, self.executor, tier=tier)
         self.sent: dict[tuple[str, int], AddRequest] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}

@@ -1,0 +1,144 @@
+"""Drafts that are right or wrong by hash: whatever happens, every request gets the tokens it gets without them.
+
+The drafter belongs to the executor, as a model's would: at depth 2 a step is planned before the core knows how many drafts of the
+step before were accepted.
+"""
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.executor.fake import VOCAB_SIZE, FakeExecutor, next_token
+from quire.kv.specs import Part, State
+from quire.step import TOKEN
+from tests.core.harness import ALL_STOPS, FULL, HYBRID, Core
+
+NUM_DRAFTS = 3
+BLOCK_SIZE = 4
+DEPTHS = pytest.mark.parametrize("depth", [1, 2])
+
+
+class Drafting(FakeExecutor):
+    """Guesses right two times of three. `outcomes` counts what became of each place, and whether that was a block's first token."""
+
+    num_drafts = NUM_DRAFTS
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.outcomes: Counter[tuple[int, bool, str]] = Counter()
+
+    def draft(self, state) -> list[int]:
+        history = list(state.token_ids)
+        for _ in range(NUM_DRAFTS):
+            token = next_token(history, state.seed, state.choice_idx)
+            is_wrong = (sum(history) + len(history)) % 3 == 0
+            history.append((token + is_wrong) % VOCAB_SIZE)
+        return history[-NUM_DRAFTS:]
+
+    def _compute(self, state, first, count, produces, allowed):
+        num_known, num_drafts = len(state.token_ids), max(0, produces - TOKEN)
+        chosen = super()._compute(state, first, count, produces, allowed)
+        for place in range(min(num_drafts, len(chosen))):
+            is_first = (num_known + place) % BLOCK_SIZE == 0
+            self.outcomes[place, is_first, "accepted" if place < len(chosen) - 1 else "rejected"] += 1
+        return chosen
+
+
+def drafting(specs=FULL, **options) -> Core:
+    return Core(specs, executor=Drafting, **{"block_size": BLOCK_SIZE, **options})
+
+
+@DEPTHS
+def test_one_request_gets_its_tokens_in_fewer_steps(depth):
+    core = drafting(pipeline_depth=depth)
+    core.add("a", [1, 2, 3], max_tokens=40)
+    core.run()
+    core.assert_all_as_expected()
+    core.assert_nothing_is_held()
+    assert len([s for s in core.steps if s.deltas]) < 30
+
+
+@DEPTHS
+@pytest.mark.parametrize("max_tokens", range(1, 12))
+def test_an_answer_is_never_longer_than_it_may_be(depth, max_tokens):
+    core = drafting(pipeline_depth=depth, max_model_len=24)
+    core.add("a", list(range(6)), max_tokens=max_tokens)
+    core.add("b", list(range(14)), max_tokens=None)
+    core.run()
+    core.assert_all_as_expected()
+
+
+@DEPTHS
+def test_a_stop_among_accepted_drafts_ends_the_answer_there(depth):
+    core = drafting(pipeline_depth=depth)
+    for idx in range(12):
+        core.add(f"r{idx}", [idx, idx + 1], max_tokens=40, eos=ALL_STOPS)
+    core.run()
+    core.assert_all_as_expected()
+    assert "stop" in core.reasons.values()
+    core.assert_nothing_is_held()
+
+
+@DEPTHS
+def test_blocks_are_named_by_the_tokens_they_hold(depth):
+    """A later request finds what was computed, and nothing else: a hit on a block with a rejected draft would change its tokens."""
+    core = drafting(pipeline_depth=depth)
+    core.add("a", list(range(9)), max_tokens=30)
+    core.run()
+    answer = core.tokens["a", 0]
+    core.add("b", list(range(9)) + answer[:20], max_tokens=10)
+    core.run()
+    core.assert_all_as_expected()
+    assert core.engine.scheduler.stats.prefix_hits >= 24
+
+
+def test_a_cache_that_cannot_go_back_gets_no_drafts():
+    core = drafting({**FULL, "recurrent:state": State((Part("hash", "uint8", (32,)),), every=8)}, pipeline_depth=2)
+    core.add("a", list(range(9)), max_tokens=30)
+    core.run()
+    core.assert_all_as_expected()
+    assert not core.executor.outcomes
+
+
+def test_nobody_is_preempted_for_drafts():
+    core = drafting(num_gpu_blocks_override=12, max_model_len=40, max_num_seqs=2)
+    core.add("a", list(range(10)), max_tokens=10)
+    core.add("b", list(range(20, 30)), max_tokens=10)
+    core.run()
+    core.assert_all_as_expected()
+    assert core.engine.scheduler.stats.num_preemptions == 0
+
+
+def traffic(seed: int, depth: int, hybrid: bool, caching: bool) -> Core:
+    rng = random.Random(seed)
+    core = drafting(
+        HYBRID if hybrid else FULL, pipeline_depth=depth, enable_prefix_caching=caching, max_num_seqs=rng.randint(1, 5),
+        max_num_batched_tokens=rng.randint(5, 30), num_gpu_blocks_override=rng.randint(56, 80) if hybrid else rng.randint(17, 40),
+        max_model_len=40,
+    )  # fmt: skip
+    aborted = core.random_traffic(rng)
+    core.assert_all_as_expected(but=aborted)
+    core.assert_nothing_is_held()
+    return core
+
+
+@DEPTHS
+def test_drafts_are_accepted_and_rejected_at_every_place_and_across_block_edges(depth):
+    """Else the next test would prove nothing."""
+    total: Counter[tuple[int, bool, str]] = Counter()
+    for seed in range(30):
+        total += traffic(seed, depth, hybrid=seed % 2 == 0, caching=seed % 3 > 0).executor.outcomes
+    for place in range(NUM_DRAFTS):
+        for is_first in (False, True):
+            counts = [total[place, is_first, outcome] for outcome in ("accepted", "rejected")]
+            print(f"depth {depth}, draft {place}, first of a block {is_first}: {counts[0]} accepted, {counts[1]} rejected")
+            assert min(counts) > 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([1, 2]), st.booleans(), st.booleans())
+def test_any_traffic_with_drafts_gives_every_request_its_own_tokens(seed, depth, hybrid, caching):
+    traffic(seed, depth, hybrid, caching)
