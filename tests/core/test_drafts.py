@@ -26,8 +26,9 @@ class Drafting(FakeExecutor):
 
     num_drafts = NUM_DRAFTS
 
-    def __init__(self, *args) -> None:
-        super().__init__(*args)
+    def __init__(self, config, specs) -> None:
+        super().__init__(config, specs)
+        self.max_len = config.model.max_model_len
         self.outcomes: Counter[tuple[int, bool, str]] = Counter()
 
     def draft(self, state) -> list[int]:
@@ -40,6 +41,8 @@ class Drafting(FakeExecutor):
 
     def _compute(self, state, first, count, produces, allowed):
         num_known, num_drafts = len(state.token_ids), max(0, produces - TOKEN)
+        assert num_drafts <= len(state.drafts), "drafts were planned that nobody made"
+        assert first + count < self.max_len, "a position was planned that no request may have"
         chosen = super()._compute(state, first, count, produces, allowed)
         for place in range(min(num_drafts, len(chosen))):
             is_first = (num_known + place) % BLOCK_SIZE == 0
