@@ -6,11 +6,10 @@ PREFERRED for the device; `--attention-backend` names one. On GPUs a backend may
 tables, not by work lists, and gets no `fresh` rows; and `RECORDABLE = False`: steps with it are not made into CUDA graphs.
 """
 
-from quire.layers.attention import reference
 from quire.layers.attention.base import Attention, CacheLayer, StepContext
 
 PREFERRED = {"cpu": ("native", "reference"), "cuda": ("triton",)}
 # Others' libraries, for GPUs: only where they are named.
 ON_REQUEST = ("flash_attn", "flashinfer")
 
-__all__ = ["ON_REQUEST", "PREFERRED", "Attention", "CacheLayer", "StepContext", "reference"]
+__all__ = ["ON_REQUEST", "PREFERRED", "Attention", "CacheLayer", "StepContext"]
