@@ -81,6 +81,16 @@ def test_kernels_of_gpus_share_a_cache_too(tmp_path):
         assert_greedy(model, PROMPTS[1], llm.generate([PROMPTS[1]], params, use_tqdm=False)[0].outputs[0].token_ids)
 
 
+def test_compiled_kernels_take_blocks_padded_to_another_groups_size(tmp_path):
+    model = oracle({**gemma4.TINY, "head_dim": 32, "global_head_dim": 48}, tmp_path)  # 512 and 768 bytes per token
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        layers = [layer.self_attn.attn for layer in llm.client.engine.executor.worker.runner.model.model.layers]
+        assert [layer.cache.is_contiguous() for layer in layers] == [False, False, True] * 2
+        assert all(layer.backend is native for layer in layers)
+        for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False)):
+            assert_greedy(model, prompt, output.outputs[0].token_ids)
+
+
 def test_keys_and_values_of_layers_that_share_are_known_and_not_needed(tmp_path):
     model = oracle(gemma4.TINY, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

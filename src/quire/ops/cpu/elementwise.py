@@ -30,10 +30,11 @@ def _kernels() -> _Kernels | None:
     library = load("elementwise")
     if library is None:
         return None
+    rope_types = [ctypes.c_int, *[_PTR] * 7, Rows, *[_INT] * 10, _PTR, _PTR, ctypes.c_float]
     return _Kernels(
         bind(library, "quire_rms_norm", [ctypes.c_int, *[_PTR] * 3, _INT, *[_PTR] * 2, Rows, _INT, ctypes.c_float]),
         bind(library, "quire_silu_mul", [ctypes.c_int, _PTR, _PTR, Rows, _INT]),
-        bind(library, "quire_rope_and_write", [ctypes.c_int, *[_PTR] * 7, Rows, *[_INT] * 10, _PTR, _PTR, ctypes.c_float]),
+        bind(library, "quire_rope_and_write", rope_types),
         bind(library, "quire_embed", [_PTR, _PTR, _PTR, Rows, _INT]),
     )
 
