@@ -132,6 +132,7 @@ class TransformersModel(Layer):
 
 
 MODEL = TransformersModel
+Config = None  # all of config.json is read
 
 
 # -- transformers' side ------------------------------------------------------------------------------------------------
