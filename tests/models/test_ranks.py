@@ -105,6 +105,7 @@ def test_what_a_rank_computes_is_what_its_next_layer_takes(name, tmp_path):
         else:
             continue
         for outputs, inputs, size in pairs:
+            assert (outputs.axis, inputs.axis) == ("outputs", "inputs")
             for rank in range(RANKS):
                 whole = sum(section.size for section in outputs.sections)
                 assert outputs.slices(whole, rank, RANKS)[0] == inputs.slices(size, rank, RANKS)[0]

@@ -12,8 +12,13 @@ import quire.quant
 from quire import LLM, SamplingParams, registry
 from quire.errors import BadModelFileError
 from quire.layers.base import Layer
+from quire.layers.weights import plain as plain_tensor
 from quire.models import deepseek_v3, mixtral, qwen3_moe
-from quire.quant.base import Joined
+from quire.ops.ref.elementwise import silu_mul
+from quire.quant.base import Joined, Part, RawTensor, Use
+from quire.quant.gguf import Blocks, method
+from quire.quant.plain import packed
+from quire.quant.plain.dense import Dense
 from quire.worker.build import empty
 from quire.worker.load import wanted_weights
 from tests.attached import attached
@@ -92,9 +97,13 @@ def test_three_tensors_of_a_weight_give_what_its_numbers_give(case, tmp_path):
     assert used.get(case) in {None, *kinds}
 
 
-def test_methods_for_one_layer_may_differ_in_packed_weights_too(tmp_path):
+def test_methods_for_one_layer_may_differ_in_packed_weights_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(packed, "why_not", lambda device, dtype: None)  # on the kernels' twins where they are not compiled
     plain, toy = checkpoints(BIASED, r".*\.(k_proj|gate_proj|o_proj)|lm_head", tmp_path)
-    expected, found = logprobs(plain, dtype="bfloat16")[0], logprobs(toy, dtype="bfloat16")[0]
+    expected, kinds, _ = logprobs(plain, dtype="bfloat16")
+    assert "Packed" in kinds
+    found, kinds, _ = logprobs(toy, dtype="bfloat16")
+    assert {"Packed", "Toy", "Joined"} <= kinds
     torch.testing.assert_close(found, expected, rtol=0, atol=0.1)
 
 
@@ -104,6 +113,25 @@ def test_tied_weights_share_their_memory(tmp_path):
         logprobs(checkpoints({**BIASED, "tie_word_embeddings": is_tied}, ".*q_proj", tmp_path / str(is_tied))[0])[2] for is_tied in (True, False)
     )
     assert untied - tied == 4 * BIASED["vocab_size"] * BIASED["hidden_size"]
+
+
+def test_blocks_of_a_gguf_file_stay_as_they_are_beside_plain_parts():
+    """Of a fused layer of which a file holds some parts in blocks: products, gates, biases and numbers are those of the numbers."""
+    generator, cpu = torch.Generator().manual_seed(0), torch.device("cpu")
+    blocks = torch.randint(0, 256, (32 * 64 // 32, 34), dtype=torch.uint8, generator=generator)
+    blocks[:, :2] = torch.tensor([0.001], dtype=torch.float16).view(torch.uint8)
+    tensors = RawTensor("Q8_0", blocks.flatten(), (32, 64)), plain_tensor(torch.randn(32, 64, generator=generator).bfloat16())
+    parts = [Part(f"layer.{name}", (32, 64)) for name in ("gate", "up")]
+    kept, dense = (kind(parts, torch.bfloat16, cpu) for kind in (Blocks, Dense))
+    for part_idx, tensor in enumerate(tensors):
+        kept.take(part_idx, tensor)
+        dense.take(part_idx, tensor)
+    x, bias = torch.randn(3, 64, generator=generator).bfloat16(), torch.randn(64, generator=generator).bfloat16()
+    torch.testing.assert_close(kept.numbers(), dense.numbers())
+    torch.testing.assert_close(kept.apply(x, bias), dense.apply(x, bias), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(kept.apply_silu_mul(x, None, silu_mul), dense.apply_silu_mul(x, None, silu_mul), rtol=0.05, atol=0.05)
+    assert sum(kept.memory().values()) < sum(dense.memory().values())
+    assert method("any", Use.PRODUCT, packed.METHOD, {}) is Blocks and method("any", Use.ROWS, Dense, {}) is Dense
 
 
 def test_a_tensor_of_a_weight_that_is_missing_is_named(tmp_path):

@@ -81,7 +81,7 @@ class MLA(CacheLayer):
         # What is computed of a token before its latents are normed is one product; ranks have all of both down-projections.
         self.qkv_a_proj = Linear(
             hidden_size, q_rank or q_size, self.latent_size + self.rope_size, bias=bias,
-            parts=("q_a_proj" if q_rank else "q_proj", "kv_a_proj_with_mqa"), units=(() if q_rank else by_head, ()),
+            parts=("q_proj" if q_rank is None else "q_a_proj", "kv_a_proj_with_mqa"), units=(by_head if q_rank is None else (), ()),
         )  # fmt: skip
         self.q_a_layernorm = None if q_rank is None else RMSNorm(q_rank, EPS)
         self.q_b_proj = None if q_rank is None else Linear(q_rank, q_size, units=(by_head,))

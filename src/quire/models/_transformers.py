@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from quire.errors import UnsupportedModelError
 from quire.layers.attention import Attention
-from quire.layers.base import Layer, Runtime, join
+from quire.layers.base import Layer, Runtime, StepContext, join
 from quire.layers.linear import Linear, LMHead
 from quire.layers.rope import Rope
 from quire.layers.weights import RawTensor, Weight
@@ -48,6 +48,7 @@ class TransformersModel(Layer):
             _keep_buffers(self.hf)
             _replace_linears(self.hf, self.tied)
             self._part_from_head()
+            self.context = StepContext()  # of the rehearsal
             self._rehearse()
         except _Refusal as refusal:
             raise UnsupportedModelError(
@@ -131,6 +132,7 @@ class TransformersModel(Layer):
 
 
 MODEL = TransformersModel
+Config = None  # all of config.json is read
 
 
 # -- transformers' side ------------------------------------------------------------------------------------------------

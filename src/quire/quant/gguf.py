@@ -3,7 +3,7 @@
 from typing import Any
 
 from quire.ops.cpu import linear
-from quire.quant.base import Method, RawTensor, Use
+from quire.quant.base import PLAIN, Method, RawTensor, Use
 from quire.quant.plain.packed import Packed
 
 
@@ -11,7 +11,7 @@ class Blocks(Packed):
     stays_packed = True
 
     def pack(self, tensor: RawTensor) -> linear.PackedWeight:
-        if linear.packable(tensor.type_name, *tensor.shape):
+        if tensor.type_name not in PLAIN and linear.packable(tensor.type_name, *tensor.shape):
             return linear.pack_gguf(tensor.type_name, tensor.raw, *tensor.shape)
         return super().pack(tensor)
 

@@ -55,8 +55,8 @@ def empty(hf_config: dict[str, Any], dtype: str) -> nn.Module:
 
 
 def _config(module: ModuleType, hf_config: dict[str, Any]) -> Any:
-    if not hasattr(module, "Config"):
-        return hf_config  # the fallback reads all of it
+    if module.Config is None:
+        return hf_config
     fields = {f.name: f for f in dataclasses.fields(module.Config)}
     # A null means "none" where the family knows that, elsewhere the default.
     nullable = {name for name, field in fields.items() if type(None) in get_args(field.type)}
