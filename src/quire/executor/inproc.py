@@ -18,6 +18,10 @@ class InprocExecutor(Executor):
     def __init__(self, config: EngineConfig) -> None:
         self.worker = importlib.import_module(WORKER).Worker(config)
 
+    @property
+    def num_drafts(self) -> int:
+        return self.worker.drafter.num_drafts
+
     def kv_specs(self) -> dict[str, CacheSpec]:
         return self.worker.kv_specs()
 

@@ -28,10 +28,11 @@ class Batch:
     ) -> None:
         table_names = [f"table {group_idx}" for group_idx in range(len(groups))]
         table_widths = {name: -(-max_len // group.block_size) for name, group in zip(table_names, groups)}
-        widths = {"ints": 2 * len(INTS), "floats": len(FLOATS), "tokens": max_len, **table_widths}  # an int64 is two words
+        widths = {"ints": 2 * len(INTS), "floats": len(FLOATS), "length": 1, "tokens": max_len, **table_widths}  # an int64 is two words
         self.words = RowWords(num_rows, widths, device, scatter_segments)
         parts = self.words.parts
         self.tokens: Tensor = parts["tokens"]
+        self.lengths: Tensor = parts["length"][:, 0]  # tokens of each row, drafts not counted
         self.tables: list[Tensor] = [parts[name] for name in table_names]
         table = Table(parts["floats"].view(torch.float32), parts["ints"].view(torch.int64), self._write_record)
         self.sampling = SamplingRows(num_rows, vocab_size, table)
@@ -44,7 +45,7 @@ class Batch:
         for start in plan.new_rows:
             self._start(start)
         for told in plan.told:
-            self.words.put("tokens", told.row, told.start, np.array(told.token_ids, np.int32))
+            self._put_tokens(told.row, told.start, told.token_ids)
         for row, new_blocks in zip(plan.rows, plan.new_blocks):
             for (name, lens), blocks in zip(self.table_lens.items(), new_blocks):
                 if blocks:
@@ -59,7 +60,7 @@ class Batch:
 
     def _start(self, start: RowStart) -> None:
         row = start.row
-        self.words.put("tokens", row, 0, np.array(start.token_ids, np.int32))
+        self._put_tokens(row, 0, start.token_ids)
         self.prompt_lens[row] = start.num_prompt_tokens
         for lens in self.table_lens.values():
             lens[row] = 0
@@ -67,6 +68,10 @@ class Batch:
         self.prompt_logprobs.pop(row, None)
         if start.params.prompt_logprobs is not None:
             self.prompt_logprobs[row] = (start.params.prompt_logprobs, start.num_prompt_logprobs)
+
+    def _put_tokens(self, row: int, at: int, token_ids: list[int]) -> None:
+        self.words.put("tokens", row, at, np.array(token_ids, np.int32))
+        self.words.put("length", row, 0, np.array([at + len(token_ids)], np.int32))
 
     def _write_record(self, row: int, floats: list[float], ints: list[int]) -> None:
         self.words.put("ints", row, 0, np.array(ints, np.int64).view(np.int32))

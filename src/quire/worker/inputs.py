@@ -28,10 +28,12 @@ class StepInputs:
     sample_at: Tensor  # which of the step's tokens choose a next one
     sample_rows: Tensor  # of the batch
     sample_positions: Tensor  # where the next ones go
+    first_samples: Tensor  # of each row that chooses tokens; then the number of samples, to the very end
 
     def __init__(self, backends: list[AttentionBackend], tables: list[Tensor], limits: Limits) -> None:
         """`tables`: the persistent batch's, one for each of `backends`."""
-        num_rows, max_tokens, device = limits.num_rows, limits.max_tokens, limits.like.device
+        num_rows, num_samples = limits.num_rows, limits.num_samples
+        max_tokens, device = limits.max_tokens, limits.like.device
         self.backends = backends
         skips_cache = all(backend.skips_cache for backend in backends)
         self.fresh_from = fresh.MIN_TOKENS if skips_cache else max_tokens + 1
@@ -40,9 +42,10 @@ class StepInputs:
             "starts": num_rows + 1,
             "context_lens": num_rows + 1,
             "query_starts": num_rows + 2,
-            "sample_at": num_rows,
-            "sample_rows": num_rows,
-            "sample_positions": num_rows,
+            "sample_at": num_samples,
+            "sample_rows": num_samples,
+            "sample_positions": num_samples,
+            "first_samples": num_rows + 1,
         }
         shapes = {name: (size,) for name, size in own.items()}
         fields = [backend.fields() for backend in backends]
@@ -72,10 +75,13 @@ class StepInputs:
         num_samples = max(1, plan.num_samples)  # kernels want something to do; nobody's row does no harm
         return Shape(num_rows, first, num_samples, num_decodes, num_prefills, tuple(spans), wants_all)
 
-    def fill(self, plan: StepPlan, shape: Shape) -> None:
-        """The plan, padded to `shape`, on its way to the device."""
+    def fill(self, plan: StepPlan, shape: Shape, lengths: np.ndarray | None = None) -> None:
+        """The plan, padded to `shape`, on its way to the device. `lengths`: how many tokens each row of the batch has, where the host
+        can know that; else the device corrects what is an upper bound here."""
         host = self.host
         rows, starts, counts = (np.array(part, np.int32) for part in (plan.rows, plan.starts, plan.num_tokens))
+        if lengths is not None:
+            starts = np.minimum(starts, lengths[rows] - 1)
         num_rows, ends = len(rows), np.cumsum(counts, dtype=np.int32)
         step = HostStep(rows, ends - counts, counts, starts + counts)
         _pad(host["rows"], rows, shape.num_rows, NO_ROW)
@@ -86,11 +92,19 @@ class StepInputs:
         # What is left of the shape's tokens goes to the padding rows: one each, or all to the first.
         left = slice(num_rows + 1, shape.num_rows + 1)
         query_starts[left] = np.arange(left.start, left.stop) if shape.decode else shape.num_tokens
-        which = np.flatnonzero(np.array(plan.produces))
+        produces = np.array(plan.produces)
+        which = np.flatnonzero(produces)
+        num_each = produces[which]
+        first_samples = np.cumsum(num_each) - num_each
+        behind = 0  # how many samples of the row come after each
+        if len(which) < plan.num_samples:
+            which = which.repeat(num_each)
+            behind = (first_samples + num_each).repeat(num_each) - 1 - np.arange(plan.num_samples)
         # To the very end: a recording that samples may be larger than the one before it.
-        _pad(host["sample_at"], ends[which] - 1, None, 0)
+        _pad(host["sample_at"], ends[which] - 1 - behind, None, 0)
         _pad(host["sample_rows"], rows[which], None, NO_ROW)
-        _pad(host["sample_positions"], step.context_lens[which], None, 0)
+        _pad(host["sample_positions"], step.context_lens[which] - behind, None, 0)
+        _pad(host["first_samples"], first_samples, None, plan.num_samples)
         for backend in self.backends:
             backend.prepare(step, shape)
         self.words.send()
@@ -109,9 +123,10 @@ def decode_shape(num_rows: int) -> Shape:
     return Shape(num_rows, num_rows, num_rows, num_decodes=num_rows, num_prefills=0)
 
 
-def mixed_shape(num_rows: int, num_tokens: int) -> Shape:
-    """Any step of up to that many requests and tokens."""
-    return Shape(num_rows + 1, num_tokens, num_rows, num_decodes=num_rows, num_prefills=num_rows)
+def mixed_shape(limits: Limits, num_tokens: int) -> Shape:
+    """Any step of up to that many tokens."""
+    num_rows = limits.num_rows
+    return Shape(num_rows + 1, num_tokens, limits.num_samples, num_decodes=num_rows, num_prefills=num_rows)
 
 
 def _pad(to: np.ndarray, values: np.ndarray, size: int | None, padding: int) -> None:

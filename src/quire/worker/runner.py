@@ -20,6 +20,7 @@ from quire.sampling.logprobs import TokenLogprobs, token_logprobs
 from quire.sampling.sampler import SampleMasks, Sampler
 from quire.step import Masks, StepPlan, StepResult
 from quire.worker.batch import Batch
+from quire.worker.drafter import NoDrafter
 from quire.worker.failure import told
 from quire.worker.inputs import SampleShape, StepInputs, decode_shape, mixed_shape
 from quire.worker.kv_cache import KVMemory
@@ -36,17 +37,20 @@ class _Launched:
 
 
 class Runner:
-    def __init__(self, model: nn.Module, memory: KVMemory, device: ModuleType, limits: Limits, vocab_size: int) -> None:
+    def __init__(
+        self, model: nn.Module, memory: KVMemory, device: ModuleType, limits: Limits, vocab_size: int, drafter: NoDrafter
+    ) -> None:
         """`device`: cpu/device.py or gpu/device.py; `limits.like`: an empty tensor as hidden states are, [0, D]."""
-        self.model, self.memory, self.device, self.limits = model, memory, device, limits
-        num_rows, like = limits.num_rows, limits.like
+        self.model, self.memory, self.device, self.limits, self.drafter = model, memory, device, limits, drafter
+        num_rows, num_samples, like = limits.num_rows, limits.num_samples, limits.like
         self.batch = Batch(num_rows, limits.max_len, memory.groups, vocab_size, like.device, device.scatter_segments)
         self.inputs = StepInputs(group_backends(model, memory.groups, limits), self.batch.tables, limits)
-        self.last_hidden = like.new_zeros(num_rows, like.shape[1])
-        self.out_ids = torch.zeros(num_rows, dtype=torch.int32, device=like.device)
-        scratch = device.Scratch(num_rows, vocab_size, like.device)
+        self.last_hidden = like.new_zeros(num_samples, like.shape[1])
+        self.out_ids = torch.zeros(num_samples, dtype=torch.int32, device=like.device)
+        self.num_accepted = torch.zeros(num_rows, dtype=torch.int32, device=like.device)  # drafts, of rows that choose tokens
+        scratch = device.Scratch(num_samples, vocab_size, like.device)
         self.sampler = Sampler(device.sample, device.mask_logits, self.batch.sampling, self.batch.tokens, scratch)
-        self.masks = device.MaskStaging(num_rows, vocab_size, like.device)
+        self.masks = device.MaskStaging(num_samples, vocab_size, like.device)
         self.recordings = device.Recordings(self)
         self.launched: _Launched | None = None
 
@@ -57,7 +61,7 @@ class Runner:
         """Runs the largest step, and one as it is decoded, on nobody's rows: kernels are compiled and loaded, libraries set up (which
         must not happen while a graph is recorded), memory is taken as it will be."""
         num_rows = self.limits.num_rows
-        for shape in (mixed_shape(num_rows, self.limits.max_tokens), decode_shape(num_rows), decode_shape(1)):
+        for shape in (mixed_shape(self.limits, self.limits.max_tokens), decode_shape(num_rows), decode_shape(1)):
             self.inputs.fill(StepPlan(-1, [], [], [], [], [], []), shape)
             self.compute(shape)
         for random in (True, False):
@@ -90,7 +94,8 @@ class Runner:
         if plan.rows:  # empty steps are legal
             exact = self.inputs.exact_shape(plan, wants_all=self.batch.owes_prompt_logprobs(plan))
             recorded = self.recordings.find(exact)
-            self.inputs.fill(plan, recorded or exact)
+            lengths = self.device.known_lengths(self.batch.lengths) if self.drafter.num_drafts else None
+            self.inputs.fill(plan, recorded or exact, lengths)
             hidden_TD = self.compute(exact) if recorded is None else self.recordings.forward(recorded)
         self.launched = _Launched(plan, hidden_TD, plan.num_samples)
 
@@ -136,9 +141,10 @@ class Runner:
         if self.batch.owes_prompt_logprobs(plan):
             self._prompt_logprobs(launched, pending)
         if launched.num_samples:
-            rows = [row for row, produces in zip(plan.rows, plan.produces) if produces]
+            rows = [row for row, produces in zip(plan.rows, plan.produces) for _ in range(produces)]
             if masks is not None:
-                self.masks.bring(masks)
+                first_samples = self.inputs.host["first_samples"]
+                self.masks.bring(Masks([int(first_samples[place]) for place in masks.places], masks.words))
             recorded = None
             if not sampling.special(rows):
                 shape = SampleShape(len(rows), random=not sampling.random.isdisjoint(rows), masked=masks is not None)
@@ -147,9 +153,21 @@ class Runner:
                 self.recordings.sample(recorded)
             else:
                 self._choose_specially(rows, masks is not None, pending)
+            if self.drafter.num_drafts:
+                self._accept(plan, pending)
         pending.token_ids = ToHost(self.out_ids[: launched.num_samples])
         self.recordings.record_next()
         return pending
+
+    def _accept(self, plan: StepPlan, pending: "Pending") -> None:
+        """Drafts count as far as they are what was chosen; then the next ones are guessed."""
+        inputs, count = self.inputs, sum(map(bool, plan.produces))
+        first_samples, num_accepted = inputs.first_samples[: count + 1], self.num_accepted[:count]
+        samples = inputs.sample_at, inputs.sample_rows, inputs.sample_positions
+        self.device.accept(first_samples, *samples, self.out_ids, inputs.token_ids, self.batch.lengths, num_accepted)
+        rows_R = inputs.sample_rows.index_select(0, first_samples[:-1])
+        self.drafter.draft(rows_R, self.batch.lengths, self.batch.tokens)
+        pending.num_accepted = ToHost(num_accepted)
 
     def mask_memory(self, num_rows: int, num_words: int, is_new: bool) -> memoryview | None:
         return self.masks.memory(num_rows, num_words, is_new)
@@ -212,6 +230,7 @@ class Pending:
     """A step's results, on their way from the device."""
 
     token_ids: ToHost
+    num_accepted: ToHost | None = None  # None: there are no drafts
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
@@ -219,7 +238,7 @@ class Pending:
         self.prompt_logprobs: list[tuple[int, int, ToHost]] = []
 
     def add_logprobs(self, places: list[int], num_top: list[int], columns: TokenLogprobs) -> None:
-        """`places`: among the rows that chose a token."""
+        """`places`: among the samples."""
         self.logprobs = places, num_top, ToHost(*columns)
 
     def add_prompt_logprobs(self, idx: int, num_top: int, targets_T: Tensor, columns: TokenLogprobs) -> None:
@@ -228,15 +247,23 @@ class Pending:
 
     @told
     def result(self) -> StepResult:
-        token_ids = self.token_ids.wait()[0].tolist()
-        which = [idx for idx, produces in enumerate(self.plan.produces) if produces]
+        chosen = self.token_ids.wait()[0].tolist()
+        num_accepted = None if self.num_accepted is None else self.num_accepted.wait()[0].tolist()
         result = StepResult(self.plan.step_id, [[] for _ in self.plan.rows])
-        for idx, token_id in zip(which, token_ids, strict=True):
-            result.token_ids[idx] = [token_id]
+        first = 0  # sample of the row
+        place_of: dict[int, int] = {}  # sample that counts -> row of the plan
+        producing = (idx for idx, produces in enumerate(self.plan.produces) if produces)
+        for nth, idx in enumerate(producing):
+            end = first + 1 + (num_accepted[nth] if num_accepted is not None else 0)
+            result.token_ids[idx] = chosen[first:end]
+            place_of.update((sample, idx) for sample in range(first, end))
+            first += self.plan.produces[idx]
         if self.logprobs is not None:
             places, num_top, columns = self.logprobs
-            found = entries([token_ids[i] for i in places], TokenLogprobs(*columns.wait()), num_top)
-            result.logprobs = {which[i]: [entry] for i, entry in zip(places, found)}
+            found = entries([chosen[i] for i in places], TokenLogprobs(*columns.wait()), num_top)
+            for sample, entry in zip(places, found):
+                if sample in place_of:
+                    result.logprobs.setdefault(place_of[sample], []).append(entry)
         for idx, num_top, columns in self.prompt_logprobs:
             targets, *rest = columns.wait()
             found = entries(targets.tolist(), TokenLogprobs(*rest), [num_top] * len(targets))

@@ -22,6 +22,7 @@ from quire.sampling.custom import load as load_processors
 from quire.step import Masks, StepPlan
 from quire.worker.build import build
 from quire.worker.choose import DTYPES, runs_on_triton
+from quire.worker.drafter import NoDrafter
 from quire.worker.kv_cache import KVMemory, kv_specs
 from quire.worker.load import checkpoint_tensors, dummy_tensors, layers, load_weights, translated, uploaded
 from quire.worker.runner import Pending, Runner
@@ -52,6 +53,7 @@ class Worker:
         self.vocab_size = hf_config["vocab_size"]
         self.processors = load_processors(config.structured.logits_processors, self.vocab_size, self.device)
         self.model = build(config, hf_config)
+        self.drafter = NoDrafter()
         self.hidden_size = next(m.in_features for m in self.model.modules() if isinstance(m, LMHead))
         dummy = config.model.load_format == "dummy"
         tensors = dummy_tensors(self.model, config.model.seed, self.device) if dummy else checkpoint_tensors(files, hf_config)
@@ -94,8 +96,8 @@ class Worker:
         memory.attach(self.model)
         scheduler, max_len = self.config.scheduler, self.config.model.max_model_len
         like = torch.empty(0, self.hidden_size, dtype=self.dtype, device=self.device)
-        limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_len, like)
-        return Runner(self.model, memory, self.module, limits, self.vocab_size)
+        limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_len, like, self.drafter.num_drafts)
+        return Runner(self.model, memory, self.module, limits, self.vocab_size, self.drafter)
 
     def close(self) -> None:
         """Gives the device's memory back."""

@@ -52,6 +52,11 @@ class Limits:
     max_tokens: int
     max_len: int
     like: Tensor  # of the model's dtype and device
+    num_drafts: int = 0  # that a row verifies
+
+    @property
+    def num_samples(self) -> int:
+        return self.num_rows * (1 + self.num_drafts)
 
 
 @dataclass(frozen=True)

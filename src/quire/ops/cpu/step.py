@@ -34,6 +34,27 @@ def place_slots(
     slots_T.numpy()[:] = block_table.numpy()[rows_T, blocks_T].astype(np.int64) * block_size + offsets_T
 
 
+def accept(
+    first_samples: Tensor,
+    sample_at_S: Tensor,
+    sample_rows_S: Tensor,
+    sample_positions_S: Tensor,
+    chosen_S: Tensor,
+    token_ids_T: Tensor,
+    lengths: Tensor,
+    num_accepted_R: Tensor,
+) -> None:
+    """How many drafts of each row are what was chosen in their place, from the first on; and the row's length with these and the
+    token chosen behind them. Row r has samples `first_samples[r]` to `first_samples[r + 1]`, the first at its last known token."""
+    first = first_samples.numpy()
+    at, rows, positions = sample_at_S.numpy(), sample_rows_S.numpy(), sample_positions_S.numpy()
+    chosen, token_ids, accepted = chosen_S.numpy(), token_ids_T.numpy(), num_accepted_R.numpy()
+    for r in range(len(first) - 1):
+        samples = range(first[r], first[r + 1] - 1)
+        accepted[r] = next((n for n, s in enumerate(samples) if chosen[s] != token_ids[at[s] + 1]), len(samples))
+    lengths.numpy()[rows[first[:-1]]] = positions[first[:-1]] + 1 + accepted
+
+
 def gather_rows(x_TD: Tensor, idx_S: Tensor, out: Tensor) -> Tensor:
     return torch.index_select(x_TD, 0, idx_S, out=out)
 

@@ -11,7 +11,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.ops.cpu.sampling import sample
-from quire.ops.cpu.step import gather_rows, place_slots, place_tokens
+from quire.ops.cpu.step import accept, gather_rows, place_slots, place_tokens
 from quire.ops.cpu.vocab import mask_logits
 from quire.ops.ref.blocks import copy_blocks
 from quire.sampling.sampler import SampleMasks
@@ -20,7 +20,7 @@ from quire.utils.memory import available_bytes
 from quire.worker.cpu.graphs import Recordings
 
 __all__ = [
-    "MaskStaging", "Recordings", "Scratch", "capacity", "copy_blocks", "gather_rows", "kv_memory_bytes", "mask_logits", "open",
+    "MaskStaging", "Recordings", "Scratch", "accept", "capacity", "copy_blocks", "gather_rows", "kv_memory_bytes", "mask_logits", "open",
     "place_slots", "place_tokens", "release", "sample", "scatter_segments",
 ]  # fmt: skip
 
@@ -45,6 +45,11 @@ def kv_memory_bytes(config: EngineConfig, make_runner: Callable[[], object] | No
 
 def release() -> None:
     pass
+
+
+def known_lengths(lengths: torch.Tensor) -> np.ndarray:
+    """Those of all rows: steps before have run."""
+    return lengths.numpy()
 
 
 class Scratch:

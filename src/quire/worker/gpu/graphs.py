@@ -106,19 +106,20 @@ class Recordings:
 
     def __init__(self, runner: "Runner") -> None:
         limits = runner.limits
-        self.runner, self.num_rows = runner, limits.num_rows
+        self.runner, self.limits = runner, limits
         self.forwards = Graphs(runner.compute, limits.like.device)
         self.samplings = Graphs(runner.choose, limits.like.device)
         self.row_sizes = ladder(limits.num_rows, smallest=1, step=4, largest_step=16)
+        self.sample_sizes = ladder(limits.num_samples, smallest=1, step=4, largest_step=16)
         self.token_sizes = ladder(limits.max_tokens, smallest=64, step=64, largest_step=512)
 
     def get_ready(self) -> None:
         """The commonest shapes are recorded now, the largest of them first so that the others fit into its memory; the rest later."""
         if not self.forwards.enabled:
             return
-        first = [size for size in self.row_sizes if size in FIRST_ROWS or size == self.num_rows]
+        first = [size for size in self.row_sizes if size in FIRST_ROWS or size == self.limits.num_rows]
         decodes = [decode_shape(size) for size in sorted(self.row_sizes, key=lambda s: (s not in first, -s))]
-        mixed = [mixed_shape(self.num_rows, size) for size in reversed(self.token_sizes)]
+        mixed = [mixed_shape(self.limits, size) for size in reversed(self.token_sizes)]
         samplings = [SampleShape(shape.num_samples, random) for shape in decodes for random in (True, False)]
         if all(backend.is_recordable for backend in self.runner.inputs.backends):
             self.forwards.want(mixed[:1] + decodes + mixed[1:], now=1 + len(first))
@@ -131,7 +132,7 @@ class Recordings:
         if exact.decode and exact.num_samples == exact.num_rows:
             padded = decode_shape(fit(self.row_sizes, exact.num_rows))
         else:
-            padded = mixed_shape(self.num_rows, fit(self.token_sizes, exact.num_tokens))
+            padded = mixed_shape(self.limits, fit(self.token_sizes, exact.num_tokens))
         return padded if padded in self.forwards else None
 
     def forward(self, shape: Shape) -> Tensor:
@@ -139,7 +140,7 @@ class Recordings:
         return self.runner.last_hidden[:0]  # all that is asked for was kept
 
     def find_sampling(self, exact: SampleShape) -> SampleShape | None:
-        padded = dataclasses.replace(exact, num_samples=fit(self.row_sizes, exact.num_samples))
+        padded = dataclasses.replace(exact, num_samples=fit(self.sample_sizes, exact.num_samples))
         if padded in self.samplings:
             return padded
         if padded.masked:

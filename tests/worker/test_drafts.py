@@ -1,0 +1,50 @@
+"""Drafts on real runners: the tokens are those without drafts, and fewer steps are taken."""
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.core.engine import Engine
+from quire.executor.inproc import InprocExecutor
+from quire.models.qwen3 import TINY
+from tests.worker.drafting import BigramDrafter
+from tests.worker.test_gpu import OPTIONS, PROMPTS, model
+
+__all__ = ["model"]
+
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=1, max_tokens=30, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0.7, seed=2, max_tokens=35, ignore_eos=True, presence_penalty=0.5, repetition_penalty=1.2),
+    SamplingParams(temperature=0, max_tokens=50, min_tokens=20, logit_bias={5: 2.0}, allowed_token_ids=list(range(3, 250))),
+]
+
+
+def with_drafts(model, texts, **options):
+    """The outputs, and how many steps gave tokens."""
+    with LLM(str(model), **{**OPTIONS, **options}) as llm:
+        config = llm.client.engine.config
+        executor = InprocExecutor(config)
+        executor.worker.drafter = BigramDrafter(texts, TINY["vocab_size"], "cpu")
+        llm.client.engine = engine = Engine(config, executor)
+        steps, step = [], engine.step
+        engine.step = lambda: steps.append(step()) or steps[-1]
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        engine.kv.check()
+    return outputs, sum(bool(s.deltas) for s in steps), engine.stats().num_preemptions
+
+
+@pytest.mark.parametrize("blocks", [32, 9], ids=["room", "preemption"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_tokens_and_logprobs_are_those_without_drafts(model, depth, blocks):
+    options = {"device": "cpu", "pipeline_depth": depth, "num_gpu_blocks_override": blocks}
+    with LLM(str(model), **{**OPTIONS, **options}) as llm:
+        expected = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    texts = [prompt + output.outputs[0].token_ids for prompt, output in zip(PROMPTS, expected)]
+    found, num_steps, num_preemptions = with_drafts(model, texts, **options)
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+    theirs, ours = expected[1].outputs[0].logprobs, found[1].outputs[0].logprobs
+    assert [list(entry) for entry in ours] == [list(entry) for entry in theirs]
+    if blocks == 32:
+        assert num_steps < 40  # of 50 and more
+    else:
+        assert num_preemptions > 0
