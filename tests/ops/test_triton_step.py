@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from quire.ops import step
+from quire.ops.cpu import step as cpu_step
 from quire.ops.ref import step as twin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,3 +38,40 @@ def test_tokens_and_slots_are_found_and_padding_is_nobodys(counts):
         results.append((token_ids, positions, slots))
     for mine, theirs in zip(*results):
         assert torch.equal(mine, theirs)
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def test_starts_behind_a_rows_last_token_are_corrected():
+    rows, query_starts = ints(2, 0, 3, -1), ints(0, 4, 5, 305, 309)
+    lengths = torch.stack((ints(31, 9, 7, 500), ints(0, 0, 0, 0)), 1)[:, 0]  # as in the batch, not contiguous
+    results = []
+    for ops in (step, twin):
+        starts, context_lens, shifts = ints(9, 30, 0, 0), ints(13, 31, 300, 0), ints(-7, -7, -7, -7)
+        ops.correct_starts(rows, starts, query_starts, lengths, context_lens, shifts)
+        results.append((starts.tolist(), context_lens.tolist(), shifts.tolist()))
+    assert results[0] == results[1] == ([6, 30, 0, 0], [10, 31, 300, 0], [0, -7, 3, 0])
+
+
+def test_samples_go_behind_the_tokens_that_choose_them():
+    positions, found = torch.arange(100, 130, device=DEVICE), ints(0, 0, 0)
+    step.place_samples(ints(3, 4, 29), positions, found)
+    assert found.tolist() == [104, 105, 130]
+
+
+@pytest.mark.parametrize("ops", [step, twin, cpu_step], ids=["triton", "twin", "cpu"])
+def test_drafts_count_up_to_the_first_that_was_not_chosen(ops):
+    if ops is cpu_step and DEVICE != "cpu":
+        pytest.skip("runs on a CPU")
+    # Rows 5, 1, 0 and 4 verify 3, 0, 2 and 2 drafts: the second is wrong, there are none, all are right, the first is wrong.
+    token_ids = ints(70, 11, 12, 13, 71, 72, 21, 22, 73, 31, 32)
+    sample_at, first_samples = ints(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10), ints(0, 4, 5, 8, 11)
+    sample_rows = ints(5, 5, 5, 5, 1, 0, 0, 0, 4, 4, 4)
+    sample_positions = ints(20, 21, 22, 23, 8, 30, 31, 32, 40, 41, 42)
+    chosen = ints(11, 99, 13, 98, 97, 21, 22, 96, 95, 32, 94)
+    lengths, num_accepted = torch.zeros(6, 3, dtype=torch.int32, device=DEVICE)[:, 1], ints(-1, -1, -1, -1)
+    ops.accept(first_samples, sample_at, sample_rows, sample_positions, chosen, token_ids, lengths, num_accepted)
+    assert num_accepted.tolist() == [1, 0, 2, 0]
+    assert lengths.tolist() == [33, 9, 0, 0, 41, 22]

@@ -7,7 +7,7 @@ from quire.core.engine import Engine
 from quire.executor.inproc import InprocExecutor
 from quire.models.qwen3 import TINY
 from tests.worker.drafting import BigramDrafter
-from tests.worker.test_gpu import OPTIONS, PROMPTS, model
+from tests.worker.test_gpu import DEVICE, OPTIONS, PROMPTS, model
 
 __all__ = ["model"]
 
@@ -19,12 +19,15 @@ PARAMS = [
 ]
 
 
+DEVICES = {"cpu": {"device": "cpu"}, "gpu": DEVICE}
+
+
 def with_drafts(model, texts, **options):
     """The outputs, and how many steps gave tokens."""
     with LLM(str(model), **{**OPTIONS, **options}) as llm:
         config = llm.client.engine.config
         executor = InprocExecutor(config)
-        executor.worker.drafter = BigramDrafter(texts, TINY["vocab_size"], "cpu")
+        executor.worker.drafter = BigramDrafter(texts, TINY["vocab_size"], config.device.device)
         llm.client.engine = engine = Engine(config, executor)
         steps, step = [], engine.step
         engine.step = lambda: steps.append(step()) or steps[-1]
@@ -35,8 +38,9 @@ def with_drafts(model, texts, **options):
 
 @pytest.mark.parametrize("blocks", [32, 9], ids=["room", "preemption"])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_tokens_and_logprobs_are_those_without_drafts(model, depth, blocks):
-    options = {"device": "cpu", "pipeline_depth": depth, "num_gpu_blocks_override": blocks}
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_tokens_and_logprobs_are_those_without_drafts(model, device, depth, blocks):
+    options = {**device, "pipeline_depth": depth, "num_gpu_blocks_override": blocks}
     with LLM(str(model), **{**OPTIONS, **options}) as llm:
         expected = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     texts = [prompt + output.outputs[0].token_ids for prompt, output in zip(PROMPTS, expected)]

@@ -235,7 +235,7 @@ def paged_attention(
     works = (plan(q_THD, tables, K, window),) if tables.work is None else tables.work
     for work in works:
         _attention[K, work.units.shape[0]](
-            q_THD, cache, tables.block_table, work.units, out, sinks_H, work.partials, work.stats, work.counters,
+            q_THD, cache, tables.block_table, work.units, tables.shifts, out, sinks_H, work.partials, work.stats, work.counters,
             scale * LOG2_E.value, q_THD.stride(0), q_THD.stride(1), out.stride(0), out.stride(1), cache.stride(0),
             tables.block_table.stride(0), H // K, D, max(16, triton.next_power_of_2(D)), block_size,
             window, softcap, work.tile.tile_m, work.tile.tile_n, dependent,
@@ -246,7 +246,7 @@ def paged_attention(
 
 @triton.jit
 def _attention(
-    q, cache, block_table, units, out, sinks, partials, stats, counters, factor,
+    q, cache, block_table, units, shifts, out, sinks, partials, stats, counters, factor,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, block_stride, table_stride,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -267,6 +267,10 @@ def _attention(
         tl.extra.cuda.gdc_wait()
     if num_tokens == 0:
         return
+    if shifts is not None:
+        shift = tl.load(shifts + row)
+        pos, begin, end = pos - shift, tl.maximum(begin - shift, 0), end - shift
+        block_N = tl.load(table + (begin + n_N) // BLOCK_SIZE, mask=begin + n_N < end, other=0)
 
     token_M, head_M = first_token + m_M // G, kv_head * G + m_M % G
     pos_M = pos + m_M // G

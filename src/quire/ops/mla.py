@@ -207,7 +207,7 @@ def latent_attention(
     dependent = pdl(q_THL)
     for work in (plan(q_THL, tables),) if tables.work is None else tables.work:
         _latent_attention[num_tiles, work.units.shape[0]](
-            q_THL, q_THR, cache, tables.block_table, work.units, out, work.partials, work.stats, work.counters,
+            q_THL, q_THR, cache, tables.block_table, work.units, tables.shifts, out, work.partials, work.stats, work.counters,
             scale * LOG2_E.value, q_THL.stride(0), q_THL.stride(1), q_THR.stride(0), q_THR.stride(1), out.stride(0), out.stride(1),
             cache.stride(0), tables.block_table.stride(0), G, L, R, max(16, triton.next_power_of_2(R)), cache.shape[1],
             work.tile.tile_m, work.tile.tile_n, min(MERGE_COLUMNS, L), dependent,
@@ -218,7 +218,7 @@ def latent_attention(
 
 @triton.jit
 def _latent_attention(
-    q_latent, q_rope, cache, block_table, units, out, partials, stats, counters, factor,
+    q_latent, q_rope, cache, block_table, units, shifts, out, partials, stats, counters, factor,
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, out_token_stride, out_head_stride,
     block_stride, table_stride,
     G: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -238,6 +238,10 @@ def _latent_attention(
         tl.extra.cuda.gdc_wait()
     if num_tokens == 0:
         return
+    if shifts is not None:
+        shift = tl.load(shifts + row)
+        pos, begin, end = pos - shift, tl.maximum(begin - shift, 0), end - shift
+        block_N = tl.load(table + (begin + n_N) // BLOCK_SIZE, mask=begin + n_N < end, other=0)
 
     token_M, head_M, pos_M = first_token + m_M // G, head_tile * G + m_M % G, pos + m_M // G
     is_real_M1 = (m_M < num_tokens * G)[:, None]

@@ -84,3 +84,68 @@ def _place_slots(rows, starts, query_starts, table, row_stride, slots, BLOCK_SIZ
     slot = tl.where(row >= 0, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
     tl.store(slots + first + at, slot, mask=here)
 
+
+def correct_starts(
+    rows_R: Tensor, starts_R: Tensor, query_starts: Tensor, lengths: Tensor, context_lens_R: Tensor, shifts: Tensor
+) -> None:
+    """As the twin."""
+    _correct_starts[(rows_R.shape[0],)](rows_R, starts_R, query_starts, lengths, lengths.stride(0), context_lens_R, shifts, num_warps=1)
+
+
+@triton.jit
+def _correct_starts(rows, starts, query_starts, lengths, length_stride, context_lens, shifts):
+    r = tl.program_id(0)
+    row, start = tl.load(rows + r).to(tl.int64), tl.load(starts + r)
+    if row >= 0:
+        last = tl.load(lengths + row * length_stride) - 1
+        true_start = tl.minimum(start, last)
+        tl.store(shifts + row, start - true_start)
+        tl.store(starts + r, true_start)
+        tl.store(context_lens + r, true_start + tl.load(query_starts + r + 1) - tl.load(query_starts + r))
+
+
+def place_samples(sample_at_S: Tensor, positions_T: Tensor, sample_positions_S: Tensor) -> None:
+    """Where the tokens go that are chosen at tokens `sample_at_S`: behind them."""
+    count = sample_at_S.shape[0]
+    _place_samples[(triton.cdiv(count, BLOCK),)](sample_at_S, positions_T, sample_positions_S, count, BLOCK=BLOCK, num_warps=1)
+
+
+@triton.jit
+def _place_samples(sample_at, positions, sample_positions, count, BLOCK: tl.constexpr):
+    s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.load(sample_at + s, mask=s < count, other=0)
+    position = tl.load(positions + at, mask=s < count, other=0)
+    tl.store(sample_positions + s, (position + 1).to(tl.int32), mask=s < count)
+
+
+def accept(
+    first_samples: Tensor,
+    sample_at_S: Tensor,
+    sample_rows_S: Tensor,
+    sample_positions_S: Tensor,
+    chosen_S: Tensor,
+    token_ids_T: Tensor,
+    lengths: Tensor,
+    num_accepted_R: Tensor,
+) -> None:
+    """As the twin."""
+    _accept[(num_accepted_R.shape[0],)](
+        first_samples, sample_at_S, sample_rows_S, sample_positions_S, chosen_S, token_ids_T,
+        lengths, lengths.stride(0), num_accepted_R, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _accept(
+    first_samples, sample_at, sample_rows, sample_positions, chosen, token_ids, lengths, length_stride, num_accepted
+):  # fmt: skip
+    r = tl.program_id(0)
+    first, end = tl.load(first_samples + r), tl.load(first_samples + r + 1)
+    accepted, is_right = 0, 1
+    for sample in range(first, end - 1):
+        draft = tl.load(token_ids + tl.load(sample_at + sample) + 1)
+        is_right = is_right & (tl.load(chosen + sample) == draft).to(tl.int32)
+        accepted += is_right
+    tl.store(num_accepted + r, accepted)
+    row = tl.load(sample_rows + first).to(tl.int64)
+    tl.store(lengths + row * length_stride, tl.load(sample_positions + first) + 1 + accepted)

@@ -30,8 +30,10 @@ class StepInputs:
     sample_positions: Tensor  # where the next ones go
     first_samples: Tensor  # of each row that chooses tokens; then the number of samples, to the very end
 
-    def __init__(self, backends: list[AttentionBackend], tables: list[Tensor], limits: Limits) -> None:
-        """`tables`: the persistent batch's, one for each of `backends`."""
+    def __init__(
+        self, backends: list[AttentionBackend], tables: list[Tensor], limits: Limits, shifts: Tensor | None
+    ) -> None:
+        """`tables`: the persistent batch's, one for each of `backends`. `shifts`: see DeviceStep."""
         num_rows, num_samples = limits.num_rows, limits.num_samples
         max_tokens, device = limits.max_tokens, limits.like.device
         self.backends = backends
@@ -56,7 +58,7 @@ class StepInputs:
         for name in own:
             setattr(self, name, self.words.device[name])
         for idx, (backend, names, table) in enumerate(zip(backends, fields, tables)):
-            step = DeviceStep(self.rows, self.query_starts, self.context_lens, table)
+            step = DeviceStep(self.rows, self.query_starts, self.context_lens, table, shifts)
             host, on_device = ({name: parts[f"{idx} {name}"] for name in names} for parts in (self.host, self.words.device))
             backend.bind(step, host, on_device)
         self.token_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)

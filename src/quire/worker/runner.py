@@ -44,7 +44,11 @@ class Runner:
         self.model, self.memory, self.device, self.limits, self.drafter = model, memory, device, limits, drafter
         num_rows, num_samples, like = limits.num_rows, limits.num_samples, limits.like
         self.batch = Batch(num_rows, limits.max_len, memory.groups, vocab_size, like.device, device.scatter_segments)
-        self.inputs = StepInputs(group_backends(model, memory.groups, limits), self.batch.tables, limits)
+        # Where only the device knows how many drafts were accepted, it corrects what the host has planned.
+        self.shifts: Tensor | None = None
+        if limits.num_drafts and device.known_lengths(self.batch.lengths) is None:
+            self.shifts = torch.zeros(num_rows, dtype=torch.int32, device=like.device)
+        self.inputs = StepInputs(group_backends(model, memory.groups, limits), self.batch.tables, limits, self.shifts)
         self.last_hidden = like.new_zeros(num_samples, like.shape[1])
         self.out_ids = torch.zeros(num_samples, dtype=torch.int32, device=like.device)
         self.num_accepted = torch.zeros(num_rows, dtype=torch.int32, device=like.device)  # drafts, of rows that choose tokens
@@ -110,9 +114,15 @@ class Runner:
         """The id, position and slots of each token."""
         inputs, count = self.inputs, shape.num_tokens
         step = inputs.rows[: shape.num_rows], inputs.starts[: shape.num_rows], inputs.query_starts[: shape.num_rows + 1]
+        if self.shifts is not None:
+            context_lens = inputs.context_lens[: shape.num_rows]
+            self.device.correct_starts(*step, self.batch.lengths, context_lens, self.shifts)
         self.device.place_tokens(*step, self.batch.tokens, inputs.token_ids[:count], inputs.positions[:count], shape.longest)
         for group, table, slots in zip(self.memory.groups, self.batch.tables, inputs.slots):
             self.device.place_slots(*step, table, group.block_size, slots[:count], shape.longest)
+        if self.shifts is not None:
+            samples = inputs.sample_at[: shape.num_samples], inputs.positions, inputs.sample_positions[: shape.num_samples]
+            self.device.place_samples(*samples)
 
     def run_model(self, shape: Shape) -> Tensor:
         inputs, count, context = self.inputs, shape.num_tokens, self.model.context

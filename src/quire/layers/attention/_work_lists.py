@@ -86,7 +86,8 @@ class WorkListBackend(AttentionBackend):
         for name, work in self.works.items():
             if num_units := self._num_units(name, shape):
                 launches.append(dataclasses.replace(work.room, units=self.device[name][:num_units]))
-        return self._tables(shape, self.step.block_table, rows=self.step.rows[: shape.num_rows], work=tuple(launches))
+        rows_R = self.step.rows[: shape.num_rows]
+        return self._tables(shape, self.step.block_table, rows=rows_R, work=tuple(launches), shifts=self.step.shifts)
 
     def _num_units(self, name: str, shape: Shape) -> int:
         """No step of this shape has more."""

@@ -77,6 +77,7 @@ class DeviceStep:
     query_starts: Tensor
     context_lens: Tensor
     block_table: Tensor  # of the group: [rows of the persistent batch, blocks]
+    shifts: Tensor | None  # how many tokens fewer a row of the batch has than was planned; None: none
 
 
 class AttentionBackend:

@@ -46,5 +46,48 @@ def place_slots(
         slots_T[first:end] = places if row >= 0 else -1
 
 
+def correct_starts(
+    rows_R: Tensor, starts_R: Tensor, query_starts: Tensor, lengths: Tensor, context_lens_R: Tensor, shifts: Tensor
+) -> None:
+    """Starts that are too large, because the host did not know how many drafts were accepted, become the row's last token; its
+    context is that much shorter. `lengths` and `shifts` have a place for each row of the batch, which rows of the step name."""
+    bounds = query_starts.tolist()
+    for r, row in enumerate(rows_R.tolist()):
+        if row >= 0:
+            start = min(int(starts_R[r]), int(lengths[row]) - 1)
+            shifts[row] = starts_R[r] - start
+            starts_R[r] = start
+            context_lens_R[r] = start + bounds[r + 1] - bounds[r]
+
+
+def place_samples(sample_at_S: Tensor, positions_T: Tensor, sample_positions_S: Tensor) -> None:
+    """Where the tokens go that are chosen at tokens `sample_at_S`: behind them."""
+    sample_positions_S.copy_(positions_T[sample_at_S.long()] + 1)
+
+
+def accept(
+    first_samples: Tensor,
+    sample_at_S: Tensor,
+    sample_rows_S: Tensor,
+    sample_positions_S: Tensor,
+    chosen_S: Tensor,
+    token_ids_T: Tensor,
+    lengths: Tensor,
+    num_accepted_R: Tensor,
+) -> None:
+    """How many drafts of each row are what was chosen in their place, from the first on; and the row's length with these and the
+    token chosen behind them. Row r has samples `first_samples[r]` to `first_samples[r + 1]`, the first at its last known token."""
+    bounds = first_samples.tolist()
+    for r, first in enumerate(bounds[:-1]):
+        num_accepted, num_drafts = 0, bounds[r + 1] - first - 1
+        while num_accepted < num_drafts:
+            sample = first + num_accepted
+            if chosen_S[sample] != token_ids_T[sample_at_S[sample] + 1]:
+                break
+            num_accepted += 1
+        num_accepted_R[r] = num_accepted
+        lengths[sample_rows_S[first]] = sample_positions_S[first] + 1 + num_accepted
+
+
 def _positions(row: int, start: int, count: int, like: Tensor) -> Tensor:
     return like.new_tensor(range(start, start + count) if row >= 0 else [0] * count)

@@ -16,7 +16,7 @@ from quire.ops.elementwise import gather_rows
 from quire.ops.launch import INTERPRETED
 from quire.ops.mask import mask_logits
 from quire.ops.sampling import Scratch, sample
-from quire.ops.step import place_slots, place_tokens, scatter_segments
+from quire.ops.step import accept, correct_starts, place_samples, place_slots, place_tokens, scatter_segments
 from quire.worker.cpu.device import kv_memory_bytes as host_memory_bytes
 from quire.worker.failure import first_line
 from quire.worker.gpu.graphs import Recordings
@@ -24,8 +24,8 @@ from quire.worker.gpu.masks import MaskStaging
 from quire.worker.runner import Runner
 
 __all__ = [
-    "MaskStaging", "Recordings", "Scratch", "capacity", "copy_blocks", "gather_rows", "kv_memory_bytes", "mask_logits", "open",
-    "place_slots", "place_tokens", "release", "sample", "scatter_segments",
+    "MaskStaging", "Recordings", "Scratch", "accept", "capacity", "copy_blocks", "correct_starts", "gather_rows", "known_lengths",
+    "kv_memory_bytes", "mask_logits", "open", "place_samples", "place_slots", "place_tokens", "release", "sample", "scatter_segments",
 ]  # fmt: skip
 
 GIB = 2**30
@@ -88,6 +88,11 @@ def kv_memory_bytes(config: EngineConfig, make_runner: Callable[[], Runner]) -> 
             "lower --max-num-batched-tokens or --max-num-seqs, or use a smaller model"
         )
     return room
+
+
+def known_lengths(lengths: torch.Tensor) -> None:
+    """The host cannot know them without waiting."""
+    return None
 
 
 def release() -> None:
