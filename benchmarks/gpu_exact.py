@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_exact.py
 
-Through graphs at depth 2, in chunks of a small step budget, with prefix hits, and with so few blocks that requests are preempted. The
-model is random, small, and has what the kernels have to get right: grouped heads, norms over heads, tied weights.
+Through graphs at depth 2, in chunks of a small step budget, with prefix hits, with so few blocks that requests are preempted, and with
+drafts, two thirds of them right. The model is random, small, and has what the kernels have to get right: grouped heads, norms over heads, tied weights.
 """
 
 import json
@@ -13,11 +13,15 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src")]
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 import torch  # noqa: E402
+from tests.worker.drafting import BigramDrafter  # noqa: E402
 
 from quire import LLM, SamplingParams  # noqa: E402
+from quire.core.engine import Engine  # noqa: E402
+from quire.executor.inproc import InprocExecutor  # noqa: E402
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
@@ -31,6 +35,8 @@ CASES = {
     "chunks of 64 tokens": {"max_num_batched_tokens": 64},
     "forced preemption": {"num_gpu_blocks_override": 220, "enable_prefix_caching": False},
     "no prefix hits": {"enable_prefix_caching": False},
+    "drafts, depth 2": {"num_drafts": 3},
+    "drafts, preemption": {"num_drafts": 3, "num_gpu_blocks_override": 220},
 }
 
 
@@ -67,12 +73,26 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-def run(folder: Path, **options) -> tuple[list[list[int]], str]:
+def run(folder: Path, expected: list[list[int]] = [], num_drafts: int = 0, **options) -> tuple[list[list[int]], str]:
+    """`expected`: answers that the drafter knows."""
     prompts, params = requests()
     with LLM(str(folder), **{**OPTIONS, **options}) as llm:
+        if num_drafts:
+            use_drafter(llm, [prompt + answer for prompt, answer in zip(prompts, expected)], num_drafts)
+        steps, step = [], llm.client.engine.step
+        llm.client.engine.step = lambda: steps.append(step()) or steps[-1]
         outputs = llm.generate(prompts, params, use_tqdm=False)
         stats = llm.client.engine.stats()
-    return [o.outputs[0].token_ids for o in outputs], f"{stats.num_preemptions} preemptions, {stats.prefix_hits} tokens found"
+    notes = f"{len(steps)} steps, {stats.num_preemptions} preemptions, {stats.prefix_hits} tokens found"
+    return [o.outputs[0].token_ids for o in outputs], notes
+
+
+def use_drafter(llm: LLM, texts: list[list[int]], num_drafts: int) -> None:
+    config = llm.client.engine.config
+    llm.client.engine.close()
+    executor = InprocExecutor(config)
+    executor.worker.drafter = BigramDrafter(texts, CONFIG["vocab_size"], config.device.device, num_drafts)
+    llm.client.engine = Engine(config, executor)
 
 
 def main() -> int:
@@ -83,7 +103,7 @@ def main() -> int:
         expected, _ = run(folder, device="cpu", max_num_batched_tokens=512)
         for case, options in CASES.items():
             started = time.perf_counter()
-            found, notes = run(folder, device="cuda", **{"max_num_batched_tokens": 512, **options})
+            found, notes = run(folder, expected, device="cuda", **{"max_num_batched_tokens": 512, **options})
             differ = [i for i, (a, b) in enumerate(zip(found, expected)) if a != b]
             bad += len(differ)
             print(f"{case:<22}{len(differ)} of {len(expected)} differ  {time.perf_counter() - started:5.1f} s  {notes}  {differ[:8]}", flush=True)
