@@ -18,7 +18,7 @@ chat: $(VENV)/.installed
 	@$(BIN)/quire chat
 
 # What computes goes on two cores at once; what watches clocks, sockets and signals has the machine to itself.
-TOGETHER := $(addprefix tests/,checkpoint config core frontend kv layers metrics models ops sampling structured worker \
+TOGETHER := $(addprefix tests/,checkpoint config core frontend kv layers metrics models ops quant sampling structured worker \
 	security/test_folders.py security/test_templates.py)
 
 test: $(VENV)/.installed-test lint
