@@ -40,6 +40,7 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add"):
     priority: int = 0  # lower runs earlier
     cache_salt: str = ""
     constraint: Constraint | None = None
+    wants_vector: bool = False  # the last prompt token's final hidden state, instead of an answer
 
 
 class Vocabulary(msgspec.Struct, array_like=True, tag="vocabulary"):
@@ -78,6 +79,7 @@ class ChoiceDelta(msgspec.Struct, array_like=True, gc=False):
     num_cached_tokens: int = 0  # with the first token
     queue_s: float = 0.0  # how long it waited for its first step; with the first token
     error: str = ""  # with "error": what is wrong with the request, if that is the reason
+    vector: list[float] = []  # of a request that wants one; with its end
 
 
 class EngineStats(msgspec.Struct, array_like=True, gc=False):

@@ -15,6 +15,7 @@ from quire.params import SamplingParams
 # What a row of a plan produces.
 NOTHING = 0
 TOKEN = 1  # TOKEN + k: its last k tokens are drafts to be verified; as many tokens as are accepted, and one more
+VECTOR = -1  # the last token's final hidden state
 
 
 class RowStart(msgspec.Struct, array_like=True):
@@ -67,8 +68,8 @@ class StepPlan(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def num_samples(self) -> int:
-        """Positions at which a token is chosen."""
-        return sum(self.produces)
+        """Positions at which a token is chosen, or whose hidden state is asked for."""
+        return sum(map(abs, self.produces))
 
 
 class Masks(msgspec.Struct, array_like=True, gc=False):
@@ -97,3 +98,4 @@ class StepResult(msgspec.Struct, array_like=True, gc=False):
     token_ids: list[list[int]]
     logprobs: dict[int, list[TokenLogprobs]] = {}  # index into rows -> one per token
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # index into rows -> one per prompt token computed
+    vectors: dict[int, list[float]] = {}  # index into rows

@@ -51,12 +51,13 @@ class Core:
         self.sent: dict[tuple[str, int], AddRequest] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], str] = {}
+        self.vectors: dict[str, list[float]] = {}
         self.steps: list = []
 
     def add(
         self, name: str, prompt: list[int], n: int = 1, eos: tuple[int, ...] = (), output_token_ids: list[int] = [], **fields
     ) -> None:
-        message_fields = {k: fields.pop(k) for k in ("priority", "cache_salt", "constraint") if k in fields}
+        message_fields = {k: fields.pop(k) for k in ("priority", "cache_salt", "constraint", "wants_vector") if k in fields}
         choices = {choice_idx: list(output_token_ids) for choice_idx in range(n)}
         params = SamplingParams(n=n, **fields)
         message = AddRequest(name, list(prompt), params, seed=7, choices=choices, eos_ids=list(eos), **message_fields)
@@ -75,6 +76,8 @@ class Core:
             key = (delta.request_id, delta.choice_idx)
             assert key not in self.reasons, f"{key} got tokens after it finished"
             self.tokens[key] += delta.token_ids
+            if delta.vector:
+                self.vectors[delta.request_id] = delta.vector
             if delta.finish_reason:
                 self.reasons[key] = delta.finish_reason
         self.engine.kv.check()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.executor.fake import hidden_state
 from quire.kv.pool import NULL_BLOCK
 from quire.kv.specs import CacheSpec, Full, Part, Sliding, State
 from quire.kv.tier import NoTier
@@ -183,3 +184,21 @@ def tier_traffic(seed: int, depth: int, specs: dict[str, CacheSpec]) -> Core:
     core.assert_all_as_expected(but=aborted)
     core.assert_nothing_is_held()
     return core
+
+
+# -- rows that give a vector -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("specs", [FULL, HYBRID, RECURRENT], ids=["full", "hybrid", "recurrent"])
+@DEPTHS
+def test_rows_that_give_a_vector_run_beside_others(depth, specs):
+    core = Core(specs, pipeline_depth=depth, max_num_batched_tokens=9, num_gpu_blocks_override=100)
+    prompts = {f"v{length}": list(range(length)) for length in (1, 4, 15, 40, 64)}
+    for idx, (name, prompt) in enumerate(prompts.items()):
+        core.add(name, prompt, max_tokens=7, wants_vector=True)
+        core.add(f"a{idx}", [5, 6, 7 + idx], max_tokens=9)
+    core.run()
+    assert core.vectors == {name: hidden_state(prompt) for name, prompt in prompts.items()}
+    assert all(core.tokens[name, 0] == [] and core.reasons[name, 0] == "stop" for name in prompts)
+    core.assert_all_as_expected(but=set(prompts))
+    core.assert_nothing_is_held()

@@ -115,6 +115,24 @@ def test_a_killed_core_is_replaced_and_no_stream_notices(smollm2, num_kills):
     run(scenario, "echo:100")
 
 
+def test_vectors_come_beside_answers_and_survive_a_kill(smollm2):
+    """Of the echo model they are the prompt's tokens. It takes a tenth of a second a step, so that the core dies before."""
+
+    async def scenario(llm):
+        prompts = [[100 + i, 200 + i, 300 + i] for i in range(8)]
+        answers = [asyncio.create_task(answer(llm, prompt)) for prompt in prompts]
+        streams = [await llm.submit(prompt, GREEDY, wants_vector=True) for prompt in prompts]
+        os.kill(llm.supervisor.core.pid, signal.SIGKILL)
+        for prompt, stream in zip(prompts, streams):
+            request = await stream.wait()
+            assert request.vector == prompt
+            assert request.choices[0].token_ids == [] and request.choices[0].finish_reason == "stop"
+        assert await asyncio.gather(*answers) == [echoed(prompt) for prompt in prompts]
+        assert llm.num_restarts == 1
+
+    run(scenario, executor="echo:10")
+
+
 def test_logprobs_and_choices_survive_a_kill(smollm2):
     async def scenario(llm):
         stream = await llm.submit([5, 6, 7], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, n=3))

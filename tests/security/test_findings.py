@@ -522,6 +522,7 @@ def test_a_fingerprint_covers_every_field_that_is_run_and_no_other():
         "bad_words": {"bad_words": [[1]]},
         "cache_salt": {"cache_salt": "x"},
         "constraint": {"constraint": Constraint(GrammarSpec("regex", "a"))},
+        "wants_vector": {"wants_vector": True},
         "owner": {"owner": "k"},
     }
     known = {"request_id", "seed", "priority", "choices", *others} - {"owner"}

@@ -5,6 +5,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.core.engine import Engine
 from quire.executor.inproc import InprocExecutor
+from quire.messages import AddRequest
 from quire.models.qwen3 import TINY
 from tests.worker.drafting import BigramDrafter
 from tests.worker.test_gpu import DEVICE, ON_A_CARD, OPTIONS, PROMPTS, model
@@ -55,6 +56,34 @@ def test_tokens_and_logprobs_are_those_without_drafts(model, device, depth, bloc
         assert num_steps < 40  # of 50 and more
     else:
         assert num_preemptions > 0
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_a_vector_is_the_last_tokens_hidden_state(model, num_drafts):
+    """As the model has it by itself, beside rows that decode, with and without drafts."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    prompts = {"a": PROMPTS[1], "b": [9, 8, 7], "c": PROMPTS[0]}
+    with LLM(str(model), **OPTIONS, device="cpu") as llm:
+        executor = InprocExecutor(llm.client.engine.config)
+        executor.worker.drafter = BigramDrafter([[1, 2, 3]], TINY["vocab_size"], "cpu", num_drafts)
+        engine = Engine(llm.client.engine.config, executor)
+    for name, prompt in prompts.items():
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        engine.handle(AddRequest(name, prompt, params, 0, wants_vector=name != "c"))
+    vectors, answer = {}, []
+    while engine.has_work:
+        for delta in engine.step().deltas:
+            answer += delta.token_ids
+            if delta.vector:
+                vectors[delta.request_id] = delta.vector
+    assert set(vectors) == {"a", "b"} and len(answer) == 6
+    net = AutoModelForCausalLM.from_pretrained(model).float().eval()
+    for name, vector in vectors.items():
+        with torch.no_grad():
+            expected = net.model(torch.tensor([prompts[name]])).last_hidden_state[0, -1]
+        torch.testing.assert_close(torch.tensor(vector), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_kernels_of_gpus_verify_drafts_too(model):

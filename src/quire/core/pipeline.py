@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from quire.core.request import Request
 from quire.executor.base import Executor, PendingStep
-from quire.step import Masks, StepPlan, StepResult
+from quire.step import NOTHING, Masks, StepPlan, StepResult
 from quire.utils.flight import NoRecorder
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ class Entry(NamedTuple):
 
     @property
     def is_wanted(self) -> bool:
-        """Does anybody still want the tokens it chooses?"""
+        """Does anybody still want what it produces?"""
         request = self.request
-        return self.produces > 0 and not request.finished and self.num_forced == request.num_forced
+        return self.produces != NOTHING and not request.finished and self.num_forced == request.num_forced
 
 
 @dataclass

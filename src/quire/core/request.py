@@ -29,7 +29,7 @@ class Request:
         "request_id", "choice_idx", "params", "seed", "priority", "key", "stop_ids", "eos_ids", "bad_words", "cache_salt",
         "token_ids", "num_prompt_tokens", "max_total_tokens", "num_computed", "num_in_flight", "num_sampling",
         "status", "row", "blocks", "num_preemptions", "num_prompt_logprobs", "num_cached_tokens", "leader", "followers",
-        "arrival", "queue_s", "guide", "told_from", "num_forced", "num_row_start",
+        "arrival", "queue_s", "guide", "told_from", "num_forced", "num_row_start", "wants_vector",
     )  # fmt: skip
 
     def __init__(self, message: AddRequest, choice_idx: int, params: SamplingParams, max_model_len: int) -> None:
@@ -50,6 +50,9 @@ class Request:
         self.num_prompt_tokens = len(message.prompt_token_ids)
         limit = self.num_prompt_tokens + (params.max_tokens or max_model_len)
         self.max_total_tokens = min(limit, max_model_len)
+        self.wants_vector = message.wants_vector
+        if self.wants_vector:
+            self.max_total_tokens = self.num_prompt_tokens + 1  # all of the prompt is computed, and nothing else
 
         self.num_computed = 0  # tokens in the cache by steps that were applied
         self.guide: RequestGuide | None = None  # what its answer must look like

@@ -18,7 +18,7 @@ from quire.core.request import Request, Status
 from quire.core.waiting import POLICIES, WaitingQueue
 from quire.kv.manager import KVManager
 from quire.messages import ChoiceDelta, EngineStats
-from quire.step import NOTHING, TOKEN, RowStart, StepPlan, StepResult, Told
+from quire.step import NOTHING, TOKEN, VECTOR, RowStart, StepPlan, StepResult, Told
 
 
 class Scheduler:
@@ -164,7 +164,12 @@ class Scheduler:
 
     def _give(self, step: PlannedStep, request: Request, start: int, num_tokens: int, new_blocks: list[list[int]]) -> None:
         num_missing = start + num_tokens - (len(request.token_ids) + request.num_sampling)
-        produces = TOKEN + num_missing if num_missing >= 0 else NOTHING  # tokens behind the known ones are drafts
+        if num_missing < 0:
+            produces = NOTHING
+        elif request.wants_vector:
+            produces = VECTOR
+        else:
+            produces = TOKEN + num_missing  # tokens behind the known ones are drafts
         plan = step.plan
         plan.rows.append(request.row)
         plan.starts.append(start)
@@ -177,7 +182,7 @@ class Scheduler:
         position = start + num_tokens - max(0, num_missing)
         step.entries.append(Entry(request, num_tokens, produces, position, request.num_preemptions, request.num_forced))
         request.num_in_flight += num_tokens
-        request.num_sampling += produces
+        request.num_sampling += max(NOTHING, produces)
 
     def _num_drafts(self, request: Request, start: int, num_tokens: int, budget: int) -> int:
         """How many drafts a row that computes `num_tokens` verifies as well: those behind the token that the step before chose."""
@@ -206,7 +211,7 @@ class Scheduler:
             request, is_wanted = entry.request, entry.is_wanted
             request.num_in_flight -= entry.num_tokens
             if entry.num_forced == request.num_forced:
-                request.num_sampling -= entry.produces
+                request.num_sampling -= max(NOTHING, entry.produces)
             if request.finished:
                 continue  # aborted, or stopped by the step before: this step's share of it is surplus
             # A preempted request's tokens are as good as any: only its cache is gone.
@@ -215,7 +220,7 @@ class Scheduler:
                 delta = self._extend(request, result, idx, is_wanted)
                 deltas.append(delta)
             if entry.num_preemptions == request.num_preemptions:
-                num_rejected = entry.produces - len(result.token_ids[idx])
+                num_rejected = max(NOTHING, entry.produces) - len(result.token_ids[idx])
                 self._advance(request, entry.num_tokens - num_rejected, newest_step)
             if delta is not None and delta.finish_reason is not None:
                 self._finish(request)
@@ -231,6 +236,9 @@ class Scheduler:
             delta.prompt_logprobs = result.prompt_logprobs[idx]
             request.num_prompt_logprobs += len(delta.prompt_logprobs)
         if not is_wanted:
+            return delta
+        if idx in result.vectors:
+            delta.vector, delta.finish_reason = result.vectors[idx], "stop"
             return delta
         delta.token_ids = list(result.token_ids[idx])
         delta.finish_reason, delta.stop_reason = request.extend(delta.token_ids)

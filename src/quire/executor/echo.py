@@ -9,7 +9,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.kv.specs import CacheSpec, Full, KVLayout
-from quire.step import Masks, StepPlan, StepResult
+from quire.step import VECTOR, Masks, StepPlan, StepResult
 
 
 class EchoExecutor(Executor):
@@ -38,11 +38,14 @@ class EchoExecutor(Executor):
 
     def sample(self, plan: StepPlan, masks: Masks | None = None) -> "_Done":
         self.next_end = max(self.next_end + self.step_s, time.monotonic())
-        tokens = []
+        tokens: list[list[int]] = []
+        vectors = {}
         for row, start, count, produces in zip(plan.rows, plan.starts, plan.num_tokens, plan.produces):
             token_ids, num_prompt = self.prompts[row]
-            tokens.append([token_ids[(start + count) % num_prompt]] if produces else [])
-        return _Done(StepResult(plan.step_id, tokens), self.next_end if self.step_s else 0.0)
+            if produces == VECTOR:
+                vectors[len(tokens)] = [float(token_id) for token_id in token_ids]
+            tokens.append([token_ids[(start + count) % num_prompt]] if produces > 0 else [])
+        return _Done(StepResult(plan.step_id, tokens, vectors=vectors), self.next_end if self.step_s else 0.0)
 
     def close(self) -> None:
         self.prompts.clear()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from quire.config import EngineConfig
 from quire.executor.base import Executor
 from quire.kv.specs import CacheSpec, Full, Group, KVLayout
-from quire.step import TOKEN, Masks, Move, StepPlan, StepResult
+from quire.step import NOTHING, TOKEN, VECTOR, Masks, Move, StepPlan, StepResult
 
 VOCAB_SIZE = 1000
 EMPTY = -1  # in place of a token that is not what it should be
@@ -23,6 +23,12 @@ def next_token(history: Sequence[int], seed: int, choice_idx: int, allowed: Sequ
     """What the fake model says after `history`."""
     digest = hashlib.sha256(repr((list(history), seed, choice_idx)).encode()).digest()
     return allowed[int.from_bytes(digest[:4], "little") % len(allowed)]
+
+
+def hidden_state(history: Sequence[int]) -> list[float]:
+    """What the fake model thinks of `history`."""
+    digest = hashlib.sha256(repr(list(history)).encode()).digest()
+    return [byte / 256 for byte in digest[:8]]
 
 
 def next_state(state: bytes, token_id: int) -> bytes:
@@ -79,13 +85,22 @@ class FakeExecutor(Executor):
         for told in plan.told:
             self.rows[told.row].token_ids[told.start :] = told.token_ids
         tokens: list[list[int]] = []
+        vectors: dict[int, list[float]] = {}
         for row, first, count, produces, new in zip(plan.rows, plan.starts, plan.num_tokens, plan.produces, plan.new_blocks):
             state = self.rows[row]
             for table, blocks in zip(state.tables, new):
                 table.extend(blocks)
-            place = sum(map(bool, tokens))
+            place = sum(map(bool, tokens)) + len(vectors)
+            if produces == VECTOR:
+                vectors[len(tokens)] = self._vector(state, first, count)
+                tokens.append([])
+                continue
             tokens.append(self._compute(state, first, count, produces, allowed.get(place, range(VOCAB_SIZE))))
-        return StepResult(plan.step_id, tokens)
+        return StepResult(plan.step_id, tokens, vectors=vectors)
+
+    def _vector(self, state: "_Row", first: int, count: int) -> list[float]:
+        self._compute(state, first, count, NOTHING, ())
+        return hidden_state(self._read(state, first + count))
 
     def _compute(self, state: "_Row", first: int, count: int, produces: int, allowed: Sequence[int]) -> list[int]:
         """A row's part in a step; the tokens it produces."""
@@ -139,11 +154,15 @@ class FakeExecutor(Executor):
                 blocks[table[position // size]]["state"] = value
 
     def _choose(self, state: "_Row", length: int, allowed: Sequence[int]) -> int:
+        return next_token(self._read(state, length), state.seed, state.choice_idx, allowed)
+
+    def _read(self, state: "_Row", length: int) -> list[int]:
+        """A row's first tokens, as the caches have them."""
         history = state.token_ids[:length]
         for group_idx, group in enumerate(self.groups):
             read = self._read_state if group.spec.is_state else self._read_entries
             read(state, group_idx, group, history)
-        return next_token(history, state.seed, state.choice_idx, allowed)
+        return history
 
     def _read_entries(self, state: "_Row", group_idx: int, group: Group, history: list[int]) -> None:
         tokens, table, blocks = group.spec.tokens_per_entry, state.tables[group_idx], self.blocks[group.pool_idx]

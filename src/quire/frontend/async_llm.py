@@ -129,16 +129,17 @@ class AsyncLLM:
 
     async def submit(
         self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0,
-        cache_salt: str = "", timeout_s: float | None = None, thinks: bool = False, owner: str = "",
+        cache_salt: str = "", timeout_s: float | None = None, thinks: bool = False, owner: str = "", wants_vector: bool = False,
     ) -> Stream:  # fmt: skip
         """Starts a request. RequestError: it is wrong. OverloadedError: the queue is full. EngineError: giving up.
 
-        `owner`: a digest of the sender's API key; a request that made the engine fail is refused to its owner alone."""
+        `owner`: a digest of the sender's API key; a request that made the engine fail is refused to its owner alone.
+        `wants_vector`: the stream's request gets the prompt's vector instead of an answer."""
         self._admit()
         request_id = request_id or uuid.uuid4().hex
         if request_id in self.supervisor.live:
             raise RequestError(f"there is a request {request_id!r:.100} already: choose another request_id")
-        make = functools.partial(self.inputs.request, request_id, prompt, params, priority, cache_salt, thinks, owner)
+        make = functools.partial(self.inputs.request, request_id, prompt, params, priority, cache_salt, thinks, owner, wants_vector)
         size = _size(prompt) + _size(params.bad_words)  # both are tokenized
         is_long = size > INLINE_CHARS or params.structured_outputs is not None
         request = await self.off_loop(make, size) if is_long else make()

@@ -34,11 +34,12 @@ class InputProcessor:
 
     def request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str = "",
-        thinks: bool = False, owner: str = "",
+        thinks: bool = False, owner: str = "", wants_vector: bool = False,
     ) -> RequestState:  # fmt: skip
         """A checked request with the message that starts it; RequestError says what is wrong.
 
-        `thinks`: the answer may begin with thinking, which a grammar leaves alone. `owner`: a digest of the sender's API key."""
+        `thinks`: the answer may begin with thinking, which a grammar leaves alone. `owner`: a digest of the sender's API key.
+        `wants_vector`: see AddRequest."""
         params.verify()
         if isinstance(prompt, Mapping):
             cache_salt = prompt.get("cache_salt") or cache_salt
@@ -53,6 +54,7 @@ class InputProcessor:
         message = AddRequest(
             request_id, token_ids, complete, seed, {choice_idx: [] for choice_idx in range(params.n)}, self.model.eos_ids,
             bad_words=bad_words, priority=priority, cache_salt=cache_salt, constraint=constraint,
+            wants_vector=wants_vector,
         )  # fmt: skip
         return RequestState(request_id, text, token_ids, complete, message, self.model.tokenizer, owner)
 

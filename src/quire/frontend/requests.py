@@ -44,6 +44,7 @@ class RequestState:
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
         self.prompt_logprobs: list[TokenLogprobs] = []
         strings = StopStrings(params.stop)
+        self.vector: list[float] = []  # of a request that wants one, when it is finished
         self.choices = [ChoiceState(idx, params, strings, tokenizer, prompt_token_ids) for idx in range(params.n)]
         self.num_unfinished = params.n
 
@@ -57,6 +58,7 @@ class RequestState:
         if choice.finish_reason is not None:
             return None  # what was under way when a stop string ended it
         self.prompt_logprobs += delta.prompt_logprobs
+        self.vector = delta.vector or self.vector
         metrics = self.metrics
         if metrics.first_token_time is None:
             metrics.num_cached_tokens = delta.num_cached_tokens

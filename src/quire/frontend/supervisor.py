@@ -249,7 +249,7 @@ class Supervisor:
         request = change.request
         if change.is_first:
             self.metrics.first_token(request)
-        if change.num_tokens and self.blame.watches and self.blame.progressed(request.request_id):
+        if (change.num_tokens or request.finished) and self.blame.watches and self.blame.progressed(request.request_id):
             self._unsent.set()
         if request.finished:
             del self.live[request.request_id]

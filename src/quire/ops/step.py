@@ -148,4 +148,5 @@ def _accept(
         accepted += is_right
     tl.store(num_accepted + r, accepted)
     row = tl.load(sample_rows + first).to(tl.int64)
-    tl.store(lengths + row * length_stride, tl.load(sample_positions + first) + 1 + accepted)
+    if row >= 0:
+        tl.store(lengths + row * length_stride, tl.load(sample_positions + first) + 1 + accepted)

@@ -96,7 +96,7 @@ class StepInputs:
         query_starts[left] = np.arange(left.start, left.stop) if shape.decode else shape.num_tokens
         produces = np.array(plan.produces)
         which = np.flatnonzero(produces)
-        num_each = produces[which]
+        num_each = np.abs(produces[which])
         first_samples = np.cumsum(num_each) - num_each
         behind = 0  # how many samples of the row come after each
         if len(which) < plan.num_samples:
@@ -104,7 +104,7 @@ class StepInputs:
             behind = (first_samples + num_each).repeat(num_each) - 1 - np.arange(plan.num_samples)
         # To the very end: a recording that samples may be larger than the one before it.
         _pad(host["sample_at"], ends[which] - 1 - behind, None, 0)
-        _pad(host["sample_rows"], rows[which], None, NO_ROW)
+        _pad(host["sample_rows"], np.where(produces[which] > 0, rows[which], NO_ROW), None, NO_ROW)
         _pad(host["sample_positions"], step.context_lens[which] - behind, None, 0)
         _pad(host["first_samples"], first_samples, None, plan.num_samples)
         for backend in self.backends:

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from quire.kv.specs import Group
 from quire.layers.attention import CacheLayer
 from quire.layers.attention.base import AttentionBackend, Limits, Shape
-from quire.ops.transfer import ToHost
+from quire.ops.transfer import ToHost, on_device
 from quire.sampling.logprobs import TokenLogprobs, token_logprobs
 from quire.sampling.sampler import SampleMasks, Sampler
-from quire.step import Masks, StepPlan, StepResult
+from quire.step import VECTOR, Masks, StepPlan, StepResult
 from quire.worker.batch import Batch
 from quire.worker.drafter import NoDrafter
 from quire.worker.failure import told
-from quire.worker.inputs import SampleShape, StepInputs, decode_shape, mixed_shape
+from quire.worker.inputs import NO_ROW, SampleShape, StepInputs, decode_shape, mixed_shape
 from quire.worker.kv_cache import KVMemory
 from quire.worker.logprobs import LOGPROBS_AT_ONCE, entries, prompt_span
 
@@ -151,7 +151,7 @@ class Runner:
         if self.batch.owes_prompt_logprobs(plan):
             self._prompt_logprobs(launched, pending)
         if launched.num_samples:
-            rows = [row for row, produces in zip(plan.rows, plan.produces) for _ in range(produces)]
+            rows = [row if produces > 0 else NO_ROW for row, produces in zip(plan.rows, plan.produces) for _ in range(abs(produces))]
             if masks is not None:
                 first_samples = self.inputs.host["first_samples"]
                 self.masks.bring(Masks([int(first_samples[place]) for place in masks.places], masks.words))
@@ -165,6 +165,8 @@ class Runner:
                 self._choose_specially(rows, masks is not None, pending)
             if self.drafter.num_drafts:
                 self._accept(plan, pending)
+            if VECTOR in plan.produces:
+                pending.vectors = ToHost(self.last_hidden[: launched.num_samples].float())
         pending.token_ids = ToHost(self.out_ids[: launched.num_samples])
         self.recordings.record_next()
         return pending
@@ -175,8 +177,8 @@ class Runner:
         first_samples, num_accepted = inputs.first_samples[: count + 1], self.num_accepted[:count]
         samples = inputs.sample_at, inputs.sample_rows, inputs.sample_positions
         self.device.accept(first_samples, *samples, self.out_ids, inputs.token_ids, self.batch.lengths, num_accepted)
-        rows_R = inputs.sample_rows.index_select(0, first_samples[:-1])
-        self.drafter.draft(rows_R, self.batch.lengths, self.batch.tokens)
+        rows = [row for row, produces in zip(plan.rows, plan.produces) if produces > 0]
+        self.drafter.draft(on_device(rows, self.batch.tokens.device), self.batch.lengths, self.batch.tokens)
         pending.num_accepted = ToHost(num_accepted)
 
     def mask_memory(self, num_rows: int, num_words: int, is_new: bool) -> memoryview | None:
@@ -241,6 +243,7 @@ class Pending:
 
     token_ids: ToHost
     num_accepted: ToHost | None = None  # None: there are no drafts
+    vectors: ToHost | None = None  # hidden states of all samples; None: nobody asks
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
@@ -259,15 +262,19 @@ class Pending:
     def result(self) -> StepResult:
         chosen = self.token_ids.wait()[0].tolist()
         num_accepted = None if self.num_accepted is None else self.num_accepted.wait()[0].tolist()
+        vectors = None if self.vectors is None else self.vectors.wait()[0]
         result = StepResult(self.plan.step_id, [[] for _ in self.plan.rows])
         first = 0  # sample of the row
         place_of: dict[int, int] = {}  # sample that counts -> row of the plan
         producing = (idx for idx, produces in enumerate(self.plan.produces) if produces)
         for nth, idx in enumerate(producing):
             end = first + 1 + (num_accepted[nth] if num_accepted is not None else 0)
-            result.token_ids[idx] = chosen[first:end]
-            place_of.update((sample, idx) for sample in range(first, end))
-            first += self.plan.produces[idx]
+            if self.plan.produces[idx] == VECTOR:
+                result.vectors[idx] = vectors[first].tolist()
+            else:
+                result.token_ids[idx] = chosen[first:end]
+                place_of.update((sample, idx) for sample in range(first, end))
+            first += abs(self.plan.produces[idx])
         if self.logprobs is not None:
             places, num_top, columns = self.logprobs
             found = entries([chosen[i] for i in places], TokenLogprobs(*columns.wait()), num_top)

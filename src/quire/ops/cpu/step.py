@@ -52,7 +52,9 @@ def accept(
     for r in range(len(first) - 1):
         samples = range(first[r], first[r + 1] - 1)
         accepted[r] = next((n for n, s in enumerate(samples) if chosen[s] != token_ids[at[s] + 1]), len(samples))
-    lengths.numpy()[rows[first[:-1]]] = positions[first[:-1]] + 1 + accepted
+    is_row = rows[first[:-1]] >= 0
+    firsts = first[:-1][is_row]
+    lengths.numpy()[rows[firsts]] = positions[firsts] + 1 + accepted[is_row]
 
 
 def gather_rows(x_TD: Tensor, idx_S: Tensor, out: Tensor) -> Tensor:

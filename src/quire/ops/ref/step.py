@@ -86,7 +86,8 @@ def accept(
                 break
             num_accepted += 1
         num_accepted_R[r] = num_accepted
-        lengths[sample_rows_S[first]] = sample_positions_S[first] + 1 + num_accepted
+        if sample_rows_S[first] >= 0:
+            lengths[sample_rows_S[first]] = sample_positions_S[first] + 1 + num_accepted
 
 
 def _positions(row: int, start: int, count: int, like: Tensor) -> Tensor:
