@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.layers.attention import triton as backend
 from quire.ops import attention as ops
-from quire.ops.attention import AttentionWork, Tile
+from quire.ops.attention import END_KEY, FIRST_UNIT, NUM_SPLITS, AttentionWork, Tile
 from quire.ops.ref import attention as twin
 from quire.ops.ref.attention import AttentionTables
 
@@ -171,7 +171,7 @@ SPLIT_CASES = {
 def test_any_mix_of_rows_equals_the_twin(case: Case) -> None:
     world = World(case)
     work = world.work(num_surplus=3)
-    assert (work.units[:, 6] <= 1).all()
+    assert (work.units[:, NUM_SPLITS] <= 1).all()
     world.check(work)
 
 
@@ -179,7 +179,7 @@ def test_any_mix_of_rows_equals_the_twin(case: Case) -> None:
 def test_long_rows_are_split_and_merged_by_the_last_to_arrive(case: Case) -> None:
     world = World(case)
     work = world.work(num_surplus=2)
-    assert (work.units[:, 6] > 1).sum() >= 3
+    assert (work.units[:, NUM_SPLITS] > 1).sum() >= 3
     world.check(work)
     assert not work.counters.any()
 
@@ -233,7 +233,7 @@ def test_a_full_batch_is_not_split_and_one_long_row_is_spread_over_the_card() ->
 
 def test_the_longest_tiles_come_first() -> None:
     units = plan([1] * 100, [*range(1, 101)])
-    assert (np.diff(units[:, 5]) < 0).all()
+    assert (np.diff(units[:, END_KEY]) < 0).all()
 
 
 def test_a_window_bounds_the_keys() -> None:
@@ -252,14 +252,14 @@ def test_a_plan_covers_every_query_and_key_once_and_is_no_longer_than_promised(s
     units = plan(num_queries.tolist(), context_lens.tolist(), window=window, **sizes)
     num_tokens = int(num_queries.sum())
     assert len(units) <= ops.max_units(num_tokens, R, **sizes)
-    is_split = units[:, 6] > 1
+    is_split = units[:, NUM_SPLITS] > 1
     room = ops.max_split_units(len(units), num_kv_heads=K, num_programs=528)
     assert is_split.sum() <= room and not is_split[room:].any() and not is_split[is_split.sum() :].any()
 
     starts = np.cumsum(num_queries) - num_queries
     seen = np.zeros(num_tokens, int)
-    for first_unit in np.unique(units[:, 7]):
-        tile = units[units[:, 7] == first_unit]
+    for first_unit in np.unique(units[:, FIRST_UNIT]):
+        tile = units[units[:, FIRST_UNIT] == first_unit]
         row, first, count, pos = tile[0, :4]
         assert (tile[:, :4] == tile[0, :4]).all() and (tile[:, 6] == len(tile)).all()
         assert len(tile) <= max(1, 528 // K) and 0 < count <= tile_m // G

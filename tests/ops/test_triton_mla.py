@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.ops import attention, mla
-from quire.ops.attention import AttentionWork, Tile
+from quire.ops.attention import NUM_SPLITS, AttentionWork, Tile
 from quire.ops.ref import mla as twin
 from quire.ops.ref.attention import AttentionTables
 
@@ -136,7 +136,7 @@ SPLIT_CASES = {
 def test_any_mix_of_rows_equals_the_twin(case: Case) -> None:
     world = World(case)
     work = world.work(num_surplus=3)
-    assert (work.units[:, 6] <= 1).all()
+    assert (work.units[:, NUM_SPLITS] <= 1).all()
     world.check(work)
 
 
@@ -144,7 +144,7 @@ def test_any_mix_of_rows_equals_the_twin(case: Case) -> None:
 def test_long_rows_are_split_and_merged_by_the_last_to_arrive(case: Case) -> None:
     world = World(case)
     work = world.work(num_surplus=2)
-    assert (work.units[:, 6] > 1).sum() >= 3
+    assert (work.units[:, NUM_SPLITS] > 1).sum() >= 3
     world.check(work)
     assert not work.counters.any()
 

@@ -31,7 +31,18 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
 
 
-UNIT_WORDS = 8  # of a unit, see plan_units
+# The columns of a unit of work.
+(
+    ROW,  # of the block table
+    FIRST_TOKEN,  # of the step, that is a query here
+    NUM_TOKENS,  # that are queries here; 0: nothing to do
+    POSITION,  # of the first of them
+    FIRST_KEY,
+    END_KEY,
+    NUM_SPLITS,  # of its tile
+    FIRST_UNIT,  # of its tile
+) = range(8)
+UNIT_WORDS = 8
 
 
 class Tile(NamedTuple):
@@ -118,19 +129,21 @@ def plan_units(
     """The units of a step, int32 [U, 8]: longest tiles first, so that ragged contexts end together.
 
     Each row has `num_queries` tokens of the step, from `starts` on, and `context_lens` tokens in all, these included.
-    A unit: row of the block table, first query token, number of query tokens, position of the first of them, first key,
-    end key, splits of its tile, index of the tile's first unit. Tiles are split when there are fewer of them than
-    `num_programs` asks for; a tile's splits lie side by side, and as split tiles are longer than others, they lead.
+    Tiles are split when there are fewer of them than `num_programs` asks for; a tile's splits lie side by side, and as
+    split tiles are longer than others, they lead.
     """
     units = np.ones((len(context_lens), UNIT_WORDS), np.int32)
-    units[:, 0] = np.arange(len(units)) if rows is None else rows
-    units[:, 1], units[:, 2], units[:, 3] = starts, num_queries, context_lens - num_queries
+    units[:, ROW] = np.arange(len(units)) if rows is None else rows
+    units[:, FIRST_TOKEN] = starts
+    units[:, NUM_TOKENS] = num_queries
+    units[:, POSITION] = context_lens - num_queries
     tokens_per_tile = tile_m // group_size
     if np.minimum.reduce(num_queries) < 1 or np.maximum.reduce(num_queries) > tokens_per_tile:
         units = _tiles(units, tokens_per_tile)
-    pos, end = units[:, 3], units[:, 3] + units[:, 2]
-    units[:, 4], units[:, 5] = np.maximum(pos - (window - 1), 0) if window else 0, end
-    length = end - units[:, 4]
+    pos, end = units[:, POSITION], units[:, POSITION] + units[:, NUM_TOKENS]
+    units[:, FIRST_KEY] = np.maximum(pos - (window - 1), 0) if window else 0
+    units[:, END_KEY] = end
+    length = end - units[:, FIRST_KEY]
     if len(units) > 1:
         order = (-length).argsort(kind="stable")
         units, length = units[order], length[order]
@@ -138,29 +151,29 @@ def plan_units(
     chunk = -(-int(np.add.reduce(length)) // max(1, num_programs // num_kv_heads))
     longest = int(length[0]) if len(length) else 0
     chunk = _round_up(max(MIN_CHUNK, chunk), CHUNK_STEP)
-    units[:, 7] = np.arange(len(units))
+    units[:, FIRST_UNIT] = np.arange(len(units))
     return _splits(units, length, chunk) if longest > chunk else units
 
 
 def _tiles(rows: np.ndarray, tokens_per_tile: int) -> np.ndarray:
-    """Rows cut into tiles: columns 1 to 3 of their units. Rows without queries disappear."""
-    num_queries = rows[:, 2]
+    """Rows cut into tiles: the columns that say which queries. Rows without queries disappear."""
+    num_queries = rows[:, NUM_TOKENS]
     num_tiles = (num_queries + (tokens_per_tile - 1)) // tokens_per_tile
     tiles = rows.repeat(num_tiles, 0)
     first = (np.arange(len(tiles)) - (num_tiles.cumsum() - num_tiles).repeat(num_tiles)) * tokens_per_tile
-    tiles[:, 1] += first
-    tiles[:, 2] = np.minimum(tiles[:, 2] - first, tokens_per_tile)
-    tiles[:, 3] += first
+    tiles[:, FIRST_TOKEN] += first
+    tiles[:, NUM_TOKENS] = np.minimum(tiles[:, NUM_TOKENS] - first, tokens_per_tile)
+    tiles[:, POSITION] += first
     return tiles
 
 
 def _splits(tiles: np.ndarray, length: np.ndarray, chunk: int) -> np.ndarray:
-    """Tiles cut into splits of `chunk` keys: columns 4 to 7."""
+    """Tiles cut into splits of `chunk` keys: the columns that say which keys."""
     num_splits = (length + (chunk - 1)) // chunk
-    tiles[:, 6], tiles[:, 7] = num_splits, num_splits.cumsum() - num_splits
+    tiles[:, NUM_SPLITS], tiles[:, FIRST_UNIT] = num_splits, num_splits.cumsum() - num_splits
     units = tiles.repeat(num_splits, 0)
-    units[:, 4] += (np.arange(len(units)) - units[:, 7]) * chunk
-    np.minimum(units[:, 4] + chunk, units[:, 5], out=units[:, 5])
+    units[:, FIRST_KEY] += (np.arange(len(units)) - units[:, FIRST_UNIT]) * chunk
+    np.minimum(units[:, FIRST_KEY] + chunk, units[:, END_KEY], out=units[:, END_KEY])
     return units
 
 
@@ -205,7 +218,7 @@ def plan(q_THD: Tensor, tables: AttentionTables, num_kv_heads: int, window: int)
         query_starts[:-1], np.diff(query_starts), tables.context_lens.cpu().numpy(), rows, tile_m=tile.tile_m,
         group_size=G, num_kv_heads=num_kv_heads, window=window, num_programs=num_programs,
     )  # fmt: skip
-    num_split_units = int(np.count_nonzero(units[:, 6] > 1))
+    num_split_units = int(np.count_nonzero(units[:, NUM_SPLITS] > 1))
     return AttentionWork.of(torch.from_numpy(units).to(q_THD.device), tile, num_split_units, num_kv_heads, D)
 
 
@@ -245,6 +258,15 @@ def paged_attention(
 
 
 @triton.jit
+def load_unit(units, unit):
+    """Its columns."""
+    at = units + unit * 8
+    row, first_token, num_tokens, position = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    first_key, end_key, num_splits, first_unit = tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
+    return row, first_token, num_tokens, position, first_key, end_key, num_splits, first_unit
+
+
+@triton.jit
 def _attention(
     q, cache, block_table, units, shifts, out, sinks, partials, stats, counters, factor,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, block_stride, table_stride,
@@ -255,9 +277,7 @@ def _attention(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     kv_head, unit = tl.program_id(0), tl.program_id(1)
-    units += unit * 8
-    row, first_token, num_tokens, pos = tl.load(units), tl.load(units + 1), tl.load(units + 2), tl.load(units + 3)
-    begin, end, num_splits, first_unit = tl.load(units + 4), tl.load(units + 5), tl.load(units + 6), tl.load(units + 7)
+    row, first_token, num_tokens, pos, begin, end, num_splits, first_unit = load_unit(units, unit)
     # Block ids are fetched a turn ahead: as an indirect load inside the loop they would cost K and V half their stages.
     m_M, d_D, n_N = tl.arange(0, TILE_M), tl.arange(0, BLOCK_D), tl.arange(0, TILE_N)
     table = block_table + row.to(tl.int64) * table_stride

@@ -15,7 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.attention import LOG2_E, LOWEST, AttentionWork, Tile, WorkShape, _merge, plan_units
+from quire.ops.attention import (
+    LOG2_E,
+    LOWEST,
+    NUM_SPLITS,
+    AttentionWork,
+    Tile,
+    WorkShape,
+    _merge,
+    load_unit,
+    plan_units,
+)
 from quire.ops.elementwise import _place, _scaled
 from quire.ops.launch import capability, has_little_shared_memory, num_multiprocessors, options, pdl
 from quire.ops.ref import mla as reference
@@ -189,7 +199,7 @@ def plan(q_THL: Tensor, tables: AttentionTables) -> AttentionWork:
         query_starts[:-1], np.diff(query_starts), tables.context_lens.cpu().numpy(), rows, tile_m=tile.tile_m, group_size=G,
         num_kv_heads=num_tiles, window=0, num_programs=tile.programs_per_multiprocessor * num_multiprocessors(q_THL),
     )  # fmt: skip
-    num_split_units = int(np.count_nonzero(units[:, 6] > 1))
+    num_split_units = int(np.count_nonzero(units[:, NUM_SPLITS] > 1))
     return AttentionWork.of(torch.from_numpy(units).to(q_THL.device), tile, num_split_units, num_tiles, L)
 
 
@@ -227,9 +237,7 @@ def _latent_attention(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     head_tile, unit = tl.program_id(0), tl.program_id(1)
-    units += unit * 8
-    row, first_token, num_tokens, pos = tl.load(units), tl.load(units + 1), tl.load(units + 2), tl.load(units + 3)
-    begin, end, num_splits, first_unit = tl.load(units + 4), tl.load(units + 5), tl.load(units + 6), tl.load(units + 7)
+    row, first_token, num_tokens, pos, begin, end, num_splits, first_unit = load_unit(units, unit)
     # Block ids are fetched a turn ahead: as an indirect load inside the loop they would cost the cache's loads half their stages.
     m_M, l_L, r_R, n_N = tl.arange(0, TILE_M), tl.arange(0, L), tl.arange(0, BLOCK_R), tl.arange(0, TILE_N)
     table = block_table + row.to(tl.int64) * table_stride
