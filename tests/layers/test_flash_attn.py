@@ -122,7 +122,7 @@ class World:
         self.options = dict(scale=0.1, window=case.window, softcap=case.softcap)
         longest = max(count for count, _ in case.rows)
         self.tables = AttentionTables(
-            ints(starts), ints(lens), table.to(DEVICE), size, longest, 0, rows=ints([2 * r + 1 for r in range(len(lens))])
+            ints(starts), ints(lens), table.to(DEVICE), size, longest, rows=ints([2 * r + 1 for r in range(len(lens))])
         )
 
     def expected(self) -> Tensor:

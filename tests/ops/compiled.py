@@ -54,7 +54,7 @@ def routers() -> None:
 def tables(num_rows: int, num_queries: int, context: int) -> AttentionTables:
     starts = torch.arange(num_rows + 1, dtype=torch.int32) * num_queries
     lens = torch.full((num_rows,), context, dtype=torch.int32)
-    return AttentionTables(starts, lens, torch.zeros(num_rows, -(-context // 16), dtype=torch.int32), 16, num_queries, context)
+    return AttentionTables(starts, lens, torch.zeros(num_rows, -(-context // 16), dtype=torch.int32), 16, num_queries)
 
 
 def attentions() -> None:

@@ -115,7 +115,7 @@ def paged(ops: ModuleType, world: World, seed: int = 1) -> Tensor:
                 table[row, logical] = -1
     starts = torch.tensor([0, *(n for n, _ in case.rows)]).cumsum(0).int()
     lens = torch.tensor([len(k) for k in world.keys]).int()
-    tables = AttentionTables(starts, lens, table, size, max(n for n, _ in case.rows), int(lens.max()))
+    tables = AttentionTables(starts, lens, table, size, max(n for n, _ in case.rows))
     q = torch.cat(world.queries)
     # As a view of a fused row, the way the layers hand it over.
     fused = torch.cat((q.flatten(1), torch.full((len(q), 48), math.nan, dtype=case.dtype)), 1)
@@ -257,7 +257,7 @@ def test_a_negative_slot_is_not_written(ops: ModuleType, dtype: torch.dtype) -> 
 def test_rows_without_queries_and_padding_tokens_are_left_alone(ops: ModuleType) -> None:
     cache = torch.ones(2, 2, 16, 1, 32)
     tables = AttentionTables(
-        torch.tensor([0, 0, 1, 1]).int(), torch.tensor([0, 5, 9]).int(), torch.tensor([[-1], [1], [-1]]).int(), 16, 1, 9
+        torch.tensor([0, 0, 1, 1]).int(), torch.tensor([0, 5, 9]).int(), torch.tensor([[-1], [1], [-1]]).int(), 16, 1
     )
     out = torch.full((3, 2, 32), 7.0)
     ops.paged_attention(torch.ones(3, 2, 32), cache, tables, scale=1.0, out=out)
@@ -273,7 +273,7 @@ def test_offsets_beyond_two_gigabytes_are_reached() -> None:
     k = torch.randn(1, 8, 256).bfloat16()
     last = num_blocks // 2 - 1
     tables = AttentionTables(
-        torch.tensor([0, 1]).int(), torch.tensor([1]).int(), torch.tensor([[last]]).int(), 16, 1, 1
+        torch.tensor([0, 1]).int(), torch.tensor([1]).int(), torch.tensor([[last]]).int(), 16, 1
     )
     native.write_kv(cache, k, k, torch.tensor([last * 16]))
     assert torch.equal(native.paged_attention(k, cache, tables, scale=1.0), k)

@@ -201,7 +201,7 @@ def test_a_layer_of_native_kernels_gives_what_a_layer_of_twins_gives(dtype: torc
     angle = angles(D)
     cos_sin, positions = torch.cat((angle.cos(), angle.sin()), 1), torch.arange(T)
     tables = AttentionTables(
-        torch.tensor([0, T]).int(), torch.tensor([T]).int(), torch.tensor([[3, 0, 2]]).int(), size, T, T
+        torch.tensor([0, T]).int(), torch.tensor([T]).int(), torch.tensor([[3, 0, 2]]).int(), size, T
     )
     slots = tables.block_table[0, positions // size].long() * size + positions % size
     qkv = fused_qkv(T, 6, 2, D, dtype)

@@ -21,7 +21,7 @@ def test_fresh_rows_attend_as_over_the_cache_and_leave_others_alone():
         slots = table[row].long().repeat_interleave(size)[:count] * size + torch.arange(count, device=DEVICE) % size
         write_kv(cache, k[starts[row] : starts[row + 1]], v[starts[row] : starts[row + 1]], slots)
     ints = lambda values: torch.tensor(values, dtype=torch.int32, device=DEVICE)  # noqa: E731
-    expected = paged_attention(q, cache, AttentionTables(ints(starts), ints(counts), table, size, 70, 70), scale=0.3)
+    expected = paged_attention(q, cache, AttentionTables(ints(starts), ints(counts), table, size, 70), scale=0.3)
     out = torch.full((total, H, D), torch.nan, device=DEVICE, dtype=DTYPE)
     fresh.fresh_attention(q, k, v, ((0, 40), (43, 70)), out, scale=0.3)
     assert out[40:43].isnan().all()

@@ -92,12 +92,12 @@ def test_attention_finds_blocks(rows: tuple[tuple[int, int], ...]) -> None:
     assert far.first * far.whole.stride(0) >= FAR
     table = torch.randperm(8, device=DEVICE).int().view(2, 4).repeat(1, 2)  # of `end`
     starts = [0, *np.cumsum([count for count, _ in rows]).tolist()]
-    tables = AttentionTables(ints(*starts), ints(*lens), table + far.first, SIZE, max(count for count, _ in rows), max(lens))
+    tables = AttentionTables(ints(*starts), ints(*lens), table + far.first, SIZE, max(count for count, _ in rows))
     q_THD = torch.randn(starts[-1], 3 * K, D).to(DTYPE).to(DEVICE)
     found = attention.paged_attention(q_THD, far.whole, tables, scale=0.2)
     plain = attention.cache_view(far.end).transpose(2, 3).float()
     expected = twin_attention.paged_attention(
-        q_THD.float(), plain, AttentionTables(ints(*starts), ints(*lens), table, SIZE, tables.max_query_len, max(lens)), scale=0.2
+        q_THD.float(), plain, AttentionTables(ints(*starts), ints(*lens), table, SIZE, tables.max_query_len), scale=0.2
     )
     torch.testing.assert_close(found.float(), expected, **TOLERANCE)
 
@@ -122,10 +122,10 @@ def test_latent_attention_finds_blocks(rows: tuple[tuple[int, int], ...]) -> Non
     far, lens = Far(8, SIZE, LATENT + ROPE), [count + before for count, before in rows]
     table = torch.randperm(8, device=DEVICE).int().view(2, 4).repeat(1, 2)  # of `end`
     starts = [0, *np.cumsum([count for count, _ in rows]).tolist()]
-    tables = AttentionTables(ints(*starts), ints(*lens), table + far.first, SIZE, max(count for count, _ in rows), max(lens))
+    tables = AttentionTables(ints(*starts), ints(*lens), table + far.first, SIZE, max(count for count, _ in rows))
     q_THL, q_THR = (torch.randn(starts[-1], 4, size).to(DTYPE).to(DEVICE) for size in (LATENT, ROPE))
     found = mla.latent_attention(q_THL, q_THR, far.whole, tables, scale=0.1)
-    near = AttentionTables(ints(*starts), ints(*lens), table, SIZE, tables.max_query_len, max(lens))
+    near = AttentionTables(ints(*starts), ints(*lens), table, SIZE, tables.max_query_len)
     expected = twin_mla.latent_attention(q_THL.float(), q_THR.float(), far.end.float(), near, scale=0.1)
     torch.testing.assert_close(found.float(), expected, **TOLERANCE)
 

@@ -83,7 +83,7 @@ class World:
         self.q_THD = fused[:, :H]
         self.sinks_H = torch.randn(H, generator=random).to(DEVICE) if case.learned_sinks else None
         self.tables = AttentionTables(
-            self.ints(starts), self.ints(lens), table.to(DEVICE), size, max(n for n, _ in case.rows), max(lens),
+            self.ints(starts), self.ints(lens), table.to(DEVICE), size, max(n for n, _ in case.rows),
             rows=self.ints([2 * r + 1 for r in range(len(lens))]),
         )  # fmt: skip
 

@@ -66,7 +66,7 @@ class World:
         self.q_THL = torch.randn((H, num_tokens, L), generator=random).to(case.dtype).to(DEVICE).transpose(0, 1)
         self.q_THR = torch.randn((num_tokens, H, R + 8), generator=random).to(case.dtype).to(DEVICE)[..., 8:]
         self.tables = AttentionTables(
-            ints(starts), ints(lens), table.to(DEVICE), size, max(n for n, _ in case.rows), max(lens),
+            ints(starts), ints(lens), table.to(DEVICE), size, max(n for n, _ in case.rows),
             rows=ints([2 * r + 1 for r in range(len(lens))]),
         )  # fmt: skip
 

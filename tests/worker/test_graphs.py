@@ -88,7 +88,7 @@ def test_a_tape_attends_over_blocks_that_lie_apart(dtype):
         """Each row writes its first token, into a block of its own, and sees nothing else."""
         q, k, v = qkv[:count].split((2 * K, K, K), 1)
         elementwise.rope_and_write(q, k, v, cos_sin, positions[:count], cache, slots[:count])
-        tables = AttentionTables(starts[: count + 1], lens[:count], table[:count], size, 1, 1)
+        tables = AttentionTables(starts[: count + 1], lens[:count], table[:count], size, 1)
         return attention.paged_attention(q, cache, tables, scale=1.0)
 
     with torch.inference_mode(), Recording() as recording:

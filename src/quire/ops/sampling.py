@@ -60,7 +60,7 @@ RESTRICTED_TILE, RESTRICTED_WARPS = 32, 8  # slots
 
 
 class Scratch:
-    """Memory of the kernels of one engine whose steps have up to `num_rows` rows. What rare stages need comes with `reserve`.
+    """Memory of the kernels of one engine whose steps have up to `num_rows` rows. What rare stages need is made when the first of them comes.
 
     Restricted rows take V / 5 bytes each (8 MB for 256 rows of 151,936), penalized ones 4 V (156 MB).
     """
@@ -70,13 +70,6 @@ class Scratch:
         self.num_slots = triton.cdiv(vocab_size, SLOT * CHUNK_SLOTS) * CHUNK_SLOTS
         self.best = torch.empty(max(num_rows, NUM_PROGRAMS), dtype=torch.int64, device=device)
         self.arrived = torch.zeros(num_rows, dtype=torch.int32, device=device)  # 0 whenever no kernel runs
-
-    def reserve(self, *, restricted: bool, penalized: bool) -> None:
-        """To be called before a graph with these stages is captured; other steps do it themselves."""
-        if restricted:
-            _ = self.slots, self.opened
-        if penalized:
-            _ = self.edited
 
     @functools.cached_property
     def slots(self) -> Tensor:

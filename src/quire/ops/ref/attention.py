@@ -29,7 +29,6 @@ class AttentionTables:
     block_table: Tensor  # int32 [R, max_blocks]: pool block of each logical block; anything where no query looks
     block_size: int  # tokens per block
     max_query_len: int  # over rows
-    max_context_len: int = 0  # over rows
     rows: Tensor | None = None  # int32 [R]: which row of `block_table` the r-th reads; None: the r-th
     work: tuple | None = None  # work lists on the device, for kernels that want them
     shifts: Tensor | None = None  # int32 [rows of the batch]: how many tokens fewer a row has than its work was planned with
