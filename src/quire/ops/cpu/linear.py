@@ -164,10 +164,10 @@ def _check(x: Tensor, w: PackedWeight) -> None:
 
 def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """x [T, k] in bf16 times the weight, plus a float32 bias: [T, n] in bf16 or float32."""
+    _check(x, w)
     library = _library()
     if library is None:
         return packed.linear(x, w, bias, out_dtype)
-    _check(x, w)
     wide = out_dtype is torch.float32
     if not wide and out_dtype is not torch.bfloat16:
         raise ConfigError(f"a packed linear layer gives bfloat16 or float32, not {out_dtype}")
@@ -185,10 +185,10 @@ def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None, out_dtype: to
 
 def linear_silu_mul(x: Tensor, w: PackedWeight) -> Tensor:
     """silu(gate) * up in bf16 [T, n / 2] where gate and up are the halves of `linear(x, w)`: the same bits in one call."""
+    _check(x, w)
     library = _library()
     if library is None:
         return packed.linear_silu_mul(x, w)
-    _check(x, w)
     if not gateable(w):
         raise ConfigError(f"the halves of {w.n} outputs are not multiples of 16: multiply and gate in two calls")
     rows = len(x)
