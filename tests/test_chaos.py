@@ -13,13 +13,15 @@ import openai
 import pytest
 from benchmarks.server_process import QUIRE, ServerProcess
 
+from quire.ops.cpu import linear
 from tests.poison import EXIT, HANG, RAISE
 from tests.prompts import PROMPTS
 
 NUM_STREAMS = 64
 MAX_TOKENS = 32
 WATCHDOG_S = 3
-MOVES_WITHIN_S = 5.0
+# A CPU without the instructions that the compiled products need computes 64 prompts again several times as slowly.
+MOVES_WITHIN_S = 5.0 if linear.supported() else 20.0
 
 
 @pytest.fixture(scope="module")
