@@ -85,12 +85,14 @@ def _multiple(ratio: float) -> int:
 
 def num_blocks_for(layout: KVLayout, memory_bytes: int, num_rows: int) -> list[int]:
     """Blocks of each pool: states get what `num_rows` requests need, half of the memory at most; the others share the rest."""
-    wanted = [num_rows * STATE_BLOCKS_PER_ROW + 1 if is_state else 0 for is_state in _are_states(layout)]
+    are_states = _are_states(layout)
+    wanted = [num_rows * STATE_BLOCKS_PER_ROW + 1 if is_state else 0 for is_state in are_states]
     state_bytes = sum(count * pool.block_bytes for count, pool in zip(wanted, layout.pools))
     scale = min(1.0, memory_bytes / 2 / state_bytes) if state_bytes else 1.0
     counts = [int(count * scale) for count in wanted]
     left = memory_bytes - sum(count * pool.block_bytes for count, pool in zip(counts, layout.pools))
-    return [count or left // pool.block_bytes for count, pool in zip(counts, layout.pools)]
+    shared = [left // pool.block_bytes for pool in layout.pools]
+    return [count if is_state else rest for count, is_state, rest in zip(counts, are_states, shared)]
 
 
 def with_blocks(layout: KVLayout, num_blocks: Iterable[int], num_places: int = 0) -> KVLayout:

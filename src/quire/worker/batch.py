@@ -28,7 +28,8 @@ class Batch:
     ) -> None:
         table_names = [f"table {group_idx}" for group_idx in range(len(groups))]
         table_widths = {name: -(-max_len // group.block_size) for name, group in zip(table_names, groups)}
-        widths = {"ints": 2 * len(INTS), "floats": len(FLOATS), "length": 1, "tokens": max_len, **table_widths}  # an int64 is two words
+        # An int64 is two words.
+        widths = {"ints": 2 * len(INTS), "floats": len(FLOATS), "length": 1, "tokens": max_len, **table_widths}
         self.words = RowWords(num_rows, widths, device, scatter_segments)
         parts = self.words.parts
         self.tokens: Tensor = parts["tokens"]
@@ -56,7 +57,9 @@ class Batch:
     def owes_prompt_logprobs(self, plan: StepPlan) -> bool:
         """Whether the step computes prompt tokens of rows that want their logprobs."""
         asking = self.prompt_logprobs
-        return any(row in asking and start < self.prompt_lens[row] - 1 for row, start in zip(plan.rows, plan.starts)) if asking else False
+        if not asking:
+            return False
+        return any(row in asking and start < self.prompt_lens[row] - 1 for row, start in zip(plan.rows, plan.starts))
 
     def _start(self, start: RowStart) -> None:
         row = start.row

@@ -64,15 +64,15 @@ class Runner:
     def rehearse(self) -> None:
         """Runs the largest step, and one as it is decoded, on nobody's rows: kernels are compiled and loaded, libraries set up (which
         must not happen while a graph is recorded), memory is taken as it will be."""
-        num_rows = self.limits.num_rows
+        num_rows, num_samples = self.limits.num_rows, self.limits.num_samples
         for shape in (mixed_shape(self.limits, self.limits.max_tokens), decode_shape(num_rows), decode_shape(1)):
             self.inputs.fill(StepPlan(-1, [], [], [], [], [], []), shape)
             self.compute(shape)
         for random in (True, False):
-            self.choose(SampleShape(num_rows, random))
+            self.choose(SampleShape(num_samples, random))
         logits_SV = self.model.logits(self.last_hidden)
         self.device.mask_logits(logits_SV, *self.masks.none())
-        self.sampler.choose(logits_SV, *self._samples(num_rows), random=True, restricted=True, penalized=True)
+        self.sampler.choose(logits_SV, *self._samples(num_samples), random=True, restricted=True, penalized=True)
         copies = [logits_SV.float() for _ in range(3)]  # what editing and logprobs hold at once
         del copies
 
@@ -151,10 +151,11 @@ class Runner:
         if self.batch.owes_prompt_logprobs(plan):
             self._prompt_logprobs(launched, pending)
         if launched.num_samples:
-            rows = [row if produces > 0 else NO_ROW for row, produces in zip(plan.rows, plan.produces) for _ in range(abs(produces))]
+            rows: list[int] = []  # of each sample
+            for row, produces in zip(plan.rows, plan.produces):
+                rows += [row if produces > 0 else NO_ROW] * abs(produces)
             if masks is not None:
-                first_samples = self.inputs.host["first_samples"]
-                self.masks.bring(Masks([int(first_samples[place]) for place in masks.places], masks.words))
+                self.masks.bring(self._masks_of_samples(masks) if self.drafter.num_drafts else masks)
             recorded = None
             if not sampling.special(rows):
                 shape = SampleShape(len(rows), random=not sampling.random.isdisjoint(rows), masked=masks is not None)
@@ -180,6 +181,11 @@ class Runner:
         rows = [row for row, produces in zip(plan.rows, plan.produces) if produces > 0]
         self.drafter.draft(on_device(rows, self.batch.tokens.device), self.batch.lengths, self.batch.tokens)
         pending.num_accepted = ToHost(num_accepted)
+
+    def _masks_of_samples(self, masks: Masks) -> Masks:
+        """With places among samples instead of rows: a row with a grammar has one, others may have several."""
+        first_samples = self.inputs.host["first_samples"]
+        return Masks(first_samples[masks.places].tolist(), masks.words)
 
     def mask_memory(self, num_rows: int, num_words: int, is_new: bool) -> memoryview | None:
         return self.masks.memory(num_rows, num_words, is_new)

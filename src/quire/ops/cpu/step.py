@@ -44,8 +44,7 @@ def accept(
     lengths: Tensor,
     num_accepted_R: Tensor,
 ) -> None:
-    """How many drafts of each row are what was chosen in their place, from the first on; and the row's length with these and the
-    token chosen behind them. Row r has samples `first_samples[r]` to `first_samples[r + 1]`, the first at its last known token."""
+    """As the twin."""
     first = first_samples.numpy()
     at, rows, positions = sample_at_S.numpy(), sample_rows_S.numpy(), sample_positions_S.numpy()
     chosen, token_ids, accepted = chosen_S.numpy(), token_ids_T.numpy(), num_accepted_R.numpy()

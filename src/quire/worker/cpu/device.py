@@ -1,6 +1,6 @@
 """A CPU, as the worker and its runner see it: kernels, recordings, memory. Host and device are one, so nothing travels.
 
-`gpu/device.py` has the same names.
+`gpu/device.py` has the same names, and those for what only happens there.
 """
 
 import contextlib
