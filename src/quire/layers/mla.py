@@ -1,8 +1,8 @@
 """Multi-head latent attention: of each token one small vector is cached, from which every head's keys and values could be made.
 
 Used by models. Two ways to the same numbers: `absorbed`, which takes queries to the cached vectors and never makes keys and values,
-and `expanded`, which makes them: fewer operations where a long prompt begins in this step. Its backend is `ops/mla.py` or
-`ops/ref/mla.py`.
+and `expanded`, which makes them: fewer operations where a long prompt begins in this step. Its backends are in
+`layers/latent`.
 
 Shape letters: T tokens of the step, H heads, D = P + R a query's size, P of it without and R with rotation, V value size,
 L latent size, X = L + R.
