@@ -5,15 +5,20 @@ best of several runs, as machines are shared; histories have 512 tokens, half of
 """
 
 import argparse
+import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from quire.ops.cpu import sampling, vocab
-from quire.params import SamplingParams
-from quire.sampling.rows import SamplingRows
-from quire.sampling.sampler import Sampler
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+from tests.sampling.on_cpu import sampling_rows  # noqa: E402
+
+from quire.ops.cpu import sampling, vocab  # noqa: E402
+from quire.params import SamplingParams  # noqa: E402
+from quire.sampling.sampler import Sampler  # noqa: E402
 
 CASES = {
     "greedy": SamplingParams(temperature=0),
@@ -34,7 +39,7 @@ def zipf_logits(num_rows: int, vocab_size: int) -> Tensor:
 
 def best_step_ms(params: SamplingParams, num_rows: int, vocab_size: int, num_runs: int) -> float:
     logits = zipf_logits(num_rows, vocab_size)
-    batch = SamplingRows(num_rows, vocab_size)
+    batch = sampling_rows(num_rows, vocab_size)
     for row in range(num_rows):
         batch.set(row, params, seed=row, prompt_len=HISTORY_TOKENS // 2)
     tokens = torch.randint(vocab_size, (num_rows, HISTORY_TOKENS + num_runs + 2), dtype=torch.int32)

@@ -7,19 +7,24 @@ Each is timed at a small and a large size, alternating, best of several rounds; 
 
 import gc
 import random
+import sys
 import time
+from pathlib import Path
 
-from quire.checkpoint.find import find
-from quire.config import EngineConfig
-from quire.core.engine import Engine
-from quire.executor.fake import FakeExecutor
-from quire.frontend.detokenize import Detokenizer
-from quire.frontend.tokenizer import Tokenizer
-from quire.kv.groups import form_layout
-from quire.kv.manager import KVManager
-from quire.kv.specs import Full
-from quire.messages import AddRequest
-from quire.params import SamplingParams
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+from tests.core.fake import FakeExecutor  # noqa: E402
+
+from quire.checkpoint.find import find  # noqa: E402
+from quire.config import EngineConfig  # noqa: E402
+from quire.core.engine import Engine  # noqa: E402
+from quire.frontend.detokenize import Detokenizer  # noqa: E402
+from quire.frontend.tokenizer import Tokenizer  # noqa: E402
+from quire.kv.groups import form_layout  # noqa: E402
+from quire.kv.manager import KVManager  # noqa: E402
+from quire.kv.specs import Full  # noqa: E402
+from quire.messages import AddRequest  # noqa: E402
+from quire.params import SamplingParams  # noqa: E402
 
 ROUNDS = 9
 
@@ -33,7 +38,7 @@ class SilentExecutor(FakeExecutor):
     def forward(self, plan):
         self.plan = plan
 
-    def sample(self, plan):
+    def sample(self, plan, masks=None):
         from quire.step import StepResult
 
         class Done:

@@ -87,7 +87,7 @@ def alive(pid: int) -> bool:
     return state(pid) not in "ZX"
 
 
-def until(condition, timeout_s: float = 10.0, what: str = "the condition") -> None:
+def until(condition, timeout_s: float = 60.0, what: str = "the condition") -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

@@ -103,7 +103,6 @@ class StepOutputs(msgspec.Struct, array_like=True, tag="outputs", gc=False):
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
     """The core takes requests from now on."""
 
-    num_blocks: int
     num_tokens: int  # that fit into the KV cache
 
 

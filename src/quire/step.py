@@ -77,7 +77,7 @@ class Masks(msgspec.Struct, array_like=True, gc=False):
 
     `words` is the sender's own and is used again: whoever is given it copies it at once."""
 
-    places: list[int]  # among the rows that choose a token
+    places: list[int]  # among the rows that produce something
     words: memoryview  # bytes of int32 [places, words]: token i may be chosen if bit i % 32 of word i // 32 is set
 
 

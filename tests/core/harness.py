@@ -5,12 +5,12 @@ from collections import OrderedDict
 
 from quire.config import EngineConfig
 from quire.core.engine import Engine
-from quire.executor.fake import VOCAB_SIZE, FakeExecutor, next_token
 from quire.kv.specs import CacheSpec, Full, Sliding
 from quire.kv.tier import NoTier
 from quire.messages import Abort, AddRequest
 from quire.params import SamplingParams
 from quire.step import StepPlan
+from tests.core.fake import VOCAB_SIZE, FakeExecutor, next_token
 
 FULL = {"full:kv": Full(1, 1, "bfloat16")}
 HYBRID = {**FULL, "near:kv": Sliding(1, 1, "bfloat16", window=6), "nearer:kv": Sliding(1, 1, "bfloat16", window=5)}

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.executor.fake import hidden_state
 from quire.kv.pool import NULL_BLOCK
 from quire.kv.specs import CacheSpec, Full, Part, Sliding, State
 from quire.kv.tier import NoTier
+from tests.core.fake import hidden_state
 from tests.core.harness import FULL, HYBRID, Core, ToyTier
 
 EVERY = 64  # tokens between two states that others may resume from
@@ -150,6 +150,35 @@ def test_a_step_moves_no_more_bytes_than_it_may():
         core.assert_all_as_expected()
         assert core.engine.scheduler.stats.prefix_hits <= 4 * num_blocks
         assert max(len(plan.moves) for plan in core.executor.plans) <= num_blocks
+
+
+def test_saves_leave_room_for_the_loads_that_cause_them():
+    """Where every free block has content, each load pushes something out, and both count."""
+    options = dict(num_gpu_blocks_override=12, max_num_seqs=1, max_model_len=44, max_num_batched_tokens=8)
+    core = Core(tier=ToyTier(200, max_step_bytes=2 * 4 * 4), **options)
+    for name, first in (("first", 0), ("fills", 100), ("again", 0)):
+        core.add(name, [first + idx for idx in range(43)], max_tokens=1)
+        core.run()
+    core.assert_all_as_expected()
+    assert sum(move.is_load for plan in core.executor.plans for move in plan.moves) > 0
+    assert max(len(plan.moves) for plan in core.executor.plans) <= 2
+
+
+@DEPTHS
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_window_moves_on_when_all_choices_have_the_prompt(depth, caching):
+    """Until then what they need of it is kept for them."""
+    most = {}
+    for n in (1, 3):
+        core = Core(HYBRID, pipeline_depth=depth, enable_prefix_caching=caching)
+        core.add("a", list(range(20)), n=n, max_tokens=40)
+        for _ in range(20):
+            core.step()
+        leader = core.engine.scheduler.requests["a", 0]
+        most[n] = [sum(map(bool, table)) for table in leader.blocks.tables[1:]]
+        core.run()
+        core.assert_all_as_expected()
+    assert max(most[3]) <= max(most[1]) + 1
 
 
 def test_a_tier_smaller_than_a_hit_never_gives_away_what_a_step_loads():

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.executor.fake import VOCAB_SIZE, FakeExecutor, next_token
 from quire.kv.specs import Part, State
 from quire.step import TOKEN
+from tests.core.fake import VOCAB_SIZE, FakeExecutor, next_token
 from tests.core.harness import ALL_STOPS, FULL, HYBRID, Core
 
 NUM_DRAFTS = 3

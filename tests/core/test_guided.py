@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from quire.core.guides import Guides
 from quire.errors import RequestError
-from quire.executor.fake import VOCAB_SIZE, next_token
 from quire.messages import Constraint, Thinking, Vocabulary
 from quire.structured.base import Matcher
 from quire.structured.spec import GrammarSpec
+from tests.core.fake import VOCAB_SIZE, hidden_state, next_token
 from tests.core.harness import HYBRID, Core
 
 EOS = 999
@@ -98,7 +98,7 @@ class Slow:
 def guided(polls: int = 0, **options) -> Core:
     core = Core(**options)
     core.engine.guides = guides = Guides(VOCABULARY, Slow(polls), core.executor)
-    core.engine.pipeline.late_inputs = guides
+    core.engine.pipeline.guides = guides
     return core
 
 
@@ -152,6 +152,17 @@ def test_a_grammar_rules_every_token_and_ends_the_answer(depth):
     assert core.tokens["a", 0][-1] == EOS and core.reasons["a", 0] == "stop"
     assert core.tokens["free", 0] == core.expected("free")
     core.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_that_wants_a_vector_has_no_use_for_a_grammar(depth):
+    core = guided(pipeline_depth=depth)
+    core.add("a", [1, 2, 3], max_tokens=30, eos=(EOS,), constraint=constraint("40 3 7 800"))
+    core.step()
+    core.add("vector", [5, 6, 7], constraint=constraint("3 7"), wants_vector=True)
+    core.run()
+    assert core.vectors["vector"] == hidden_state([5, 6, 7])
+    assert core.tokens["a", 0] == oracle(core, "a", "40 3 7 800")
 
 
 @pytest.mark.parametrize("depth", [1, 2])

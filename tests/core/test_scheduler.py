@@ -73,6 +73,19 @@ def test_an_urgent_request_takes_the_place_of_the_least_urgent(depth):
     core.assert_all_as_expected()
 
 
+def test_an_urgent_request_that_takes_no_hit_is_given_room_for_all_of_it():
+    """It wants logprobs of its prompt, which another has in the cache; were the hit counted, there would be room."""
+    core = Core(scheduling_policy="priority", num_gpu_blocks_override=17, max_model_len=64)
+    prompt = list(range(40))
+    core.add("low", prompt, max_tokens=20, priority=9)
+    for _ in range(4):
+        core.step()
+    core.add("urgent", prompt, max_tokens=2, priority=0, prompt_logprobs=1)
+    core.run()
+    assert list(core.reasons)[0] == ("urgent", 0)
+    core.assert_all_as_expected()
+
+
 def test_equal_priorities_do_not_push_each_other_out():
     core = Core(max_num_seqs=1, scheduling_policy="priority")
     core.add("a", [1, 2, 3], max_tokens=9, priority=1)

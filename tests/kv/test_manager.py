@@ -257,7 +257,7 @@ def stale_index(kv, blocks):
 
 
 def unlisted_content(kv, blocks):
-    kv.pools[0].cached[0].popitem()
+    kv.pools[0].cached.popitem()
 
 
 def wrong_content(kv, blocks):

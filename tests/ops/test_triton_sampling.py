@@ -5,7 +5,7 @@ Without a GPU the kernels run in Triton's interpreter, which needs some 50 ms fo
 
 import pytest
 import torch
-from tests.sampling.on_cpu import sample
+from tests.sampling.on_cpu import sample, sampling_rows
 from torch import Tensor
 
 from quire.ops import sampling
@@ -13,7 +13,7 @@ from quire.ops.penalties import penalize
 from quire.ops.ref import gumbel
 from quire.ops.ref import sampling as twin
 from quire.params import SamplingParams
-from quire.sampling.rows import FLOATS, INTS, SamplingRows
+from quire.sampling.rows import FLOATS, INTS
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -283,7 +283,7 @@ def test_the_twin_chooses_what_the_sampler_chooses() -> None:
     logits = logits_of(len(asked), seed=8, vocab_size=2503, scale=1.0).contiguous()
     logits[:, 5], logits[0, 6], logits[1] = torch.nan, torch.inf, -torch.inf
     tokens = torch.randint(2503, (len(asked), MAX_LEN), generator=torch.Generator().manual_seed(8)).int()
-    batch, rows = SamplingRows(len(asked), 2503), torch.arange(len(asked))
+    batch, rows = sampling_rows(len(asked), 2503), torch.arange(len(asked))
     for row, params in enumerate(asked):
         params = DEFAULTS | params
         prompt_len = params.pop("prompt_len")

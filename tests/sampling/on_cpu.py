@@ -7,13 +7,22 @@ import torch
 from torch import Tensor
 
 from quire.ops.cpu import sampling, vocab
-from quire.sampling.rows import SamplingRows
+from quire.sampling.rows import FLOATS, INTS, SamplingRows, Table
 from quire.sampling.sampler import SampleLogprobs, SampleMasks, Sampler
 
 
 class Sampled(NamedTuple):
     token_ids: Tensor
     logprobs: SampleLogprobs | None
+
+
+def sampling_rows(num_rows: int, vocab_size: int) -> SamplingRows:
+    floats, ints = torch.zeros(num_rows, len(FLOATS)), torch.zeros(num_rows, len(INTS), dtype=torch.int64)
+
+    def write(row: int, float_record: list[float], int_record: list[int]) -> None:
+        floats[row], ints[row] = torch.tensor(float_record), torch.tensor(int_record)
+
+    return SamplingRows(vocab_size, Table(floats, ints, write))
 
 
 def sample(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.sampling.on_cpu import sampling_rows
 from torch import Tensor
 
 from quire.ops.cpu import sampling as cpu
@@ -10,7 +11,6 @@ from quire.ops.ref import mask as reference_mask
 from quire.ops.ref import sampling as reference
 from quire.params import SamplingParams
 from quire.sampling.custom import LogitsProcessor
-from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import SampleLogprobs, SampleMasks, Sampler
 
 VOCAB = 2_503
@@ -38,7 +38,7 @@ def device(request) -> str:
 class Step:
     def __init__(self, device: str, num_rows: int = 3) -> None:
         self.sample, self.mask_logits, self.scratch = kernels(device)
-        self.batch = SamplingRows(num_rows, VOCAB)
+        self.batch = sampling_rows(num_rows, VOCAB)
         self.int_type = torch.int32 if device == "triton" else torch.int64
         # No history has any of the three unless a test puts it there.
         self.tokens = torch.randint(10, 20, (num_rows, MAX_LEN), generator=torch.Generator().manual_seed(0)).int()

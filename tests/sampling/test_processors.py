@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sampling.on_cpu import sampling_rows
 from torch import Tensor
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
@@ -56,7 +57,7 @@ def edit(logits: Tensor, batch: SamplingRows, tokens: Tensor, lengths: Tensor) -
 def edited(logits: Tensor, history: Tensor, prompt_len: int, **given) -> Tensor:
     """The logits after everything that `SamplingParams(**given)` does before the argmax."""
     outside = {name: given.pop(name) for name in ("bad_word_ids", "stop_ids") if name in given}
-    batch = SamplingRows(ROWS, logits.shape[1])
+    batch = sampling_rows(ROWS, logits.shape[1])
     for row in range(ROWS):
         batch.set(row, SamplingParams(**given, max_tokens=None), seed=0, prompt_len=prompt_len, **outside)
     logits = logits.clone()
@@ -169,7 +170,7 @@ def test_presence_and_frequency_count_the_output_alone(seed, presence, frequency
 def test_penalties_of_rows_with_different_lengths_do_not_touch_each_other():
     logits, history = random_logits(1), random_history(1, 50, 20)
     lengths, prompts = torch.tensor([50, 3, 17, 30]), [10, 3, 2, 30]
-    batch = SamplingRows(ROWS, VOCAB)
+    batch = sampling_rows(ROWS, VOCAB)
     for row in range(ROWS):
         params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2)
         batch.set(row, SamplingParams() if row == 2 else params, seed=0, prompt_len=prompts[row])

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, chisquare
-from tests.sampling.on_cpu import Sampled, sample
+from tests.sampling.on_cpu import Sampled, sample, sampling_rows
 from torch import Tensor
 
 from quire.ops.ref import gumbel, vocab
@@ -45,7 +45,7 @@ def random_logits(*shape: int, seed: int = 0, scale: float = 2.0) -> Tensor:
 
 def run(logits: Tensor, params: list[SamplingParams], seeds=None, positions=None, **given) -> Sampled:
     """Samples one row per entry of `params`, with empty histories."""
-    batch = SamplingRows(len(params), logits.shape[1])
+    batch = sampling_rows(len(params), logits.shape[1])
     for row, param in enumerate(params):
         batch.set(row, param, seed=seeds[row] if seeds else row, prompt_len=1)
     tokens, lengths = torch.zeros(len(params), 1, dtype=torch.int32), torch.ones(len(params), dtype=torch.int64)
@@ -55,7 +55,7 @@ def run(logits: Tensor, params: list[SamplingParams], seeds=None, positions=None
 
 @functools.cache
 def equal_rows(kind: str, vocab_size: int) -> SamplingRows:
-    batch = SamplingRows(DRAWS_PER_STEP, vocab_size)
+    batch = sampling_rows(DRAWS_PER_STEP, vocab_size)
     for row in range(DRAWS_PER_STEP):
         batch.set(row, KINDS[kind], seed=0, prompt_len=1)
     return batch
@@ -233,13 +233,13 @@ def test_a_request_gives_the_same_token_alone_in_a_batch_of_64_and_in_any_row():
     logits = random_logits(64, vocab_size, seed=3)
     history = torch.randint(vocab_size, (64, 30), generator=torch.Generator().manual_seed(4))
     lengths = torch.arange(64) % 20 + 5
-    together = SamplingRows(64, vocab_size)
+    together = sampling_rows(64, vocab_size)
     for i in range(64):
         fill(together, i, i)
     expected = sample(logits.clone(), range(64), together, history.int(), lengths).token_ids
 
     order = torch.randperm(64, generator=torch.Generator().manual_seed(5))
-    shuffled = SamplingRows(64, vocab_size)
+    shuffled = sampling_rows(64, vocab_size)
     for row, i in enumerate(order.tolist()):
         fill(shuffled, row, i)
     ours = sample(logits[order], range(64), shuffled, history[order].int(), lengths[order]).token_ids
@@ -247,7 +247,7 @@ def test_a_request_gives_the_same_token_alone_in_a_batch_of_64_and_in_any_row():
 
     for i in range(64):
         row = (7 * i) % 5
-        alone = SamplingRows(5, vocab_size)
+        alone = sampling_rows(5, vocab_size)
         fill(alone, row, i)
         tokens = torch.zeros(5, 30, dtype=torch.int32)
         tokens[row] = history[i].int()
@@ -256,7 +256,7 @@ def test_a_request_gives_the_same_token_alone_in_a_batch_of_64_and_in_any_row():
 
 
 def test_a_recycled_row_carries_nothing_of_its_former_owner():
-    used, fresh = SamplingRows(3, VOCAB), SamplingRows(3, VOCAB)
+    used, fresh = sampling_rows(3, VOCAB), sampling_rows(3, VOCAB)
     for i in range(3 * len(MIXED)):
         fill(used, 1, i)
     for batch in (used, fresh):
@@ -320,7 +320,7 @@ def test_logits_may_be_a_slice_of_a_padded_vocabulary_and_a_step_may_be_empty():
     params = [*KINDS.values(), SamplingParams(repetition_penalty=2.0)]
     padded = random_logits(len(params), VOCAB + 61, seed=12)
     expected = run(padded[:, :VOCAB].contiguous(), params).token_ids
-    batch = SamplingRows(len(params), VOCAB)
+    batch = sampling_rows(len(params), VOCAB)
     for row, param in enumerate(params):
         batch.set(row, param, seed=row, prompt_len=1)
     tokens, lengths = torch.zeros(len(params), 1, dtype=torch.int32), torch.ones(len(params), dtype=torch.int64)
@@ -360,7 +360,7 @@ def test_prompt_logprobs_are_the_same_in_chunks():
 
 def test_a_top_p_too_small_for_float32_keeps_the_most_likely_token():
     logits = random_logits(3, VOCAB)
-    batch = SamplingRows(3, VOCAB)
+    batch = sampling_rows(3, VOCAB)
     for row, top_p in enumerate((1e-50, 1e-300, 1e-9)):
         batch.set(row, SamplingParams(top_p=top_p), seed=row, prompt_len=1)
     tokens, lengths = torch.zeros(3, 8, dtype=torch.int32), torch.ones(3, dtype=torch.int64)

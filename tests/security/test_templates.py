@@ -100,13 +100,13 @@ def trial() -> Iterator[Trial]:
 
 @pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
 def test_a_template_that_makes_too_much_is_stopped(trial, source):
-    said = refused(trial.run(do="render", source=source, timeout_s=15), "RequestError", "ConfigError", seconds=10)
+    said = refused(trial.run(do="render", source=source), "RequestError", "ConfigError", seconds=10)
     check("chat template" in said, said)
 
 
 @pytest.mark.parametrize("source", SLOW.values(), ids=SLOW)
 def test_a_template_that_takes_too_long_is_stopped(trial, source):
-    answer = trial.run(do="render", source=source, seconds=0.5, timeout_s=15)
+    answer = trial.run(do="render", source=source, seconds=0.5)
     check("stopped" in refused(answer, "RequestError", seconds=10), answer)
 
 
@@ -218,7 +218,7 @@ TOKENIZERS = {
 def test_a_hostile_tokenizer_is_refused_when_it_is_opened(trial, tmp_path: Path, made):
     (tmp_path / "tokenizer.json").write_text(made())
     said = refused(
-        trial.run(do="open_tokenizer", path=str(tmp_path), text="a" * 200, timeout_s=20), "BadModelFileError", seconds=6
+        trial.run(do="open_tokenizer", path=str(tmp_path), text="a" * 200), "BadModelFileError", seconds=6
     )
     check("tokenizer.json" in said, said)
 
@@ -251,5 +251,5 @@ def test_tokens_listed_beside_the_file_are_added_in_little_time(trial, tmp_path:
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"added_tokens_decoder": {**listed, "9" * 5000: {"content": "<x>"}, "99999999": "<y>"}})
     )
-    answer = trial.run(do="open_tokenizer", path=str(tmp_path), text="a<t5><t29999>", timeout_s=20)
+    answer = trial.run(do="open_tokenizer", path=str(tmp_path), text="a<t5><t29999>")
     check(answer["result"] == [0, 8, 30_002] and answer["seconds"] < 8, answer)

@@ -18,7 +18,7 @@ class Trial:
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
-    def run(self, timeout_s: float = 30.0, **job: Any) -> dict[str, Any]:
+    def run(self, timeout_s: float = 120.0, **job: Any) -> dict[str, Any]:
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, str(CHILD)],

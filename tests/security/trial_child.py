@@ -1,7 +1,7 @@
 """The process in which hostile files and templates are tried: it may hang or grow, and is killed then.
 
 Reads one JSON object per line, {"do": function, argument: value, …}, and answers each with what came of it, how long
-it took and by how much the process has grown.
+it took of a core's time and by how much the process has grown.
 """
 
 import json
@@ -74,13 +74,13 @@ def main() -> None:
     sys.addaudithook(lambda event, args: asked.add(str(args[0])) if event == "open" else None)
     for line in sys.stdin:
         job = json.loads(line)
-        before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+        before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
         answer: dict[str, Any] = {"result": None, "error": None, "kind": None}
         try:
             answer["result"] = globals()[job.pop("do")](**job)
         except BaseException as error:
             answer |= {"error": str(error), "kind": [cls.__name__ for cls in type(error).__mro__]}
-        answer["seconds"] = time.perf_counter() - started
+        answer["seconds"] = time.process_time() - started
         answer["grown_mb"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
         print(json.dumps(answer), flush=True)
 

@@ -19,6 +19,7 @@ from quire.structured.spec import GrammarSpec
 from tests.serving import alive, until
 
 VOCABULARY = Vocabulary([bytes([i]) for i in range(256)] + [b"</s>"], [256], [256], 320)
+PATIENCE_S = 300  # engines take seconds to load, on a busy machine a minute
 MONSTER = GrammarSpec("regex", ".*" * 400 + "x")
 
 
@@ -31,7 +32,7 @@ def compiler():
 
 def settled(compiler, kind: str, text: str):
     ticket = compiler.submit(GrammarSpec(kind, text))
-    assert ticket.wait(60)
+    assert ticket.wait(PATIENCE_S)
     return ticket
 
 
@@ -40,7 +41,7 @@ def test_submitting_never_waits_and_the_same_spec_compiles_once(compiler):
     tickets = [compiler.submit(GrammarSpec("regex", "[a-c]+")) for _ in range(10)]
     assert time.perf_counter() - started < 0.5
     assert len({id(ticket) for ticket in tickets}) == 1
-    assert tickets[0].wait(60) and tickets[0].grammar.matcher().accept(ord("a")) and tickets[0].error is None
+    assert tickets[0].wait(PATIENCE_S) and tickets[0].grammar.matcher().accept(ord("a")) and tickets[0].error is None
     assert compiler.submit(GrammarSpec("regex", "[a-c]+")).done
 
 
@@ -51,11 +52,10 @@ def test_a_refusal_comes_with_the_ticket(compiler):
 
 def test_a_monster_ends_alone_and_the_next_one_is_served(compiler):
     settled(compiler, "regex", "ready")
-    monster, started = compiler.submit(MONSTER), time.perf_counter()
+    monster = compiler.submit(MONSTER)
     other = compiler.submit(GrammarSpec("regex", "[x-z]+"))
     assert monster.wait(30) and "too complex" in str(monster.error)
-    assert time.perf_counter() - started < 10
-    assert other.wait(60) and other.grammar is not None
+    assert other.wait(PATIENCE_S) and other.grammar is not None
 
 
 @pytest.mark.parametrize(
@@ -90,36 +90,29 @@ def test_an_unknown_engine_is_refused():
         Compiler("outlines", VOCABULARY)
 
 
-def quickest(compiler, *specs: GrammarSpec) -> float:
-    """Seconds that the best of them took: the machine may be busy with other things."""
-    times = []
-    for spec in specs:
-        started = time.perf_counter()
-        assert settled(compiler, spec.kind, spec.text).error is None
-        times.append(time.perf_counter() - started)
-    return min(times)
+def trial_process(compiler) -> int:
+    """Its pid. A spec that was not seen yet makes sure that there is one."""
+    assert settled(compiler, "regex", f"ready {time.monotonic_ns()}").error is None
+    return compiler._workers[0]._process.pid
 
 
 @pytest.mark.parametrize("how", ["time", "killed", "stopped"])
-def test_after_a_trial_that_died_the_next_schema_is_quick(compiler, how):
-    settled(compiler, "regex", "ready")
-    (child,) = children(compiler._workers[0]._process.pid)
+def test_after_a_trial_that_died_the_next_is_made_by_the_same_loaded_process(compiler, how):
+    trial = trial_process(compiler)
+    (child,) = children(trial)
     if how == "time":
         text = MONSTER.text + "y"
     else:
         os.kill(child, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         text = f"after it was {how}"
-    ticket, started = compiler.submit(GrammarSpec("regex", text)), time.perf_counter()
+    ticket = compiler.submit(GrammarSpec("regex", text))
     assert ticket.wait(30) and "too complex" in str(ticket.error)
-    assert time.perf_counter() - started < 6  # the limit is 2
-    assert not alive(child) and not Path(f"/proc/{child}").exists()  # it was reaped, too
-    took = quickest(compiler, *(GrammarSpec("json", json.dumps({"const": f"{how} {i}"})) for i in range(3)))
-    assert took < 0.5, f"{took:.2f} s"
+    until(lambda: not Path(f"/proc/{child}").exists(), what="the child to be reaped")
+    assert trial_process(compiler) == trial  # what takes seconds, loading the engines, was not done again
 
 
 def test_a_stopped_trial_process_is_replaced_and_takes_its_child_along(compiler):
-    settled(compiler, "regex", "ready")
-    trial = compiler._workers[0]._process.pid
+    trial = trial_process(compiler)
     (child,) = children(trial)
     os.kill(trial, signal.SIGSTOP)
     ticket = compiler.submit(GrammarSpec("regex", "a stopped trial"))
@@ -129,13 +122,13 @@ def test_a_stopped_trial_process_is_replaced_and_takes_its_child_along(compiler)
 
 
 def test_finding_10_what_goes_wrong_in_the_trial_is_told_and_it_lives_on(compiler):
-    settled(compiler, "regex", "ready")
-    (child,) = children(compiler._workers[0]._process.pid)
+    trial = trial_process(compiler)
+    (child,) = children(trial)
     long = '{"not": {"maxItems": 1' + "0" * 400 + "}}"
     for text in (long, '{"not": {"minItems": 1e99999999}}', '{"minimum": 1e99999999}'):
         error = settled(compiler, "json", text).error
         assert error is not None and "more time" not in str(error), error
-    assert children(compiler._workers[0]._process.pid) == [child]
+    assert children(compiler._workers[0]._process.pid) == children(trial) == [child]
 
 
 @pytest.mark.parametrize("raised", [MemoryError, SystemExit, KeyboardInterrupt, OverflowError])
@@ -155,7 +148,7 @@ from quire.messages import Vocabulary
 from quire.structured.compiler import Compiler
 from quire.structured.spec import GrammarSpec
 compiler = Compiler("auto", Vocabulary([bytes([i]) for i in range(256)] + [b"</s>"], [256], [256], 320), timeout_s=60)
-compiler.submit(GrammarSpec("regex", "ready")).wait(60)
+compiler.submit(GrammarSpec("regex", "ready")).wait(300)
 compiler.submit(GrammarSpec("regex", ".*" * 400 + "x"))
 print(compiler._workers[0]._process.pid, flush=True)
 sys.stdin.read()

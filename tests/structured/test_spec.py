@@ -65,7 +65,7 @@ def test_checking_is_cheap():
     schema = {"type": "object", "properties": {f"field {i}": {"type": "string", "description": "what it is"} for i in range(90)}}
     spec = GrammarSpec("json", json.dumps(schema))
     assert len(spec.text) > 5000
-    started = time.perf_counter()
+    started = time.process_time()
     for _ in range(20):
         check(spec)
-    assert (time.perf_counter() - started) / 20 < 0.005  # really 0.3 ms; machines are shared
+    assert (time.process_time() - started) / 20 < 0.005  # really 0.3 ms

@@ -70,14 +70,14 @@ def test_tokens_equal_the_cpus_with_chunked_prompts_and_prefix_hits(model, depth
 
 @pytest.mark.parametrize("device", [{"device": "cpu"}, DEVICE], ids=["cpu", "gpu"])
 def test_blocks_pushed_out_of_the_pool_come_back_with_their_numbers(model, device):
-    prompt = list(range(20, 85))
-    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-    others = [[100 + i] * 80 for i in range(6)]
+    prompt = list(range(20, 53))
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    others = [[100 + i] * 40 for i in range(2)]
     tier = ToyTier(100)
-    with LLM(str(model), **{**OPTIONS, **device, "num_gpu_blocks_override": 10, "max_num_seqs": 1}) as llm:
+    with LLM(str(model), **{**OPTIONS, **device, "num_gpu_blocks_override": 5, "max_num_seqs": 1, "max_model_len": 48}) as llm:
         llm.client.engine = Engine(llm.client.engine.config, tier=tier)
         first, *_, again = llm.generate([prompt, *others, prompt], params, use_tqdm=False)
-    assert again.num_cached_tokens == 64 and tier.num_found > 0
+    assert again.num_cached_tokens == 32 and tier.num_found > 0
     assert again.outputs[0].token_ids == first.outputs[0].token_ids
     (expected,), _, _ = answers(model, params, [prompt], device="cpu", enable_prefix_caching=False)
     assert first.outputs[0].token_ids == expected.token_ids

@@ -40,6 +40,7 @@ class LLM:
         self.model = Model.open(config)
         self.inputs = InputProcessor(self.model)
         self.client: InprocClient | None = InprocClient(self.model.config)
+        self.is_running = False  # a generator of `_run` is not at its end
         self.request_ids = itertools.count()
 
     # -- asking --------------------------------------------------------------------------------------------------
@@ -140,6 +141,9 @@ class LLM:
         """Drives the core until all requests are finished, giving each one whenever it changed."""
         if self.client is None:
             raise RequestError("this LLM is closed: make a new one")
+        if self.is_running:
+            raise RequestError("this LLM is in the middle of a stream: read it to its end, or close() it, before you ask for more")
+        self.is_running = True
         live = {request.request_id: request for request in requests}
         num_tokens = 0
         try:
@@ -160,6 +164,7 @@ class LLM:
                     if bar is not None and num_tokens:
                         bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False)
         finally:
+            self.is_running = False
             for request_id in live:  # stopped early: by Ctrl-C, an error, or a stream nobody reads any more
                 self.client.send(Abort(request_id))
 

@@ -94,7 +94,7 @@ class StructuredConfig:
     structured_outputs_backend: Literal["auto", "xgrammar", "llguidance"] = knob(
         "auto", "grammar engine; auto: xgrammar, and llguidance for what only that one can do"
     )
-    grammar_timeout_s: float = knob(10.0, "longest time one grammar or schema may take to compile, in seconds", low=0.1, high=600.0)
+    grammar_timeout_s: float = knob(10.0, "longest CPU time one grammar or schema may take to compile, in seconds", low=0.1, high=600.0)
     tool_call_parser: str = knob("auto", "format of tool calls: a file of quire/frontend/tools; auto: by the chat template; none: text")
     reasoning_parser: str = knob(
         "auto", "how thinking is told from the answer: a file of quire/frontend/reasoning; auto: by the chat template; none: it is not"

@@ -22,14 +22,10 @@ def knob(default: Any, help: str, *, low: float | None = None, high: float | Non
 
 def check(config: Any) -> None:
     """Every value has its field's type, choice and range, else ConfigError; called from `__post_init__`."""
-    hints = field_types(type(config))
+    hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
         if "help" in field.metadata:
             _check_one(field, hints[field.name], getattr(config, field.name))
-
-
-def field_types(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
 
 
 def unwrap(hint: Any) -> tuple[Any, tuple | None, bool]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from quire.config.engine import EngineConfig
-from quire.config.fields import field_types, unwrap
+from quire.config.fields import unwrap
 from quire.config.flags import reader
 from quire.errors import ConfigError
 from quire.utils.files import read_file
@@ -43,7 +43,7 @@ def _kinds(options: Iterable[type]) -> dict[str, Any]:
         if cls is EngineConfig:
             found |= _kinds(group.type for group in dataclasses.fields(EngineConfig))
         else:
-            found |= {name: unwrap(hint)[0] for name, hint in field_types(cls).items()}
+            found |= {name: unwrap(hint)[0] for name, hint in typing.get_type_hints(cls).items()}
     return found
 
 

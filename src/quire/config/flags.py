@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from quire.config.engine import EngineConfig
-from quire.config.fields import field_types, unwrap
+from quire.config.fields import unwrap
 from quire.errors import ConfigError
 
 Options = TypeVar("Options")
@@ -39,13 +39,13 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 def add_flags(parser: argparse.ArgumentParser, options: type) -> None:
-    """Adds the flags of an options class, in a section of its own; EngineConfig brings its four."""
+    """Adds the flags of an options class, in a section of its own; EngineConfig brings its groups."""
     if options is EngineConfig:
         for group in dataclasses.fields(EngineConfig):
             add_flags(parser, group.type)
         return
     section = parser.add_argument_group((options.__doc__ or options.__name__).strip().splitlines()[0])
-    hints = field_types(options)
+    hints = typing.get_type_hints(options)
     for field in dataclasses.fields(options):
         if "help" in field.metadata and not field.metadata.get("hidden"):
             _add_flag(section, field, hints[field.name])

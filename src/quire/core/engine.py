@@ -13,7 +13,7 @@ import msgspec
 
 from quire import registry
 from quire.config import EngineConfig
-from quire.core.pipeline import Pipeline, PlannedStep
+from quire.core.pipeline import Pipeline
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.errors import EngineError
@@ -35,7 +35,6 @@ from quire.messages import (
     ToCore,
     Vocabulary,
 )
-from quire.step import StepResult
 from quire.utils.flight import NoRecorder
 
 if TYPE_CHECKING:
@@ -64,9 +63,6 @@ class NoGuides:
         return [], []
 
     def abort(self, request_id: str, choice_idx: int | None) -> None:
-        pass
-
-    def look_ahead(self, step: PlannedStep, result: StepResult, waiting: PlannedStep | None) -> None:
         pass
 
     def wait(self) -> None:
@@ -103,7 +99,7 @@ class Engine:
                 self._add(message)
             case Vocabulary():
                 self.guides = importlib.import_module(GUIDES).Guides.of(message, self.config.structured, self.executor)
-                self.pipeline.late_inputs = self.guides
+                self.pipeline.guides = self.guides
             case Abort():
                 self._abort(message)
             case Check():
@@ -111,8 +107,8 @@ class Engine:
         return None
 
     def step(self) -> StepOutputs:
-        """One turn: fill the pipeline, then take in the oldest step. Grammars' masks are made from when their tokens are there until
-        the next step is planned."""
+        """One turn: fill the pipeline, then take in the oldest step. Threads fill grammars' masks from the moment a step's tokens
+        arrive until the next step is planned."""
         self._admit_guided()
         refused, self.refused = self.refused, []
         while self.pipeline.has_room and (step := self.scheduler.plan()) is not None:
@@ -124,7 +120,6 @@ class Engine:
                 self.guides.wait()
             return StepOutputs(refused, self.stats())
         step, result = self.pipeline.wait()
-        self.guides.look_ahead(step, result, self.pipeline.waiting)
         deltas = self.scheduler.apply(step, result)
         deltas += refused
         return StepOutputs(deltas, self.stats(step.plan.total_tokens))
@@ -148,7 +143,7 @@ class Engine:
         if choice_idx > 0 and params.prompt_logprobs is not None:  # the same for every choice: only the first computes them
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         request = Request(message, choice_idx, params, self.config.model.max_model_len)
-        if message.constraint is None:
+        if message.constraint is None or message.wants_vector:
             self.scheduler.add(request)
         else:
             self.guides.add(request, message.constraint)

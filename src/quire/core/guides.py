@@ -7,7 +7,7 @@ and tokens that must follow, which the next plan tells the worker.
 from collections import deque
 
 from quire.config import StructuredConfig
-from quire.core.pipeline import PlannedStep
+from quire.core.pipeline import Entry, PlannedStep
 from quire.core.request import Request
 from quire.executor.base import Executor
 from quire.messages import ChoiceDelta, Constraint, Vocabulary
@@ -83,39 +83,28 @@ class Guides:
     # -- what a step needs between its launches ------------------------------------------------------------------
 
     def are_known(self, step: PlannedStep) -> bool:
-        """Whether guides have seen all tokens before those that the step chooses."""
-        return not any(
-            entry.position > len(entry.request.token_ids)
-            for entry in step.entries
-            if entry.request.guide is not None and entry.is_wanted
-        )
+        """Whether guides have seen all tokens before those that the step, the newest, chooses."""
+        return not any(entry.request.num_sampling > entry.produces for _, entry in _guided(step))
 
     def masks(self, step: PlannedStep) -> Masks | None:
         """What grammars allow. Tokens that nobody wants need no mask."""
-        choosing = (entry for entry in step.entries if entry.produces)
-        guided = [
-            (place, entry.request.guide)
-            for place, entry in enumerate(choosing)
-            if entry.request.guide is not None and entry.is_wanted
-        ]
+        guided = [(place, entry.request.guide) for place, entry in _guided(step)]
         return self.masker.masks(guided, step.ahead) if guided or step.ahead is not None else None
 
-    def look_ahead(self, step: PlannedStep, result: StepResult, waiting: PlannedStep | None) -> None:
+    def look_ahead(self, step: PlannedStep, result: StepResult, waiting: PlannedStep) -> None:
         """Guides see the tokens of a step that was waited for, all at once, before the scheduler takes them in one by one; the masks
         of the step that is `waiting` for them are begun."""
-        if waiting is None:
-            return
-        came = {}
-        for entry, token_ids in zip(step.entries, result.token_ids):
-            if entry.request.guide is not None and entry.is_wanted:
-                came[entry.request] = token_ids[0]
-        choosing = [entry for entry in waiting.entries if entry.produces]
+        chosen = {
+            entry.request: token_ids[0]
+            for entry, token_ids in zip(step.entries, result.token_ids)
+            if entry.request.guide is not None and entry.is_wanted
+        }
         tokens = [
-            (place, entry.request.guide, came[entry.request])
-            for place, entry in enumerate(choosing)
-            if entry.request in came and entry.is_wanted
+            (place, entry.request.guide, chosen[entry.request])
+            for place, entry in _guided(waiting)
+            if entry.request in chosen
         ]
-        waiting.ahead = self.masker.begin(tokens, len(choosing))
+        waiting.ahead = self.masker.begin(tokens, sum(map(bool, waiting.plan.produces)))
 
     def wait(self) -> None:
         """For a grammar, a moment at most."""
@@ -125,3 +114,9 @@ class Guides:
     def close(self) -> None:
         self.compiler.close()
         self.masker.close()
+
+
+def _guided(step: PlannedStep) -> list[tuple[int, Entry]]:
+    """What somebody wants under a grammar, with its place among the rows that produce something."""
+    producing = (entry for entry in step.entries if entry.produces)
+    return [(place, entry) for place, entry in enumerate(producing) if entry.request.guide is not None and entry.is_wanted]

@@ -5,14 +5,15 @@ Used by the engine's loop. Knows order, not content: what a step means is the sc
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.core.request import Request
 from quire.executor.base import Executor, PendingStep
-from quire.step import NOTHING, Masks, StepPlan, StepResult
+from quire.step import NOTHING, StepPlan, StepResult
 from quire.utils.flight import NoRecorder
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # they come with grammar engines, which are large
+    from quire.core.guides import Guides
     from quire.structured.masks import Ahead
 
 
@@ -22,7 +23,6 @@ class Entry(NamedTuple):
     request: Request
     num_tokens: int
     produces: int
-    position: int  # of the token it chooses; where drafts are in flight, at most
     num_preemptions: int  # differs from the request's own if it was preempted since
     num_forced: int  # differs from the request's own if it got tokens since that no step chose
 
@@ -41,26 +41,17 @@ class PlannedStep:
     ahead: "Ahead | None" = None  # masks that are made before the rest
 
 
-class LateInputs(Protocol):
-    """What a step needs before it can choose tokens, and what is known only when the step before has chosen its own."""
-
-    def are_known(self, step: PlannedStep) -> bool: ...
-
-    def masks(self, step: PlannedStep) -> Masks | None: ...
-
-
 class Pipeline:
     def __init__(self, executor: Executor, depth: int, recorder: NoRecorder = NoRecorder()) -> None:
         self.executor = executor
         self.depth = depth
         self.recorder = recorder  # told before a step is launched, so that a crash can be traced to its requests
-        self.late_inputs: LateInputs | None = None  # None: nobody needs any
+        self.guides: Guides | None = None  # None: nobody has a grammar
         self.steps: deque[PlannedStep] = deque()
 
     @property
     def has_room(self) -> bool:
-        """A step can be launched once the one before has chosen its tokens, or can: all steps before that are applied."""
-        return len(self.steps) < self.depth and (len(self.steps) < 2 or self.steps[-1].pending is not None)
+        return len(self.steps) < self.depth
 
     @property
     def newest_step(self) -> int | None:
@@ -77,10 +68,10 @@ class Pipeline:
 
     def sample(self) -> None:
         """Launches the newest step's second half, if that has not been done and all that it needs is known."""
-        step, late = self.waiting, self.late_inputs
-        if step is None or (late is not None and len(self.steps) > 1 and not late.are_known(step)):
+        step, guides = self.waiting, self.guides
+        if step is None or (guides is not None and len(self.steps) > 1 and not guides.are_known(step)):
             return
-        step.pending = self.executor.sample(step.plan, late.masks(step) if late is not None else None)
+        step.pending = self.executor.sample(step.plan, guides.masks(step) if guides is not None else None)
 
     @property
     def waiting(self) -> PlannedStep | None:
@@ -93,6 +84,8 @@ class Pipeline:
         step = self.steps.popleft()
         result = step.pending.result()
         self._record(*self.steps)
+        if self.guides is not None and self.waiting is not None:
+            self.guides.look_ahead(step, result, self.waiting)
         return step, result
 
     def _record(self, *steps: PlannedStep) -> None:

@@ -1,7 +1,7 @@
 """The core as a process of its own: `python -m quire.core.process`, started and replaced by the frontend.
 
-Imports what its executor needs, reads its set-up from standard input, then messages from a socket, to which it writes what each step gave. Never waits for whoever
-reads. Lives as long as its standard input stays open, so no core outlives its frontend. Knows nothing of clients.
+Imports what its executor needs, reads its set-up from standard input, then messages from a socket, and answers there with what
+each step gave. Never waits for whoever reads. Lives as long as its standard input stays open, so no core outlives its frontend. Knows nothing of clients.
 """
 
 import contextlib
@@ -52,8 +52,7 @@ class CoreProcess:
             return error.exit_code
         gc.freeze()  # what is loaded stays: the collector need not look at it again
         gc.set_threshold(GC_THRESHOLD)
-        kv = self.engine.kv
-        self._send(Ready(kv.pools[0].num_blocks, kv.num_tokens))
+        self._send(Ready(self.engine.kv.num_tokens))
         while True:
             self._read(0 if self.engine.has_work else HEARTBEAT_S)
             started = time.perf_counter()

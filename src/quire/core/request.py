@@ -28,7 +28,7 @@ class Request:
     __slots__ = (
         "request_id", "choice_idx", "params", "seed", "priority", "key", "stop_ids", "eos_ids", "bad_words", "cache_salt",
         "token_ids", "num_prompt_tokens", "max_total_tokens", "num_computed", "num_in_flight", "num_sampling",
-        "status", "row", "blocks", "num_preemptions", "num_prompt_logprobs", "num_cached_tokens", "leader", "followers",
+        "status", "row", "blocks", "num_preemptions", "num_prompt_logprobs", "num_cached_tokens", "leader", "followers", "num_dependents",
         "arrival", "queue_s", "guide", "told_from", "num_forced", "num_row_start", "wants_vector",
     )  # fmt: skip
 
@@ -63,7 +63,7 @@ class Request:
         self.num_sampling = 0  # tokens those steps will choose, at most
         self.status = Status.WAITING
         self.row: int | None = None
-        self.num_row_start = 0  # tokens it brought to its row: behind them steps choose, and a drafter guesses on
+        self.num_row_start = 0  # length when it took its row: drafts follow only tokens that steps chose there
         self.blocks: RequestBlocks | None = None
         self.num_preemptions = 0  # also tells a step's result from before a preemption
         self.num_prompt_logprobs = 0  # prompt positions whose logprobs were delivered
@@ -71,7 +71,8 @@ class Request:
         self.arrival = time.monotonic()
         self.queue_s = 0.0  # until its first step
         self.leader: Request | None = None
-        self.followers: list[Request] = []
+        self.followers: list[Request] = []  # siblings that are parked until it has computed the prompt
+        self.num_dependents = 0  # siblings that may still fork from it
 
     @property
     def num_planned(self) -> int:

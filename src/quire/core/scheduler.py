@@ -47,6 +47,7 @@ class Scheduler:
         if leader is not None and leader is not request and leader.num_computed < leader.num_prompt_tokens:
             request.status, request.leader = Status.PARKED, leader
             leader.followers.append(request)
+            leader.num_dependents += 1
             self.kv.pin(leader.blocks, leader.num_prompt_tokens - 1)
         else:
             self.waiting.push(request)
@@ -131,14 +132,19 @@ class Scheduler:
         kv, blocks, leader = self.kv, request.blocks, request.leader
         if leader is not None and leader.status is Status.RUNNING and not kv.prefix_caching:
             return kv.fork(leader.blocks, blocks, min(leader.num_computed, request.num_prompt_tokens - 1))
-        skip_hits = request.params.prompt_logprobs is not None and request.num_prompt_logprobs < request.num_prompt_tokens - 1
-        num_cached = 0 if skip_hits else kv.find_prefix(blocks)
+        num_cached = self._num_cached(request)
         if not kv.can_admit(blocks, num_cached, self.max_tokens):
             return -1
         kv.enter(blocks, num_cached)
         return num_cached
 
+    def _num_cached(self, request: Request) -> int:
+        """Tokens that need not be computed; a prompt whose logprobs are owed is computed all the same."""
+        owes_logprobs = request.params.prompt_logprobs is not None and request.num_prompt_logprobs < request.num_prompt_tokens - 1
+        return 0 if owes_logprobs else self.kv.find_prefix(request.blocks)
+
     def _start_row(self, step: PlannedStep, request: Request, num_cached: int) -> None:
+        self._leave_leader(request)
         request.row = self.free_rows.pop()
         request.num_computed = num_cached
         request.told_from = None
@@ -179,8 +185,7 @@ class Scheduler:
         if request.told_from is not None:
             plan.told.append(Told(request.row, request.told_from, request.token_ids[request.told_from :]))
             request.told_from = None
-        position = start + num_tokens - max(0, num_missing)
-        step.entries.append(Entry(request, num_tokens, produces, position, request.num_preemptions, request.num_forced))
+        step.entries.append(Entry(request, num_tokens, produces, request.num_preemptions, request.num_forced))
         request.num_in_flight += num_tokens
         request.num_sampling += max(NOTHING, produces)
 
@@ -194,8 +199,7 @@ class Scheduler:
     def _yield_to_priority(self) -> None:
         """Whoever waits with strictly better priority than the last in line gets that one's place."""
         while (request := self.waiting.peek()) is not None and self.running and request.key[0] < self.running[-1].key[0]:
-            num_cached = self.kv.find_prefix(request.blocks)
-            if self.free_rows and self.kv.can_admit(request.blocks, num_cached, self.max_tokens):
+            if self.free_rows and self.kv.can_admit(request.blocks, self._num_cached(request), self.max_tokens):
                 return
             if self.free_rows and self.kv.num_limbo:
                 return  # blocks are on their way
@@ -249,7 +253,7 @@ class Scheduler:
         return delta
 
     def _advance(self, request: Request, num_tokens: int, newest_step: int | None) -> None:
-        """So many more tokens are computed. The request knows them all by now, or has ended before the last of them."""
+        """So many more tokens are computed. The request knows them all by now, unless it ended among them."""
         request.num_computed = min(request.num_computed + num_tokens, len(request.token_ids))
         self.kv.advance(request.blocks, request.num_computed, newest_step)
         if request.followers and request.num_computed >= request.num_prompt_tokens:
@@ -275,8 +279,17 @@ class Scheduler:
         elif request.status is Status.PARKED:
             request.leader.followers.remove(request)
             request.status = Status.FINISHED
+        self._leave_leader(request)
         self.requests.pop((request.request_id, request.choice_idx), None)
         self._unpark(request)
+
+    def _leave_leader(self, request: Request) -> None:
+        """The request needs nothing more of the sibling that computed their prompt; who leaves last lifts the pin."""
+        leader, request.leader = request.leader, None
+        if leader is not None:
+            leader.num_dependents -= 1
+            if leader.num_dependents == 0:
+                leader.blocks.pinned = None
 
     def _leave_row(self, request: Request) -> None:
         # In-flight tokens stay counted: their results still come, and num_in_flight keeps it from re-entering before.

@@ -32,13 +32,13 @@ class InprocExecutor(Executor):
         self.worker.allocate(layout)
 
     def forward(self, plan: StepPlan) -> None:
-        self.worker.forward(plan)
+        self.worker.runner.forward(plan)
 
     def sample(self, plan: StepPlan, masks: Masks | None = None) -> PendingStep:
-        return self.worker.sample(masks)
+        return self.worker.runner.sample(masks)
 
     def mask_memory(self, num_rows: int, num_words: int, is_new: bool) -> memoryview | None:
-        return self.worker.runner.mask_memory(num_rows, num_words, is_new)
+        return self.worker.runner.masks.memory(num_rows, num_words, is_new)
 
     def close(self) -> None:
         if self.worker is not None:

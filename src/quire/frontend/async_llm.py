@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from quire.config import EngineConfig, ServingConfig
-from quire.errors import OverloadedError, RequestError
+from quire.errors import OverloadedError
 from quire.frontend.chat import encode_chat
 from quire.frontend.core_client import start_process
 from quire.frontend.inputs import MAX_LOGPROB_ENTRIES, InputProcessor, Prompt
@@ -137,8 +137,6 @@ class AsyncLLM:
         `wants_vector`: the stream's request gets the prompt's vector instead of an answer."""
         self._admit()
         request_id = request_id or uuid.uuid4().hex
-        if request_id in self.supervisor.live:
-            raise RequestError(f"there is a request {request_id!r:.100} already: choose another request_id")
         make = functools.partial(self.inputs.request, request_id, prompt, params, priority, cache_salt, thinks, owner, wants_vector)
         size = _size(prompt) + _size(params.bad_words)  # both are tokenized
         is_long = size > INLINE_CHARS or params.structured_outputs is not None

@@ -123,6 +123,8 @@ class Supervisor:
         if self.failure is not None:
             raise self.failure
         request = stream.request
+        if request.request_id in self.live:
+            raise RequestError(f"there is a request {request.request_id!r:.100} already: choose another request_id")
         message = encode(request.message)
         if len(message) > MAX_REQUEST_BYTES:
             raise RequestError(f"the request takes {len(message):,} bytes, and {MAX_REQUEST_BYTES:,} are the limit: send less")
@@ -156,8 +158,7 @@ class Supervisor:
     def expire(self, stream: Stream) -> None:
         """The request's time is up."""
         if stream.request.request_id in self.live:
-            self._forget(stream.request.request_id, "error")
-            stream.fail(DeadlineError("the request's time limit passed before it was finished: raise timeout_s"))
+            self._fail(stream, DeadlineError("the request's time limit passed before it was finished: raise timeout_s"))
 
     def _send(self, stream: Stream, encoded: bytes | None = None) -> None:
         """To the core, unless it has it already or must not have it now. `encoded`: its first message, where it is at hand."""
@@ -299,6 +300,8 @@ class Supervisor:
                 log.exception("what the engine said last cannot be taken in: its requests go on from what was before")
             in_flight, was_ready = core.in_flight(), core.ready
             core.ready = False
+            while self._checks:
+                self._answer_check("the core died")
             await core.close()
         if not self._closing:
             await self._bury(cause, in_flight, was_ready)
@@ -338,8 +341,6 @@ class Supervisor:
             self.spare.stdin.close()
 
     async def _bury(self, cause: Cause, in_flight: list[str], was_ready: bool) -> None:
-        while self._checks:
-            self._answer_check("the core died")
         if self.failure is None and not self._first_core.is_set():
             self.failure = EngineError("the engine could not start: see the log above")
         if self.failure is not None:
@@ -383,8 +384,7 @@ class Supervisor:
         while len(self.refused) >= MAX_REFUSED:
             del self.refused[next(iter(self.refused))]
         self.refused[stream.request.fingerprint()] = time.monotonic() + REFUSED_FOR_S
-        self._forget(request_id, "error")
-        stream.fail(PoisonError("this request makes the engine fail and was stopped; others are not affected"))
+        self._fail(stream, PoisonError("this request makes the engine fail and was stopped; others are not affected"))
 
     def _refuse_poison(self, request: RequestState) -> None:
         fingerprint, now = request.fingerprint(), time.monotonic()
@@ -393,9 +393,8 @@ class Supervisor:
             raise PoisonError("this request made the engine fail a short while ago and is refused for ten minutes")
 
     def _end_all(self, error: errors.QuireError) -> None:
-        for request_id, stream in list(self.live.items()):
-            self._forget(request_id, "error")
-            stream.fail(error)
+        for stream in list(self.live.values()):
+            self._fail(stream, error)
 
 
 def _private_folder() -> Path:

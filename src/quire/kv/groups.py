@@ -19,10 +19,10 @@ MAX_GROUPS = 16  # each has a block table, which a step reads and extends
 STATE_BLOCKS_PER_ROW = 4  # what a running request holds, and what stays findable of others
 
 
-def form_layout(specs: dict[str, CacheSpec], block_size: int, num_blocks: int = 0, num_state_blocks: int = 0) -> KVLayout:
+def form_layout(specs: dict[str, CacheSpec], block_size: int, num_blocks: int = 0) -> KVLayout:
     """Groups for `specs` (name of the cache -> spec); `block_size` is that of the spec with the most bytes per token.
 
-    `num_blocks`: of the pool that all share; `num_state_blocks`: of each pool of states.
+    `num_blocks`: of each pool.
     """
     if not specs:
         raise ConfigError("the model has no layer with a KV cache")
@@ -42,7 +42,7 @@ def form_layout(specs: dict[str, CacheSpec], block_size: int, num_blocks: int = 
     for spec, caches in caches_of.items():
         if spec.is_state:
             groups.append(Group(spec, spec.tokens_per_entry, tuple(caches), pool_idx=len(pools)))
-            pools.append(PoolLayout(len(caches), spec.entry_bytes, num_state_blocks))
+            pools.append(PoolLayout(len(caches), spec.entry_bytes, num_blocks))
     return KVLayout(tuple(groups), tuple(pools))
 
 
@@ -85,14 +85,13 @@ def _multiple(ratio: float) -> int:
 
 def num_blocks_for(layout: KVLayout, memory_bytes: int, num_rows: int) -> list[int]:
     """Blocks of each pool: states get what `num_rows` requests need, half of the memory at most; the others share the rest."""
-    are_states = _are_states(layout)
-    wanted = [num_rows * STATE_BLOCKS_PER_ROW + 1 if is_state else 0 for is_state in are_states]
-    state_bytes = sum(count * pool.block_bytes for count, pool in zip(wanted, layout.pools))
-    scale = min(1.0, memory_bytes / 2 / state_bytes) if state_bytes else 1.0
-    counts = [int(count * scale) for count in wanted]
-    left = memory_bytes - sum(count * pool.block_bytes for count, pool in zip(counts, layout.pools))
-    shared = [left // pool.block_bytes for pool in layout.pools]
-    return [count if is_state else rest for count, is_state, rest in zip(counts, are_states, shared)]
+    states = {group.pool_idx for group in layout.groups if group.spec.is_state}
+    state_bytes = sum(layout.pools[idx].block_bytes for idx in states)  # of a block in each of them
+    num_state_blocks = num_rows * STATE_BLOCKS_PER_ROW + 1
+    if num_state_blocks * state_bytes > memory_bytes // 2:
+        num_state_blocks = memory_bytes // 2 // state_bytes
+    left = memory_bytes - num_state_blocks * state_bytes
+    return [num_state_blocks if idx in states else left // pool.block_bytes for idx, pool in enumerate(layout.pools)]
 
 
 def with_blocks(layout: KVLayout, num_blocks: Iterable[int], num_places: int = 0) -> KVLayout:
@@ -135,6 +134,3 @@ def _blocks_needed(layout: KVLayout, num_tokens: int, chunk_tokens: int) -> list
         needed[group.pool_idx] += group.spec.most_blocks(num_tokens, chunk_tokens, group.block_size)
     return needed
 
-
-def _are_states(layout: KVLayout) -> list[bool]:
-    return [any(g.spec.is_state for g in layout.groups if g.pool_idx == idx) for idx in range(len(layout.pools))]

@@ -1,7 +1,7 @@
 """The paged cache's bookkeeping: which blocks each request holds, prefix hits, forks, freeing behind a window, moves to a tier.
 
-Called by `core/scheduler.py`. Knows tokens and block ids, not requests' lives and not tensors. Everything a group wants
-peculiar is asked of its spec: a hybrid model is no special case.
+Called by `core/scheduler.py`. Knows tokens and block ids, not requests' lives and not tensors. What is
+peculiar to a group is asked of its spec: a hybrid model is no special case.
 """
 
 import math
@@ -41,7 +41,7 @@ class KVManager:
         self.block_sizes = [group.block_size for group in layout.groups]
         self.pool_layouts = layout.pools
         self.pools = [
-            BlockPool(pool.num_blocks, len(layout.groups), self._before_forgetting) for pool in layout.pools
+            BlockPool(pool.num_blocks, self._before_forgetting) for pool in layout.pools
         ]
         self.pool_of = [self.pools[group.pool_idx] for group in layout.groups]
         self.prefix_caching = enable_prefix_caching
@@ -81,25 +81,24 @@ class KVManager:
         for group_idx, group in enumerate(self.groups):
             count = group.spec.most_blocks(len(blocks.tokens), chunk_tokens, group.block_size)
             for block in self._found_blocks(group_idx, blocks, num_cached):
-                if block is not None and block != NULL_BLOCK and self.pool_of[group_idx].ref_counts[block] > 0:
+                if block is not None and self.pool_of[group_idx].ref_counts[block] > 0:
                     count -= 1  # shared with somebody who runs: costs nothing
             needed[group.pool_idx] += count
         return all(count <= pool.num_free for count, pool in zip(needed, self.pools))
 
     def enter(self, blocks: RequestBlocks, num_cached: int) -> None:
         """The request starts to hold blocks: those of its prefix hit, or none. What the tier has of them is loaded."""
-        blocks.reset(len(self.groups))
         tables = [self._found_blocks(group_idx, blocks, num_cached) for group_idx in range(len(self.groups))]
-        places = self._places(blocks, tables)
-        for pool, table in zip(self.pool_of, tables):  # before blocks are taken: that may evict what nobody holds
-            pool.share([block for block in table if block is not None])
-        for group_idx, table in enumerate(tables):
-            first_loaded = table.index(None) if None in table else len(table)
-            for idx in range(first_loaded, len(table)):
-                if table[idx] is None:
-                    table[idx] = self._load(group_idx, places[group_idx, idx])
+        loads = self._plan_loads(blocks, tables)
+        for group_idx, table in enumerate(tables):  # before blocks are taken: that may evict what nobody holds
+            self.pool_of[group_idx].share([block for block in table if block is not None])
             self._adopt(blocks, group_idx, table, num_cached)
-            blocks.num_published[group_idx] = first_loaded  # the rest when the step that loads them is applied
+        for group_idx, idx, place in loads:
+            (block,) = self.pool_of[group_idx].take(1)
+            blocks.tables[group_idx][idx] = block
+            # From here on blocks are published when the step that loads them is applied.
+            blocks.num_published[group_idx] = min(blocks.num_published[group_idx], idx)
+            self.moves.append(Move(self.groups[group_idx].pool_idx, block, place, is_load=True))
         self.live[id(blocks)] = blocks
 
     def fork(self, parent: RequestBlocks, child: RequestBlocks, max_tokens: int) -> int:
@@ -110,7 +109,6 @@ class KVManager:
         length = max_tokens // self.hit_unit * self.hit_unit
         while length > 0 and not all(self._holds(g, parent, length) for g in range(len(self.groups))):
             length -= self.hit_unit
-        child.reset(len(self.groups))
         for group_idx, size in enumerate(self.block_sizes):
             needed = self._needed(group_idx, length)
             table = [
@@ -184,33 +182,28 @@ class KVManager:
 
     def _before_forgetting(self, block: int, group_idx: int, content_hash: bytes) -> None:
         pool_idx = self.groups[group_idx].pool_idx
-        if self.moved_bytes + self.pool_layouts[pool_idx].block_bytes <= self.tier.max_step_bytes:
+        block_bytes = self.pool_layouts[pool_idx].block_bytes
+        if self.moved_bytes + block_bytes <= self.tier.max_step_bytes:
             place = self.tier.keep(pool_idx, group_idx, content_hash, self.loaded_places)
             if place is not None:
-                self._move(Move(pool_idx, block, place, is_load=False))
+                self.moves.append(Move(pool_idx, block, place, is_load=False))
+                self.moved_bytes += block_bytes
 
-    def _places(self, blocks: RequestBlocks, tables: list[list[int | None]]) -> dict[tuple[int, int], int]:
-        """Where the tier has what is None in `tables`: (group, index in the table) -> place. They are not given away in this step."""
-        places = {}
+    def _plan_loads(self, blocks: RequestBlocks, tables: list[list[int | None]]) -> list[tuple[int, int, int]]:
+        """(group, index in its table, place) of all that is None in `tables`. Their bytes are counted, and their places kept, before
+        a block is taken for any of them: taking one may save what it held."""
+        loads = []
         for group_idx, table in enumerate(tables):
             pool_idx, hashes = self.groups[group_idx].pool_idx, blocks.chains[self.block_sizes[group_idx]].hashes
             for idx in (idx for idx, block in enumerate(table) if block is None):
                 place = self.tier.find(pool_idx, group_idx, hashes[idx])
-                places[group_idx, idx] = place
+                loads.append((group_idx, idx, place))
                 self.loaded_places.add((pool_idx, place))
-        return places
-
-    def _load(self, group_idx: int, place: int) -> int:
-        (block,) = self.pool_of[group_idx].take(1)
-        self._move(Move(self.groups[group_idx].pool_idx, block, place, is_load=True))
-        return block
-
-    def _move(self, move: Move) -> None:
-        self.moves.append(move)
-        self.moved_bytes += self.pool_layouts[move.pool_idx].block_bytes
+                self.moved_bytes += self.pool_layouts[pool_idx].block_bytes
+        return loads
 
     def _too_much_to_load(self, blocks: RequestBlocks, length: int) -> int:
-        """By how many tokens, at least, a hit must be shorter so that one step can load it."""
+        """How many tokens shorter, at least, a hit must be for one step to load it."""
         if not self.tier.num_places:
             return 0
         load_bytes = unit_bytes = 0
@@ -251,11 +244,10 @@ class KVManager:
         return (self.pools[0].num_blocks - 1) // len(shared) * min(shared)
 
     def _next_event(self, group_idx: int, num_computed: int) -> int:
+        """How many tokens are computed when its next block is full, or the block behind its window is not needed any more."""
         size, spec = self.block_sizes[group_idx], self.groups[group_idx].spec
-        border = (num_computed // size + 1) * size
-        behind = spec.first_needed(num_computed + size)  # the window's start moves one token per token
-        lag = num_computed + size - behind
-        return min(border, num_computed + size - (num_computed - lag) % size) if behind > 0 else border
+        first_needed = spec.first_needed(num_computed)  # moves one token per token, once it moves
+        return num_computed + size - max(num_computed % size, first_needed % size)
 
     # -- what a group needs --------------------------------------------------------------------------------------
 
@@ -326,12 +318,10 @@ class KVManager:
             _require(pool.ref_counts[block] == counted[block], f"block {block}: count and tables disagree")
             states = (block in pool.free) + (counted[block] > 0) + (block in limbo)
             _require(states == 1, f"block {block} is in {states} states at once")
-        found = 0
-        for group_idx, cached in enumerate(pool.cached):
-            for content_hash, block in cached.items():
-                _require(pool.content[block] == (group_idx, content_hash), f"block {block}: content and index disagree")
-                found += 1
-        _require(found == sum(c is not None for c in pool.content), "a block has content the index does not list")
+        for key, block in pool.cached.items():
+            _require(pool.content[block] == key, f"block {block}: content and index disagree")
+        num_found = sum(content is not None for content in pool.content)
+        _require(len(pool.cached) == num_found, "a block has content the index does not list")
 
     def _check_tables(self, blocks: RequestBlocks) -> None:
         for group_idx, (table, size) in enumerate(zip(blocks.tables, self.block_sizes)):

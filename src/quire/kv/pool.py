@@ -16,13 +16,13 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int, num_groups: int, before_forgetting: Callable[[int, int, bytes], None]) -> None:
+    def __init__(self, num_blocks: int, before_forgetting: Callable[[int, int, bytes], None]) -> None:
         """`before_forgetting` is told the block, its group and its content hash."""
         self.num_blocks = num_blocks
         self.before_forgetting = before_forgetting
         self.ref_counts = [0] * num_blocks
         self.content: list[tuple[int, bytes] | None] = [None] * num_blocks  # (group, hash) a block can be found by
-        self.cached: list[dict[bytes, int]] = [{} for _ in range(num_groups)]  # per group: hash -> block
+        self.cached: dict[tuple[int, bytes], int] = {}  # (group, hash) -> block
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))  # next to be evicted first
         self.limbo: deque[tuple[int, list[int]]] = deque()  # (step id, blocks), oldest first
         self.num_limbo = 0
@@ -80,20 +80,20 @@ class BlockPool:
 
     def publish(self, block: int, group: int, content_hash: bytes) -> None:
         """The block is full and computed: from now on it can be found. The first of equal blocks wins."""
-        if self.content[block] is None and content_hash not in self.cached[group]:
-            self.content[block] = (group, content_hash)
-            self.cached[group][content_hash] = block
+        key = group, content_hash
+        if self.content[block] is None and key not in self.cached:
+            self.content[block] = key
+            self.cached[key] = block
 
     def find(self, group: int, content_hash: bytes) -> int | None:
         """A block with this content that may be shared now."""
-        block = self.cached[group].get(content_hash)
+        block = self.cached.get((group, content_hash))
         if block is not None and self.ref_counts[block] == 0 and block not in self.free:
             return None  # in limbo
         return block
 
     def _forget(self, block: int) -> None:
-        group, content_hash = self.content[block]
-        del self.cached[group][content_hash]
+        del self.cached[self.content[block]]
         self.content[block] = None
 
     def _to_free(self, blocks: list[int]) -> None:

@@ -63,7 +63,7 @@ class CacheSpec(msgspec.Struct, frozen=True):
         return range(self.first_needed(num_tokens) // block_size, -(-num_tokens // block_size))
 
     def written_blocks(self, num_before: int, num_after: int, resume_blocks: int) -> list[int]:
-        """Which of the blocks from `num_before` to `num_after` steps write to; the others may stay empty.
+        """Of blocks `num_before` to `num_after`, those that steps write to; the others may stay empty.
 
         Of states only the last, and the last before it at which requests may resume: one in `resume_blocks`.
         """
@@ -115,10 +115,6 @@ class Group(msgspec.Struct, frozen=True):
     block_size: int  # tokens per block
     caches: tuple[str, ...]  # "path of the layer:name of the cache"
     pool_idx: int = 0
-
-    @property
-    def layers(self) -> list[str]:
-        return [cache.partition(":")[0] for cache in self.caches]
 
 
 class PoolLayout(msgspec.Struct, frozen=True):

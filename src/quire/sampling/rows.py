@@ -30,21 +30,10 @@ class Table(NamedTuple):
     ints: Tensor  # int64 [num_rows, INTS]
     write: Callable[[int, list[float], list[int]], None]
 
-    @classmethod
-    def on_host(cls, num_rows: int) -> "Table":
-        floats, ints = torch.zeros(num_rows, len(FLOATS)), torch.zeros(num_rows, len(INTS), dtype=torch.int64)
-
-        def write(row: int, float_record: list[float], int_record: list[int]) -> None:
-            floats[row], ints[row] = torch.tensor(float_record), torch.tensor(int_record)
-
-        return cls(floats, ints, write)
-
 
 class SamplingRows:
-    def __init__(self, num_rows: int, vocab_size: int, table: "Table | None" = None) -> None:
-        """`table`: where the dense parameters live, for a batch that keeps them elsewhere and writes them its own way."""
-        self.vocab_size = vocab_size
-        self.table = table or Table.on_host(num_rows)
+    def __init__(self, vocab_size: int, table: Table) -> None:
+        self.vocab_size, self.table = vocab_size, table
         self.device = self.table.floats.device
         *ints, self.min_tokens = self.table.ints.unbind(1)
         self.columns = SamplerColumns(*self.table.floats.unbind(1), *ints)  # what the device's sampler reads
@@ -122,8 +111,8 @@ class SamplingRows:
             self.late[row] = (self._tensor(late),)
 
     def _forget(self, row: int) -> None:
-        for users in (self.random, self.restricted, self.penalized, *(rows for _, rows in self.custom)):
-            users.discard(row)
+        for rows in (self.random, self.restricted, self.penalized, *(wanted_by for _, wanted_by in self.custom)):
+            rows.discard(row)
         for table in (self.num_logprobs, self.allowed, self.bias, self.bad_words, self.late):
             table.pop(row, None)
 

@@ -19,7 +19,7 @@ from quire.structured import bounded
 from quire.structured.base import Engine, Grammar
 from quire.structured.guide import TOO_SLOW
 from quire.structured.spec import GrammarSpec
-from quire.structured.trial import Lowered, Setup, engines, receive, send
+from quire.structured.trial import Lowered, Setup, engines, longest_wait, receive, send
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class _Worker:
         if self._process is None:
             self._start()
         process, timeout_s = self._process, self._owner._setup.timeout_s
-        watchdog = threading.Timer(timeout_s + GRACE_S, process.kill)  # it kills its own child before that
+        watchdog = threading.Timer(longest_wait(timeout_s) + GRACE_S, process.kill)  # it kills its own child before that
         watchdog.start()
         try:
             send(process.stdin, spec)

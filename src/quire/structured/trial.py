@@ -29,7 +29,8 @@ from quire.structured.errors import PatternError
 from quire.structured.spec import GrammarSpec, is_lark
 
 MEMORY_BYTES = 4 << 30  # beyond what the libraries take when they are loaded
-GRACE_S = 0.5  # beyond its time, for a child that does not even hear its alarm clock
+SLOWEST_SHARE = 0.25  # of a core that a child gets on a busy machine: time limits are in CPU time, one that stands still uses none
+GRACE_S = 0.5  # beyond that, for what stands around it
 WALK_TOKENS = 48
 LOOK_EVERY = 8  # tokens of the walk: there the calls are made that the core makes now and then
 FAR = 32
@@ -81,7 +82,7 @@ class Trial:
         self.engines = {kind.name: kind(setup.vocabulary) for kind in engines(setup.engine)}
 
     def run(self, spec: GrammarSpec) -> Lowered:
-        started = time.perf_counter()
+        started = time.process_time()
         first: RequestError | None = None
         in_order = list(self.engines.values())
         preferred = in_order[0]
@@ -93,7 +94,7 @@ class Trial:
                     break
                 lowered = engine.lower(spec, self._setup.compact)
                 self._prove(engine.compile_lowered(lowered))
-                return Lowered(engine.name, lowered, seconds=time.perf_counter() - started)
+                return Lowered(engine.name, lowered, seconds=time.process_time() - started)
             except RequestError as error:
                 first = error if first is None or isinstance(first, PatternError) or spec.kind == "grammar" else first
             except (MemoryError, RecursionError):
@@ -123,9 +124,9 @@ class Trial:
 
 
 def _timed(call: Callable[..., Any], *args: Any) -> Any:
-    started = time.perf_counter()
+    started = time.process_time()
     result = call(*args)
-    if time.perf_counter() - started > 5 * SLOW_S:
+    if time.process_time() - started > 5 * SLOW_S:
         raise RequestError("the grammar is too slow to follow: lower its repetition counts.")
     return result
 
@@ -140,6 +141,11 @@ def _may_follow(spec: GrammarSpec, error: RequestError) -> bool:
     return isinstance(error, PatternError) or (spec.kind == "grammar" and is_lark(spec.text))
 
 
+def longest_wait(cpu_s: float) -> float:
+    """Seconds after which a process that may use `cpu_s` of CPU time stands still, however busy the machine is."""
+    return cpu_s / SLOWEST_SHARE + GRACE_S
+
+
 class Child:
     """The process that works on grammars, a copy of this one; another takes its place when it dies or stands still."""
 
@@ -150,7 +156,7 @@ class Child:
     def ask(self, spec: GrammarSpec) -> Lowered:
         try:
             send(self._to, spec)
-            if not select.select([self._from], [], [], self._timeout_s + GRACE_S)[0]:
+            if not select.select([self._from], [], [], longest_wait(self._timeout_s))[0]:
                 raise EOFError
             return receive(self._from, Lowered)
         except (EOFError, OSError, msgspec.DecodeError):
@@ -182,9 +188,9 @@ class Child:
             _limit_memory()
             while True:
                 spec = receive(inward, GrammarSpec)
-                signal.setitimer(signal.ITIMER_REAL, self._timeout_s)  # ends the process, whatever it is doing
+                signal.setitimer(signal.ITIMER_PROF, self._timeout_s)  # ends the process, whatever it is doing
                 result = self._trial.run(spec)
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.setitimer(signal.ITIMER_PROF, 0)
                 try:
                     send(outward, result)
                 except UnicodeEncodeError:

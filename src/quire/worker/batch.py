@@ -36,7 +36,7 @@ class Batch:
         self.lengths: Tensor = parts["length"][:, 0]  # tokens of each row, drafts not counted
         self.tables: list[Tensor] = [parts[name] for name in table_names]
         table = Table(parts["floats"].view(torch.float32), parts["ints"].view(torch.int64), self._write_record)
-        self.sampling = SamplingRows(num_rows, vocab_size, table)
+        self.sampling = SamplingRows(vocab_size, table)
         self.table_lens = {name: [0] * num_rows for name in table_names}
         self.prompt_lens = [0] * num_rows
         self.prompt_logprobs: dict[int, tuple[int, int]] = {}  # row -> (how many wanted, positions delivered before)

@@ -33,7 +33,6 @@ class _Launched:
 
     plan: StepPlan
     hidden_TD: Tensor  # of all tokens, where prompt logprobs are owed; else nobody asks
-    num_samples: int
 
 
 class Runner:
@@ -101,7 +100,7 @@ class Runner:
             lengths = self.device.known_lengths(self.batch.lengths) if self.drafter.num_drafts else None
             self.inputs.fill(plan, recorded or exact, lengths)
             hidden_TD = self.compute(exact) if recorded is None else self.recordings.forward(recorded)
-        self.launched = _Launched(plan, hidden_TD, plan.num_samples)
+        self.launched = _Launched(plan, hidden_TD)
 
     def compute(self, shape: Shape) -> Tensor:
         """From the step's inputs on the device to its hidden states; those that choose tokens are also kept apart."""
@@ -147,10 +146,11 @@ class Runner:
         """Chooses tokens for the rows of the last forward that ask for one; they are appended on the device at once."""
         launched, self.launched = self.launched, None
         plan, sampling = launched.plan, self.batch.sampling
+        num_samples = plan.num_samples
         pending = Pending(plan)
         if self.batch.owes_prompt_logprobs(plan):
             self._prompt_logprobs(launched, pending)
-        if launched.num_samples:
+        if num_samples:
             rows: list[int] = []  # of each sample
             for row, produces in zip(plan.rows, plan.produces):
                 rows += [row if produces > 0 else NO_ROW] * abs(produces)
@@ -167,8 +167,8 @@ class Runner:
             if self.drafter.num_drafts:
                 self._accept(plan, pending)
             if VECTOR in plan.produces:
-                pending.vectors = ToHost(self.last_hidden[: launched.num_samples].float())
-        pending.token_ids = ToHost(self.out_ids[: launched.num_samples])
+                pending.vectors = ToHost(self.last_hidden[:num_samples].float())
+        pending.token_ids = ToHost(self.out_ids[:num_samples])
         self.recordings.record_next()
         return pending
 
@@ -186,9 +186,6 @@ class Runner:
         """With places among samples instead of rows: a row with a grammar has one, others may have several."""
         first_samples = self.inputs.host["first_samples"]
         return Masks(first_samples[masks.places].tolist(), masks.words)
-
-    def mask_memory(self, num_rows: int, num_words: int, is_new: bool) -> memoryview | None:
-        return self.masks.memory(num_rows, num_words, is_new)
 
     def choose(self, shape: SampleShape) -> None:
         """For rows that ask for no more than a temperature and a grammar."""

@@ -19,13 +19,12 @@ from quire.kv.specs import CacheSpec, KVLayout
 from quire.layers.attention.base import Limits
 from quire.layers.linear import LMHead
 from quire.sampling.custom import load as load_processors
-from quire.step import Masks, StepPlan
 from quire.worker.build import build
 from quire.worker.choose import DTYPES, runs_on_triton
 from quire.worker.drafter import NoDrafter
 from quire.worker.kv_cache import KVMemory, kv_specs
 from quire.worker.load import checkpoint_tensors, dummy_tensors, layers, load_weights, translated, uploaded
-from quire.worker.runner import Pending, Runner
+from quire.worker.runner import Runner
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ class Worker:
 
     def kv_memory_bytes(self) -> int:
         self.is_rehearsed = True
-        layout = form_layout(self.kv_specs(), self.config.cache.block_size, num_blocks=2, num_state_blocks=2)
+        layout = form_layout(self.kv_specs(), self.config.cache.block_size, num_blocks=2)
         with self.module.capacity("running the largest step"):
             return self.module.kv_memory_bytes(self.config, lambda: self._runner(layout))
 
@@ -103,9 +102,3 @@ class Worker:
         """Gives the device's memory back."""
         self.model = self.runner = None
         self.module.release()
-
-    def forward(self, plan: StepPlan) -> None:
-        self.runner.forward(plan)
-
-    def sample(self, masks: Masks | None = None) -> Pending:
-        return self.runner.sample(masks)

@@ -3,22 +3,14 @@
 Letters: S rows that choose a token, V vocabulary, M masked rows, W words of 32 tokens.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
 
 def mask_logits(logits_SV: Tensor, places_M: Tensor, words_MW: Tensor) -> None:
     """Forbids, in rows `places_M`, the tokens whose bit is 0; token i is bit i % 32 of int32 word i // 32. Place -1: nobody's."""
-    forbidden_MV = _forbidden(logits_SV.device)[words_MW.contiguous().view(torch.uint8).long()].view(torch.bool)
-    for place, forbidden_V in zip(places_M.tolist(), forbidden_MV.view(len(words_MW), -1)):
+    bits_8 = torch.arange(8, dtype=torch.uint8, device=words_MW.device)
+    is_allowed_MV = ((words_MW.contiguous().view(torch.uint8)[..., None] >> bits_8) & 1).flatten(1)
+    for place, is_allowed_V in zip(places_M.tolist(), is_allowed_MV):
         if place >= 0:
-            logits_SV[place].masked_fill_(forbidden_V[: logits_SV.shape[1]], -torch.inf)
-
-
-@functools.cache
-def _forbidden(device: torch.device) -> Tensor:
-    """For each byte its 8 bits as 8 booleans, one int64: true where the bit is 0."""
-    bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
-    return (bits == 0).view(torch.int64)[:, 0].to(device)
+            logits_SV[place].masked_fill_(is_allowed_V[: logits_SV.shape[1]] == 0, -torch.inf)

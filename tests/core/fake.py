@@ -204,6 +204,3 @@ class _FakeStep:
     def result(self) -> StepResult:
         self.executor.run_until(self)
         return self.done
-
-
-EXECUTOR = FakeExecutor
