@@ -90,6 +90,16 @@ def test_a_stream_grows_to_what_generate_gives(smol):
     assert texts[-1] == smol.generate("The sea is", GREEDY, use_tqdm=False)[0].outputs[0].text
 
 
+def test_nothing_else_can_be_asked_in_the_middle_of_a_stream(smol):
+    whole = [o.outputs[0].text for o in smol.stream("The sea is", GREEDY)][-1]
+    stream = smol.stream("The sea is", GREEDY)
+    next(stream)
+    with pytest.raises(RequestError, match="in the middle of a stream"):
+        smol.generate("The sky is", GREEDY, use_tqdm=False)
+    assert [o.outputs[0].text for o in stream][-1] == whole
+    assert smol.generate("The sea is", GREEDY, use_tqdm=False)[0].outputs[0].text == whole
+
+
 def test_a_stream_that_is_left_frees_its_request(smol):
     stream = smol.stream("The sea is", SamplingParams(max_tokens=500, ignore_eos=True))
     next(stream)

@@ -270,6 +270,10 @@ def test_two_requests_cannot_share_an_id(smollm2):
         await llm.submit([1, 2, 3], GREEDY, request_id="a")
         with pytest.raises(RequestError, match="already"):
             await llm.submit([1, 2, 3], GREEDY, request_id="a")
+        # Long prompts are tokenized by another thread: both are under way before either is taken in.
+        long = "many words " * 3000
+        both = await asyncio.gather(*(llm.submit(long, GREEDY, request_id="b") for _ in range(2)), return_exceptions=True)
+        assert sorted(isinstance(each, RequestError) for each in both) == [False, True]
 
     run(scenario, "echo:50")
 
