@@ -13,7 +13,6 @@ from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.errors import ConfigError
 from quire.layers.attention import flash_attn, flashinfer
-from quire.layers.attention.triton import Triton
 from quire.models.qwen3 import TINY
 from quire.ops import fresh
 from quire.worker.choose import Chooser
@@ -32,12 +31,15 @@ PROMPTS = [[5, 6, 7, 8, 9], list(range(20, 60)), [3], list(range(20, 60))]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
+    return tiny(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2, use_sliding_window=False)
+
+
+def tiny(folder, **changes):
     """Random weights at a tiny shape."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    folder = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(0)
-    config = {**TINY, "num_hidden_layers": 2, "use_sliding_window": False}
+    config = {**TINY, **changes}
     net = Qwen3ForCausalLM(Qwen3Config(**{k: v for k, v in config.items() if k not in ("architectures", "model_type")})).float()
     with torch.no_grad():
         for parameter in net.parameters():
@@ -89,12 +91,24 @@ def test_prompts_that_skip_the_cache_give_the_same_tokens(model, monkeypatch):
     monkeypatch.setattr(fresh, "supports", lambda like, head_size, value_size: True)
     called = []
     run = fresh.fresh_attention
-    monkeypatch.setattr(Triton, "fresh_attention", staticmethod(lambda *args, **options: called.append(args[3]) or run(*args, **options)))
+    monkeypatch.setattr(fresh, "fresh_attention", lambda *args, **options: called.append(args[3]) or run(*args, **options))
     monkeypatch.setattr(fresh, "sdpa_kernel", lambda backend: contextlib.nullcontext())  # cuDNN itself takes no float32
     expected, _, _ = answers(model, MIXED, device="cpu")
     found, _, _ = answers(model, MIXED, **DEVICE, enable_prefix_caching=False)
     assert ids(found) == ids(expected)
     assert called
+
+
+def test_groups_of_one_kind_share_what_is_planned_of_a_step(tmp_path):
+    windows = dict(use_sliding_window=True, sliding_window=16, max_window_layers=1)
+    folder = tiny(tmp_path, num_hidden_layers=4, layer_types=["full_attention"] + ["sliding_attention"] * 3, **windows)
+    prompts, params = [[5, 6, 7], list(range(20, 42))], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    expected, _, _ = answers(folder, params, prompts, device="cpu", num_gpu_blocks_override=64)
+    with LLM(str(folder), **{**OPTIONS, **DEVICE, "num_gpu_blocks_override": 64}) as llm:
+        found = llm.generate(prompts, params, use_tqdm=False)
+        backends = llm.client.engine.executor.worker.runner.inputs.backends
+        assert [backend.twin for backend in backends] == [None, None, backends[1], backends[1]]
+    assert ids(o.outputs[0] for o in found) == ids(expected)
 
 
 def test_tokens_equal_the_cpus_when_requests_are_preempted(model):

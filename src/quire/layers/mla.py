@@ -19,7 +19,6 @@ from torch.nn import functional
 from quire.errors import UnsupportedModelError
 from quire.kv.specs import CacheSpec, Latent
 from quire.layers.attention import CacheLayer
-from quire.layers.attention.base import AttentionBackend
 from quire.layers.base import Layer, Runtime, frozen
 from quire.layers.config import DecoderConfig
 from quire.layers.linear import Linear
@@ -95,9 +94,10 @@ class MLA(CacheLayer):
     def attach_cache(self, name: str, group_idx: int, parts: dict[str, Tensor]) -> None:
         self.group_idx, self.cache = group_idx, parts["latent"]
 
-    def choose_backend(self) -> type[AttentionBackend]:
-        sizes = {"latent_size": self.latent_size, "rope_size": self.rope_size, "block_size": self.runtime.block_size}
-        return self.runtime.choose("latent attention", **sizes).BACKEND
+    def attach(self, runtime: Runtime, path: str) -> None:
+        super().attach(runtime, path)
+        sizes = {"latent_size": self.latent_size, "rope_size": self.rope_size, "block_size": runtime.block_size}
+        self.backend_class = runtime.choose("latent attention", **sizes).BACKEND
 
     def forward(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
         num_tokens = x_TD.shape[0]

@@ -36,11 +36,12 @@ class RawTensor:
 
     def dense(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """The numbers, in memory of their own. What needs no decoding goes to the device as it is and is converted there."""
+        device = torch.device(device)
         if self.shared is None:
-            return self._dense(dtype, torch.device(device))
-        if dtype not in self.shared:
-            self.shared[dtype] = self._dense(dtype, torch.device(device))
-        return self.shared[dtype]
+            return self._dense(dtype, device)
+        if (dtype, device) not in self.shared:
+            self.shared[dtype, device] = self._dense(dtype, device)
+        return self.shared[dtype, device]
 
     def _dense(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type == "cpu":
@@ -57,7 +58,7 @@ class Section(NamedTuple):
     """A stretch of an axis, such as q, k or v of a fused projection: it is cut into equal units, such as heads, that stay whole."""
 
     size: int
-    # How many units: the first count that has one for each rank, else the last, and then ranks share units. None: ranks take it whole.
+    # How many units: the first count that has one for each rank, else the last, and then ranks share units. (): ranks take it whole.
     units: tuple[int, ...] = ()
 
     def share(self, rank: int, num_ranks: int) -> tuple[int, int, int]:
@@ -96,7 +97,7 @@ class Weight:
 
     name: str
     shape: tuple[int, ...]
-    take: Callable[[RawTensor], None]  # the bytes are not kept
+    take: Callable[[RawTensor], None]  # the bytes are kept, at most, until the rest of their part has come
     split: Split | None = None  # None: every rank has all of it
     axes: tuple[str | None, ...] = ()  # what its dimensions run over, where they are not AXES of their number
     types: Collection[str] = frozenset(BLOCK)  # that it may come in
@@ -144,7 +145,7 @@ class Part(NamedTuple):
 class Method(ABC):
     """Keeps one weight, whose parts lie one below the other, and computes with it. Tensors arrive in any order."""
 
-    stays_packed = False  # as the file has them, where the checkpoint's blocks can be computed with
+    stays_packed = False  # its tensors stay as the file packs them
 
     def __init__(self, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> None:
         self.parts, self.dtype, self.device = parts, dtype, device

@@ -17,11 +17,18 @@ from quire.ops.transfer import to_device
 from quire.step import Move
 
 
+def cache_layers(model: nn.Module) -> dict[str, CacheLayer]:
+    return {path: module for path, module in model.named_modules() if isinstance(module, CacheLayer)}
+
+
 def kv_specs(model: nn.Module, dtype: torch.dtype) -> dict[str, CacheSpec]:
     """Of every cache, by "path of the layer:name of the cache"."""
-    owners = {path: m for path, m in model.named_modules() if isinstance(m, CacheLayer) and m.shares is None}
-    specs = {path: layer.cache_specs(str(dtype).removeprefix("torch.")) for path, layer in owners.items()}
-    return {f"{path}:{name}": spec for path, named in specs.items() for name, spec in named.items()}
+    specs = {}
+    for path, layer in cache_layers(model).items():
+        if layer.shares is None:
+            named = layer.cache_specs(str(dtype).removeprefix("torch."))
+            specs |= {f"{path}:{name}": spec for name, spec in named.items()}
+    return specs
 
 
 class KVMemory:
@@ -38,8 +45,8 @@ class KVMemory:
             for plane, cache in zip(self.planes[group.pool_idx], group.caches):
                 path, _, name = cache.partition(":")
                 model.get_submodule(path).attach_cache(name, group_idx, _parts(plane, group))
-        for layer in model.modules():
-            if isinstance(layer, CacheLayer) and layer.shares is not None:
+        for layer in cache_layers(model).values():
+            if layer.shares is not None:
                 owner = model.get_submodule(layer.shares)
                 layer.group_idx, layer.cache = owner.group_idx, owner.cache
 

@@ -12,7 +12,8 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from quire.kv.specs import Group
+from quire.errors import UnsupportedModelError
+from quire.kv.specs import CacheSpec, Group
 from quire.layers.attention import CacheLayer
 from quire.layers.attention.base import AttentionBackend, Limits, Shape
 from quire.ops.transfer import ToHost, on_device
@@ -23,7 +24,7 @@ from quire.worker.batch import Batch
 from quire.worker.drafter import NoDrafter
 from quire.worker.failure import told
 from quire.worker.inputs import NO_ROW, SampleShape, StepInputs, decode_shape, mixed_shape
-from quire.worker.kv_cache import KVMemory
+from quire.worker.kv_cache import KVMemory, cache_layers
 from quire.worker.logprobs import LOGPROBS_AT_ONCE, entries, prompt_span
 
 
@@ -84,6 +85,8 @@ class Runner:
         context = self.model.context
         context.tables.clear()
         context.slots_T.clear()
+        for layer in cache_layers(self.model).values():
+            layer.backend = None  # it holds the memory of the batch and of the inputs
         context.wanted = self.recordings = self.model = self.memory = None
 
     # -- forward ---------------------------------------------------------------------------------------------------------
@@ -202,7 +205,7 @@ class Runner:
         masks: SampleMasks | None = self.masks.of(count) if masked else None
         logprobs = self.sampler.sample(logits_SV, rows, *self._samples(count), masks)
         if logprobs is not None:
-            pending.add_logprobs(*logprobs)
+            pending.logprobs = logprobs.places, logprobs.num_top, ToHost(*logprobs.tokens)
 
     def _samples(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Row and position of each sample, and where its token goes."""
@@ -222,19 +225,24 @@ class Runner:
                 for at in range(0, len(targets_T), LOGPROBS_AT_ONCE):
                     span = slice(at, at + LOGPROBS_AT_ONCE)
                     columns = token_logprobs(self.model.logits(hidden_TD[span]).float(), targets_T[span], wanted)
-                    pending.add_prompt_logprobs(idx, wanted, targets_T[span], columns)
+                    pending.prompt_logprobs.append((idx, wanted, ToHost(targets_T[span], *columns)))
             query_start += count
 
 
 def group_backends(model: nn.Module, groups: Sequence[Group], limits: Limits) -> list[AttentionBackend]:
     """An attention backend for each group, which its layers get."""
     layers_of: list[list[CacheLayer]] = [[] for _ in groups]
-    for layer in model.modules():
-        if isinstance(layer, CacheLayer):
-            layers_of[layer.group_idx].append(layer)
-    backends = []
+    for layer in cache_layers(model).values():
+        layers_of[layer.group_idx].append(layer)
+    backends: list[AttentionBackend] = []
+    twins: dict[tuple[CacheSpec, int], AttentionBackend] = {}  # the first of each kind
     for group, layers in zip(groups, layers_of):
-        backend = layers[0].backend_class(layers, group.block_size, limits)
+        num_heads = {layer.num_heads for layer in layers}
+        if len(num_heads) > 1:
+            raise UnsupportedModelError(f"layers with {sorted(num_heads)} query heads and equal KV caches are not supported in one model")
+        kind = group.spec, *num_heads
+        backend = layers[0].backend_class(layers, group.block_size, limits, twins.get(kind))
+        twins.setdefault(kind, backend)
         for layer in layers:
             layer.backend = backend
         backends.append(backend)
@@ -250,16 +258,8 @@ class Pending:
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
-        self.logprobs: tuple[list[int], list[int], ToHost] | None = None
-        self.prompt_logprobs: list[tuple[int, int, ToHost]] = []
-
-    def add_logprobs(self, places: list[int], num_top: list[int], columns: TokenLogprobs) -> None:
-        """`places`: among the samples."""
-        self.logprobs = places, num_top, ToHost(*columns)
-
-    def add_prompt_logprobs(self, idx: int, num_top: int, targets_T: Tensor, columns: TokenLogprobs) -> None:
-        """`idx`: in the plan's rows; the parts of a row come in order."""
-        self.prompt_logprobs.append((idx, num_top, ToHost(targets_T, *columns)))
+        self.logprobs: tuple[list[int], list[int], ToHost] | None = None  # places among the samples, how many each asks for, columns
+        self.prompt_logprobs: list[tuple[int, int, ToHost]] = []  # index in the plan's rows, likewise; parts of a row in order
 
     @told
     def result(self) -> StepResult:

@@ -15,6 +15,7 @@ from quire.layers.attention.base import AttentionBackend
 from quire.layers.base import Layer, Runtime, frozen, head_units
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
+from quire.ops import fresh
 from quire.quant.base import Section, Split
 
 
@@ -42,13 +43,6 @@ class CacheLayer(Layer, ABC):
     @abstractmethod
     def attach_cache(self, name: str, group_idx: int, parts: dict[str, Tensor]) -> None:
         """The memory of one of its caches: of each part, [num_blocks, entries of a block, *shape of an entry]."""
-
-    @abstractmethod
-    def choose_backend(self) -> type[AttentionBackend]: ...
-
-    def attach(self, runtime: Runtime, path: str) -> None:
-        super().attach(runtime, path)
-        self.backend_class = self.choose_backend()
 
 
 class Attention(CacheLayer):
@@ -84,11 +78,9 @@ class Attention(CacheLayer):
 
     def attach(self, runtime: Runtime, path: str) -> None:
         super().attach(runtime, path)
+        self.backend_class = runtime.choose("attention", head_size=self.head_size, block_size=runtime.block_size).BACKEND
         if self.window >= runtime.max_len:
             self.window = 0  # contexts are never longer: a window that holds all of one is none
-
-    def choose_backend(self) -> type[AttentionBackend]:
-        return self.runtime.choose("attention", head_size=self.head_size, block_size=self.runtime.block_size).BACKEND
 
     def cache_specs(self, dtype: str) -> dict[str, CacheSpec]:
         if self.window:
@@ -118,5 +110,5 @@ class Attention(CacheLayer):
             q_THD, self.cache, tables, scale=self.scale, window=self.window, sinks_H=self.sinks, softcap=self.softcap
         )
         if tables.fresh:
-            self.backend.fresh_attention(q_THD, k_TKD, v_TKD, tables.fresh, out, scale=self.scale)
+            fresh.fresh_attention(q_THD, k_TKD, v_TKD, tables.fresh, out, scale=self.scale)
         return out.view(qkv_TX.shape[0], self.num_heads * self.head_size)

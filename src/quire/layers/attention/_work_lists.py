@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from quire.layers.attention._layer import CacheLayer
 from quire.layers.attention.base import AttentionBackend, HostStep, Limits, Shape
+from quire.ops import fresh
 from quire.ops.attention import UNIT_WORDS, AttentionWork, WorkShape, max_split_units, max_units, plan_units
 from quire.ops.launch import num_multiprocessors
 from quire.ops.ref.attention import AttentionTables
@@ -47,13 +47,17 @@ class WorkList:
 class WorkListBackend(AttentionBackend):
     """Rows that decode and rows that compute prompts want different tiles: two lists, two launches."""
 
-    def __init__(self, layers: Sequence[CacheLayer], block_size: int, limits: Limits) -> None:
-        super().__init__(layers, block_size, limits)
-        self.skips_cache = all(self.can_skip_cache(layer, limits.like) for layer in layers)
-        decode, prefill = (self.work_shape(layers[0], limits.like.dtype, decode=decode) for decode in (True, False))
+    def __init__(self, layers: Sequence[CacheLayer], block_size: int, limits: Limits, twin: "WorkListBackend | None" = None) -> None:
+        super().__init__(layers, block_size, limits, twin)
+        layer, like = layers[0], limits.like
+        self.skips_cache = all(layer.is_plain and fresh.supports(like, layer.head_size, layer.value_size) for layer in layers)
+        if twin is not None:
+            self.works = twin.works
+            return
+        decode, prefill = (self.work_shape(layer, like.dtype, decode=decode) for decode in (True, False))
         self.works = {
-            "decode_units": WorkList(decode, layers[0].window, limits.num_rows, limits),
-            "prefill_units": WorkList(prefill, layers[0].window, limits.max_tokens, limits),
+            "decode_units": WorkList(decode, layer.window, limits.num_rows, limits),
+            "prefill_units": WorkList(prefill, layer.window, limits.max_tokens, limits),
         }
 
     @staticmethod
@@ -61,14 +65,14 @@ class WorkListBackend(AttentionBackend):
     def work_shape(layer: CacheLayer, dtype: torch.dtype, *, decode: bool) -> WorkShape:
         """How the kernel cuts the work of such layers."""
 
-    @staticmethod
-    @abstractmethod
-    def can_skip_cache(layer: CacheLayer, like: Tensor) -> bool: ...
-
     def fields(self) -> dict[str, tuple[int, ...]]:
+        if self.twin is not None:
+            return {}
         return {name: (work.max_units, UNIT_WORDS) for name, work in self.works.items()}
 
     def prepare(self, step: HostStep, shape: Shape) -> None:
+        if self.twin is not None:
+            return  # planned already
         is_decode = step.counts == 1
         is_prefill = ~is_decode
         if shape.fresh:
@@ -82,10 +86,10 @@ class WorkListBackend(AttentionBackend):
             words[num_units : self._num_units(name, shape)] = 0  # units without queries
 
     def tables(self, shape: Shape) -> AttentionTables:
-        launches = []
+        launches, words = [], (self.twin or self).device
         for name, work in self.works.items():
             if num_units := self._num_units(name, shape):
-                launches.append(dataclasses.replace(work.room, units=self.device[name][:num_units]))
+                launches.append(dataclasses.replace(work.room, units=words[name][:num_units]))
         rows_R = self.step.rows[: shape.num_rows]
         return self._tables(shape, self.step.block_table, rows=rows_R, work=tuple(launches), shifts=self.step.shifts)
 

@@ -1,4 +1,4 @@
-"""How the layers of one KV group attend: the contract of every backend, and what those that read work lists share.
+"""How the layers of one KV group attend: the contract of every backend.
 
 A backend is a class, one object of it per group, made by the runner. Before each step it is asked to `prepare` what the host plans,
 in words that travel to the device with the step's other inputs; `tables` gives what its layers read there, at addresses that stay,
@@ -86,9 +86,12 @@ class AttentionBackend:
     is_recordable = True  # the host does nothing between a step's launches
     skips_cache = False  # computes `fresh` rows, of which nothing is cached yet, from the step's own keys and values
 
-    def __init__(self, layers: Sequence["CacheLayer"], block_size: int, limits: Limits) -> None:
-        """`layers`: all that read the group's cache."""
-        self.block_size, self.limits = block_size, limits
+    def __init__(
+        self, layers: Sequence["CacheLayer"], block_size: int, limits: Limits, twin: "AttentionBackend | None" = None
+    ) -> None:
+        """`layers`: all that read the group's cache. `twin`: of a group before it, for layers of the same kind: what is planned
+        of a step, all but block tables, is the same there."""
+        self.block_size, self.limits, self.twin = block_size, limits, twin
 
     def fields(self) -> dict[str, tuple[int, ...]]:
         """Words that `prepare` fills, by name, with their shapes."""
@@ -122,8 +125,8 @@ class AttentionBackend:
 class CpuBackend(AttentionBackend):
     """Rows' block tables lie side by side in memory that stays, as a tape wants it."""
 
-    def __init__(self, layers: Sequence["CacheLayer"], block_size: int, limits: Limits) -> None:
-        super().__init__(layers, block_size, limits)
+    def __init__(self, layers: Sequence["CacheLayer"], block_size: int, limits: Limits, twin: AttentionBackend | None = None) -> None:
+        super().__init__(layers, block_size, limits, twin)
         self.table = np.zeros((max(2, limits.num_rows), -(-limits.max_len // block_size)), np.int32)
 
     def prepare(self, step: HostStep, shape: Shape) -> None:

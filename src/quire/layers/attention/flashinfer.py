@@ -19,7 +19,7 @@ from quire.ops.attention import cache_view
 from quire.ops.elementwise import rope_and_write
 from quire.ops.ref.attention import AttentionTables
 
-WORKSPACE_BYTES = 128 << 20  # as its makers advise; for partial results of one launch, so all layers share it
+WORKSPACE_BYTES = 128 << 20  # as its makers advise; for partial results of one launch, so all layers of a kind share it
 IMPLEMENTATION = "auto"  # which of its kernels: it takes the best for the card
 
 
@@ -78,8 +78,8 @@ class FlashInfer(AttentionBackend):
     is_recordable = False
     rope_and_write = staticmethod(rope_and_write)
 
-    def __init__(self, layers: Sequence[CacheLayer], block_size: int, limits: Limits | None) -> None:
-        super().__init__(layers, block_size, limits)
+    def __init__(self, layers: Sequence[CacheLayer], block_size: int, limits: Limits | None, twin: "FlashInfer | None" = None) -> None:
+        super().__init__(layers, block_size, limits, twin)
         self.planned: dict[Kind, Planned] = {}
         self.workspace: Tensor | None = None  # made when the first layer comes by
 
@@ -110,9 +110,10 @@ class FlashInfer(AttentionBackend):
 
     def _planned(self, kind: Kind) -> Planned:
         if kind not in self.planned:
-            if self.workspace is None:
-                self.workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=kind.device)
-            self.planned[kind] = Planned(kind, self.workspace)
+            owner = self.twin or self
+            if owner.workspace is None:
+                owner.workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=kind.device)
+            self.planned[kind] = Planned(kind, owner.workspace)
         return self.planned[kind]
 
 

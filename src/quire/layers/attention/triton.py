@@ -1,11 +1,9 @@
 """Triton kernels for NVIDIA GPUs: float32 and 16-bit floats, head sizes to 512 in steps of 8, blocks of 16 and up."""
 
 import torch
-from torch import Tensor
 
 from quire.layers.attention import CacheLayer
 from quire.layers.attention._work_lists import WorkListBackend
-from quire.ops import fresh
 from quire.ops.attention import WorkShape, paged_attention, supports, work_shape
 from quire.ops.elementwise import rope_and_write
 
@@ -13,15 +11,10 @@ from quire.ops.elementwise import rope_and_write
 class Triton(WorkListBackend):
     rope_and_write = staticmethod(rope_and_write)
     paged_attention = staticmethod(paged_attention)
-    fresh_attention = staticmethod(fresh.fresh_attention)
 
     @staticmethod
     def work_shape(layer: CacheLayer, dtype: torch.dtype, *, decode: bool) -> WorkShape:
         return work_shape(dtype, layer.num_heads, layer.num_kv_heads, layer.head_size, decode=decode)
-
-    @staticmethod
-    def can_skip_cache(layer: CacheLayer, like: Tensor) -> bool:
-        return layer.is_plain and fresh.supports(like, layer.head_size, layer.value_size)
 
 
 def why_not(device: torch.device, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:

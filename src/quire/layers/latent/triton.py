@@ -1,11 +1,10 @@
 """Latent attention with Triton kernels, for NVIDIA GPUs."""
 
 import torch
-from torch import Tensor
 
 from quire.layers.attention import CacheLayer
 from quire.layers.attention._work_lists import WorkListBackend
-from quire.ops import fresh, mla
+from quire.ops import mla
 from quire.ops.attention import WorkShape
 
 
@@ -17,10 +16,6 @@ class LatentTriton(WorkListBackend):
     @staticmethod
     def work_shape(layer: CacheLayer, dtype: torch.dtype, *, decode: bool) -> WorkShape:
         return mla.work_shape(dtype, layer.num_heads, layer.latent_size, decode=decode)
-
-    @staticmethod
-    def can_skip_cache(layer: CacheLayer, like: Tensor) -> bool:
-        return fresh.supports(like, layer.head_size, layer.value_size)
 
 
 def why_not(device: torch.device, dtype: torch.dtype, latent_size: int, rope_size: int, block_size: int) -> str | None:

@@ -131,6 +131,10 @@ class _HugePages:
         self._rest = self._rest[-(-num_bytes // 64) * 64 :]
         return taken.view(dtype).view(shape)
 
+    def forget(self) -> None:
+        """Lets go of what is left: weights keep what they were given."""
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
     def _chunk(self, num_bytes: int) -> Tensor:
         chunk = torch.empty(num_bytes + self.PAGE_BYTES, dtype=torch.uint8)
         chunk = chunk[-chunk.data_ptr() % self.PAGE_BYTES :][:num_bytes]
@@ -141,7 +145,7 @@ class _HugePages:
         return chunk
 
 
-_huge_pages = _HugePages()
+huge_pages = _HugePages()
 
 
 def concat(weights: list[PackedWeight]) -> PackedWeight:
@@ -149,7 +153,7 @@ def concat(weights: list[PackedWeight]) -> PackedWeight:
 
     All must have the same form and, but for the last, outputs in multiples of 16.
     """
-    joined = packed.concat(weights, _huge_pages.empty)
+    joined = packed.concat(weights, huge_pages.empty)
     if supported():
         _native(joined)  # now, not while a tape records: it computes with torch
     return joined

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.ops.cpu.vocab import gumbel_argmax, repaired_argmax, row_argmax, row_topk
 from quire.ops.ref.gumbel import gumbel_argmax as gumbel_argmax_of_candidates
+from quire.ops.ref.gumbel import token_words
 from quire.ops.ref.sampling import SamplerColumns
 from quire.ops.ref.vocab import row_sum_exp
 from quire.params import MIN_TEMPERATURE
@@ -23,6 +24,13 @@ from quire.params import MIN_TEMPERATURE
 # Candidates looked at per row: enough for nearly all settings in use; rows that need more take a wider look.
 WIDTHS = (64, 128, 512, 4096)
 TOP_P_WIDTH = 128  # where top_p begins if nothing else restricts it
+
+
+class Scratch:
+    """What draws read of each token of the vocabulary, whoever draws."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.words_V = token_words(vocab_size, device)
 
 
 def sample(
@@ -36,7 +44,7 @@ def sample(
     random: bool,
     restricted: bool,
     penalized: bool,
-    scratch: object = None,
+    scratch: Scratch | None = None,
 ) -> None:
     """As in `ops/ref/sampling.py`; logits may be changed.
 
@@ -52,7 +60,7 @@ def sample(
         top_S, ids_S = row_argmax(logits_SV)
     if random:
         at_N = (columns.temperature[rows_S] >= MIN_TEMPERATURE).nonzero()[:, 0]
-        drawn_N = _draw(_take(logits_SV, at_N), rows_S[at_N], positions_S[at_N], columns, restricted)
+        drawn_N = _draw(_take(logits_SV, at_N), rows_S[at_N], positions_S[at_N], columns, restricted, scratch and scratch.words_V)
         ids_S = ids_S.index_copy(0, at_N, drawn_N)
     if penalized:
         ids_S = torch.where(top_S == -torch.inf, raw_ids_S, ids_S)
@@ -98,16 +106,23 @@ def penalize(logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, columns: Sa
     flat.scatter_(0, at_PL, score_PL.flatten())
 
 
-def _draw(logits_NV: Tensor, rows_N: Tensor, positions_N: Tensor, columns: SamplerColumns, restricted: bool) -> Tensor:
+def _draw(
+    logits_NV: Tensor,
+    rows_N: Tensor,
+    positions_N: Tensor,
+    columns: SamplerColumns,
+    restricted: bool,
+    words_V: Tensor | None,
+) -> Tensor:
     """Token ids of samples with a temperature."""
     temperature_N, key = columns.temperature[rows_N], (columns.seed[rows_N], positions_N, columns.choice_idx[rows_N])
     if not restricted:
-        return gumbel_argmax(logits_NV, temperature_N, *key)
+        return gumbel_argmax(logits_NV, temperature_N, *key, words_V)
     min_p_N, top_k_N, top_p_N = columns.min_p[rows_N], columns.top_k[rows_N], columns.top_p[rows_N]
     has_limit_N = (min_p_N > 0.0) | (top_p_N < 1.0) | ((top_k_N > 0) & (top_k_N < logits_NV.shape[1]))
     ids_N = torch.empty_like(rows_N)
     if len(free := (~has_limit_N).nonzero()[:, 0]):
-        ids_N[free] = gumbel_argmax(_take(logits_NV, free), temperature_N[free], *(column[free] for column in key))
+        ids_N[free] = gumbel_argmax(_take(logits_NV, free), temperature_N[free], *(column[free] for column in key), words_V)
     if len(limited := has_limit_N.nonzero()[:, 0]):
         logits_RV = _take(logits_NV, limited)
         divide_by_temperature(logits_RV, temperature_N[limited])

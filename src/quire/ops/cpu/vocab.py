@@ -91,20 +91,25 @@ def row_topk(x_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def gumbel_argmax(
-    logits_RV: Tensor, temperature_R: Tensor, seeds_R: Tensor, positions_R: Tensor, choices_R: Tensor
+    logits_RV: Tensor,
+    temperature_R: Tensor,
+    seeds_R: Tensor,
+    positions_R: Tensor,
+    choices_R: Tensor,
+    words_V: Tensor | None = None,
 ) -> Tensor:
     """The twin's draw from softmax(logits / temperature), without a pass over the logits to divide them."""
+    words_V = gumbel.token_words(logits_RV.shape[1], logits_RV.device) if words_V is None else words_V
 
     def twin(rows: slice | Tensor) -> Tensor:
         key = seeds_R[rows], positions_R[rows], choices_R[rows]
-        return gumbel.gumbel_argmax(logits_RV[rows] / temperature_R[rows, None], *key)
+        return gumbel.gumbel_argmax(logits_RV[rows] / temperature_R[rows, None], *key, words_V=words_V)
 
     if not supported(logits_RV):
         return twin(slice(None))
     rows, width = logits_RV.shape
     key_R = gumbel.row_key(seeds_R, positions_R, choices_R)
-    words_V, ids_R = gumbel.token_words(width, logits_RV.device), torch.empty_like(key_R)
-    temperature_R = temperature_R.contiguous()
+    ids_R, temperature_R = torch.empty_like(key_R), temperature_R.contiguous()
     _kernels().gumbel_argmax(
         logits_RV.data_ptr(), logits_RV.stride(0), temperature_R.data_ptr(), words_V.data_ptr(), key_R.data_ptr(),
         rows, width, ids_R.data_ptr(),

@@ -21,7 +21,6 @@ Letters: R rows, V vocabulary or candidates, B blocks of 64 tokens, N opened blo
 """
 
 import math
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -35,11 +34,17 @@ LN_2 = math.log(2.0)
 
 
 def gumbel_argmax(
-    logits_RV: Tensor, seeds_R: Tensor, positions_R: Tensor, choices_R: Tensor, ids_RV: Tensor | None = None
+    logits_RV: Tensor,
+    seeds_R: Tensor,
+    positions_R: Tensor,
+    choices_R: Tensor,
+    ids_RV: Tensor | None = None,
+    words_V: Tensor | None = None,
 ) -> Tensor:
-    """One token id per row, drawn from softmax(logits_RV) (float32); all other arguments are int64.
+    """One token id per row, drawn from softmax(logits_RV) (float32); what says who draws is int64.
 
     `ids_RV` names the token of each entry where rows hold candidates instead of the whole vocabulary.
+    `words_V` are the vocabulary's `token_words`, where they are at hand.
     A row without a finite logit gives its lowest id.
     """
     key_R = row_key(seeds_R, positions_R, choices_R)
@@ -47,7 +52,7 @@ def gumbel_argmax(
         score_RV = _score(logits_RV, _mix32(ids_RV.int()), key_R)
         best_RV = score_RV == score_RV.amax(-1, keepdim=True)
         return ids_RV.masked_fill(~best_RV, torch.iinfo(ids_RV.dtype).max).amin(-1)
-    words_V = token_words(logits_RV.shape[1], logits_RV.device)
+    words_V = token_words(logits_RV.shape[1], logits_RV.device) if words_V is None else words_V
     if logits_RV.is_cuda or logits_RV.numel() < FEW_ENTRIES:
         return row_argmax(_score(logits_RV, words_V, key_R))[1]
     return _argmax_score(logits_RV, words_V, key_R)
@@ -119,8 +124,8 @@ def _mix32(t: Tensor) -> Tensor:
     return t ^ _logical_shift(t, 16, 32)
 
 
-@lru_cache(maxsize=8)
 def token_words(vocab_size: int, device: torch.device) -> Tensor:
+    """mix32 of every token id: the same for whoever draws."""
     return _mix32(torch.arange(vocab_size, dtype=torch.int32, device=device))
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from quire.config import EngineConfig
-from quire.ops.cpu.sampling import sample
+from quire.ops.cpu.linear import huge_pages
+from quire.ops.cpu.sampling import Scratch, sample
 from quire.ops.cpu.step import accept, gather_rows, place_slots, place_tokens
 from quire.ops.cpu.vocab import mask_logits
 from quire.ops.ref.blocks import copy_blocks
@@ -44,19 +45,13 @@ def kv_memory_bytes(config: EngineConfig, make_runner: Callable[[], object] | No
 
 
 def release() -> None:
-    pass
+    """Gives memory back that weights were to be put into."""
+    huge_pages.forget()
 
 
 def known_lengths(lengths: torch.Tensor) -> np.ndarray:
     """Those of all rows: steps before have run."""
     return lengths.numpy()
-
-
-class Scratch:
-    """The compiled kernels need none."""
-
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        pass
 
 
 class MaskStaging:

@@ -42,6 +42,12 @@ def fit(sizes: list[int], wanted: int) -> int:
     return sizes[bisect.bisect_left(sizes, wanted)]
 
 
+def in_order(sizes: list[int]) -> tuple[list[int], int]:
+    """As they are recorded, and how many of them before the first request is served: the commonest, the largest of these first."""
+    first = [size for size in sizes if size in FIRST_ROWS or size == sizes[-1]]
+    return sorted(sizes, key=lambda size: (size not in first, -size)), len(first)
+
+
 class Graphs:
     """Graphs by key. `record(key)` runs what is to be recorded; its results are what it leaves in buffers that stay."""
 
@@ -117,13 +123,13 @@ class Recordings:
         """The commonest shapes are recorded now, the largest of them first so that the others fit into its memory; the rest later."""
         if not self.forwards.enabled:
             return
-        first = [size for size in self.row_sizes if size in FIRST_ROWS or size == self.limits.num_rows]
-        decodes = [decode_shape(size) for size in sorted(self.row_sizes, key=lambda s: (s not in first, -s))]
+        row_sizes, num_first = in_order(self.row_sizes)
+        decodes = [decode_shape(size) for size in row_sizes]
         mixed = [mixed_shape(self.limits, size) for size in reversed(self.token_sizes)]
-        samplings = [SampleShape(shape.num_samples, random) for shape in decodes for random in (True, False)]
         if all(backend.is_recordable for backend in self.runner.inputs.backends):
-            self.forwards.want(mixed[:1] + decodes + mixed[1:], now=1 + len(first))
-        self.samplings.want(samplings, now=2 * len(first))
+            self.forwards.want(mixed[:1] + decodes + mixed[1:], now=1 + num_first)
+        sample_sizes, num_first = in_order(self.sample_sizes)
+        self.samplings.want([SampleShape(size, random) for size in sample_sizes for random in (True, False)], now=2 * num_first)
 
     def find(self, exact: Shape) -> Shape | None:
         """The shape of a recording that does for such a step."""
