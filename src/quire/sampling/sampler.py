@@ -1,6 +1,6 @@
 """Sampler: a token per sample, as a pure function of logits, parameters, history, mask, seed, choice and position.
 
-Called by the runners at the end of a step. Keeps no state between steps: the same request gives the same tokens after
+Called by the runner at the end of a step. Keeps no state between steps: the same request gives the same tokens after
 preemption, restart or in other company. Must not know requests, schedules or models, and does nothing for parameters
 that no row uses.
 

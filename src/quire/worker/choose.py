@@ -36,7 +36,7 @@ ATTENTION = "quire.layers.attention"
 
 
 def runs_on_triton(config: EngineConfig) -> bool:
-    """Whether the runner and kernels of GPUs are used; on a CPU, Triton's interpreter runs them if the config says so."""
+    """Whether the kernels of GPUs are used; on a CPU, Triton's interpreter runs them if the config says so."""
     return config.device.device == "cuda" or config.device.interpret_triton
 
 

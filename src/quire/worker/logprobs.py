@@ -1,4 +1,4 @@
-"""Logprobs as a step's result has them, and which positions of a prompt a step owes; shared by the runners."""
+"""Logprobs as a step's result has them, and which positions of a prompt a step owes."""
 
 from quire.sampling.logprobs import TokenLogprobs as Columns
 from quire.step import TokenLogprobs

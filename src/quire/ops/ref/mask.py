@@ -1,4 +1,4 @@
-"""Grammar masks in plain torch: the oracle of `ops/mask.py`, and what CPUs use.
+"""Grammar masks in plain torch: the oracle of `ops/mask.py`, and what CPUs without compiled kernels use.
 
 Letters: S rows that choose a token, V vocabulary, M masked rows, W words of 32 tokens.
 """

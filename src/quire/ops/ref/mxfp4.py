@@ -1,6 +1,6 @@
 """MXFP4 as plain floats, in torch: 32 numbers of four bits share one power of two.
 
-Called by models whose checkpoints hold it. Knows bytes, not names. Every value is exact in bfloat16.
+Called by `quant/mxfp4.py`. Knows bytes, not names. Every value is exact in bfloat16.
 """
 
 import torch
