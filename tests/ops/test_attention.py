@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.ops.native_cache import write_kv
 from torch import Tensor
 
 from quire.ops.cpu import attention as native
@@ -108,7 +109,7 @@ def paged(ops: ModuleType, world: World, seed: int = 1) -> Tensor:
         table[row, : num_blocks[row]] = pool[taken : taken + num_blocks[row]]
         taken += num_blocks[row]
         pos = torch.arange(n + before)
-        ops.write_kv(cache, k, v, table[row, pos // size].long() * size + pos % size)
+        (write_kv if ops is native else twin.write_kv)(cache, k, v, table[row, pos // size].long() * size + pos % size)
         if case.window:  # blocks nobody sees any more went back to the pool
             for logical in range(max(0, before - case.window + 1) // size):
                 cache[table[row, logical]] = math.nan
@@ -249,7 +250,7 @@ def test_torch_s_own_bf16_products_are_not_disturbed() -> None:
 def test_a_negative_slot_is_not_written(ops: ModuleType, dtype: torch.dtype) -> None:
     cache = torch.zeros(2, 2, 16, 1, 32, dtype=dtype)
     k = torch.ones(3, 1, 32, dtype=dtype)
-    ops.write_kv(cache, k, k, torch.tensor([-1, 17, -5]))
+    (write_kv if ops is native else twin.write_kv)(cache, k, k, torch.tensor([-1, 17, -5]))
     assert cache[0].count_nonzero() == 0 and cache[1].count_nonzero() == 64
 
 
@@ -275,5 +276,5 @@ def test_offsets_beyond_two_gigabytes_are_reached() -> None:
     tables = AttentionTables(
         torch.tensor([0, 1]).int(), torch.tensor([1]).int(), torch.tensor([[last]]).int(), 16, 1
     )
-    native.write_kv(cache, k, k, torch.tensor([last * 16]))
+    write_kv(cache, k, k, torch.tensor([last * 16]))
     assert torch.equal(native.paged_attention(k, cache, tables, scale=1.0), k)

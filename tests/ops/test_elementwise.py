@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.ops.native_cache import write_kv
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as apply_interleaved
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
@@ -89,7 +90,9 @@ def test_rope_is_transformers(
     before = [x.clone() for x in (q, k, v)]
     rot_dim, positions = int(D * part), torch.randint(0, 200, (T,))
     angle = angles(rot_dim)
-    ops.rope(q, k, torch.cat((angle.cos(), angle.sin()), 1), positions, interleaved)
+    cos_sin, cache = torch.cat((angle.cos(), angle.sin()), 1), torch.full((1, 2, 16, 2, D), math.nan, dtype=dtype)
+    ops.rope_and_write(q, k, v, cos_sin, positions, cache, torch.full((T,), -1), interleaved)
+    assert cache.isnan().all()
     angle = angle[positions]
     # Transformers in float32: ours rounds once, at the end.
     apply = apply_interleaved if interleaved else apply_rotary_pos_emb
@@ -123,8 +126,9 @@ def test_rope_and_write_is_rope_then_write(
     copies = [x.clone() for x in fused]
     caches = [torch.full((7, 2, block_size, 2, D), math.nan, dtype=dtype) for _ in range(2)]
     native.rope_and_write(*fused, cos_sin, positions, caches[0], slots)
-    native.rope(*copies[:2], cos_sin, positions)
-    native_attention.write_kv(caches[1], *copies[1:], slots)
+    native.rope_and_write(*copies, cos_sin, positions, caches[1], torch.full((T,), -1))
+    for t in range(T):
+        write_kv(caches[1], *(x[t : t + 1] for x in copies[1:]), slots[t : t + 1])
     assert all(torch.equal(a, b) for a, b in zip(fused, copies, strict=True))
     assert torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
 
@@ -169,26 +173,26 @@ def test_heads_are_normed_before_they_are_rotated(ops: ModuleType, dtype: torch.
     for x, truth in zip(qkv, expected, strict=False):  # rotating adds what may cancel, so errors are absolute
         torch.testing.assert_close(x, truth, rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 2e-6)
     written = torch.full_like(cache, math.nan)
-    (native_attention if ops is native else twin_attention).write_kv(written, qkv[1], v, slots)
+    (write_kv if ops is native else twin_attention.write_kv)(written, qkv[1], v, slots)
     assert torch.equal(cache.view(torch.uint8), written.view(torch.uint8))
 
 
 def test_threads_that_write_neighbouring_tokens_do_not_undo_each_other() -> None:
-    """Two tokens of bfloat16 values share words; every second slot first, so that no whole chunk is written at once."""
+    """Two tokens of bfloat16 values share words. No slot comes right after the one before: no whole chunk is written at once."""
     T, D = 512, 64
     k, v = (torch.randn(T, 3, D).bfloat16() for _ in range(2))
     slots = torch.cat((torch.arange(0, T, 2), torch.arange(1, T, 2)))
-    order = torch.stack((torch.arange(T // 2), torch.arange(T // 2) + T // 2), 1).flatten()  # 0, 256, 1, 257, …
+    order = torch.stack((torch.arange(T // 2) + T // 2, torch.arange(T // 2)), 1).flatten()  # slots 1, 0, 3, 2, …
     truth = torch.zeros(T // 16, 2, 16, 3, D, dtype=torch.bfloat16)
     for t in range(T):
-        native_attention.write_kv(truth, k[t : t + 1], v[t : t + 1], slots[t : t + 1])
+        write_kv(truth, k[t : t + 1], v[t : t + 1], slots[t : t + 1])
     threads = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
         for _ in range(50):
             for some in (torch.arange(T), order):  # neighbours far apart in the call, and side by side
                 cache = torch.zeros_like(truth)
-                native_attention.write_kv(cache, k[some].contiguous(), v[some].contiguous(), slots[some].contiguous())
+                write_kv(cache, k[some].contiguous(), v[some].contiguous(), slots[some].contiguous())
                 assert torch.equal(cache, truth)
     finally:
         torch.set_num_threads(threads)

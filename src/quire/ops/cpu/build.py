@@ -1,6 +1,6 @@
 """Compiles the C++ kernels of `src/` once with the system compiler and loads them with ctypes.
 
-Called by the modules beside it (linear, attention, elementwise). Knows nothing about what a kernel computes: a source
+Called by the modules beside it, by most through `tape.compiled`. Knows nothing about what a kernel computes: a source
 has a plain C ABI, needs no torch headers (so it builds in seconds) and a twin to fall back on. `load` never raises.
 """
 

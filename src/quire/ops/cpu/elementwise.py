@@ -1,4 +1,4 @@
-"""Fused elementwise kernels on the CPU: same functions, same meaning as `ops/ref/elementwise.py`.
+"""Fused elementwise kernels on the CPU; twins: `ops/ref/elementwise.py`.
 
 Called by `layers`, which asks `supported()` first. Takes float32 and bfloat16, rows contiguous inside; knows nothing of
 models. `rope_and_write` writes the cache of `ops/cpu/attention.py`, whose block layout is not the twin's.
@@ -6,36 +6,24 @@ models. `rope_and_write` writes the cache of `ops/cpu/attention.py`, whose block
 
 import ctypes
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from quire.ops.cpu.build import load
-from quire.ops.cpu.tape import Rows, bind
+from quire.ops.cpu.tape import Rows, compiled
 
 _PTR, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
-class _Kernels(NamedTuple):
-    rms_norm: Callable[..., None]
-    silu_mul: Callable[..., None]
-    rope_and_write: Callable[..., None]
-    embed: Callable[..., None]
-
-
 @functools.cache
-def _kernels() -> _Kernels | None:
-    library = load("elementwise")
-    if library is None:
-        return None
-    rope_types = [ctypes.c_int, *[_PTR] * 7, Rows, *[_INT] * 10, _PTR, _PTR, ctypes.c_float]
-    return _Kernels(
-        bind(library, "quire_rms_norm", [ctypes.c_int, *[_PTR] * 3, _INT, *[_PTR] * 2, Rows, _INT, ctypes.c_float]),
-        bind(library, "quire_silu_mul", [ctypes.c_int, _PTR, _PTR, Rows, _INT]),
-        bind(library, "quire_rope_and_write", rope_types),
-        bind(library, "quire_embed", [_PTR, _PTR, _PTR, Rows, _INT]),
+def _kernels() -> SimpleNamespace | None:
+    return compiled(
+        "elementwise",
+        rms_norm=[ctypes.c_int, *[_PTR] * 3, _INT, *[_PTR] * 2, Rows, _INT, ctypes.c_float],
+        silu_mul=[ctypes.c_int, _PTR, _PTR, Rows, _INT],
+        rope_and_write=[ctypes.c_int, *[_PTR] * 7, Rows, *[_INT] * 10, _PTR, _PTR, ctypes.c_float],
+        embed=[_PTR, _PTR, _PTR, Rows, _INT],
     )
 
 
@@ -76,11 +64,6 @@ def silu_mul(x_T2F: Tensor) -> Tensor:
     return out
 
 
-def rope(q_THD: Tensor, k_TKD: Tensor, cos_sin: Tensor, positions_T: Tensor, interleaved: bool = False) -> None:
-    """Rotate, in place, the first rot_dim dims of each head: see the twin."""
-    _rope(q_THD, k_TKD, None, cos_sin, positions_T, None, None, interleaved)
-
-
 def rope_and_write(
     q_THD: Tensor,
     k_TKD: Tensor,
@@ -94,32 +77,11 @@ def rope_and_write(
     k_norm_D: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Each head of q and k normed if weights are given, then `rope`, in place; k and v into the cache; all in one pass."""
-    _rope(q_THD, k_TKD, v_TKD, cos_sin, positions_T, cache, slots_T, interleaved, q_norm_D, k_norm_D, eps)
-
-
-def _rope(
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor | None,
-    cos_sin: Tensor,
-    positions_T: Tensor,
-    cache: Tensor | None,
-    slots_T: Tensor | None,
-    interleaved: bool,
-    q_norm_D: Tensor | None = None,
-    k_norm_D: Tensor | None = None,
-    eps: float = 0.0,
-) -> None:
+    """As the twin, in one pass. A negative slot is padding, which is rotated and not written."""
     num_tokens, num_heads, head_size = q_THD.shape
-    v_ptr, v_stride = (None, 0) if v_TKD is None else (v_TKD.data_ptr(), v_TKD.stride(0))
-    cache_ptr, slots_ptr, block_size, block_stride = (
-        (None, None, 0, 0) if cache is None else (cache.data_ptr(), slots_T.data_ptr(), cache.shape[2], cache.stride(0))
-    )
-    q_norm_ptr, k_norm_ptr = (None if norm is None else norm.data_ptr() for norm in (q_norm_D, k_norm_D))
     _kernels().rope_and_write(
-        q_THD.dtype == torch.bfloat16, q_THD.data_ptr(), k_TKD.data_ptr(), v_ptr, cos_sin.data_ptr(),
-        positions_T.data_ptr(), slots_ptr, cache_ptr, num_tokens, num_heads, k_TKD.shape[1], head_size,
-        cos_sin.shape[1], q_THD.stride(0), k_TKD.stride(0), v_stride, block_size, block_stride, interleaved,
-        q_norm_ptr, k_norm_ptr, eps,
+        q_THD.dtype == torch.bfloat16, q_THD.data_ptr(), k_TKD.data_ptr(), v_TKD.data_ptr(), cos_sin.data_ptr(),
+        positions_T.data_ptr(), slots_T.data_ptr(), cache.data_ptr(), num_tokens, num_heads, k_TKD.shape[1], head_size,
+        cos_sin.shape[1], q_THD.stride(0), k_TKD.stride(0), v_TKD.stride(0), cache.shape[2], cache.stride(0), interleaved,
+        None if q_norm_D is None else q_norm_D.data_ptr(), None if k_norm_D is None else k_norm_D.data_ptr(), eps,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 What a CUDA graph is to a GPU. `worker/cpu/graphs.py` records a forward pass whose inputs lie in fixed buffers; playing it computes
 the same thing on whatever the buffers hold by then, for as many rows as are asked for. The wrappers beside this file make their
-calls through `bind`, so a tape sees them all. Knows pointers and calls, not what they compute.
+calls through `compiled` or `bind`, so a tape sees them all. Knows pointers and calls, not what they compute.
 
 On an 135M model a step of one row spends more time in Python than in kernels; a tape gives that time back.
 """
@@ -12,10 +12,13 @@ import ctypes
 import math
 import threading
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from quire.ops.cpu.build import load
 
 _ALIGNMENT = 64
 
@@ -48,6 +51,14 @@ def bind(library: ctypes.CDLL, name: str, argtypes: Iterable[type]) -> Callable[
             _thread.recording.calls.append((function, args))
 
     return call
+
+
+def compiled(source: str, **functions: Iterable[type]) -> SimpleNamespace | None:
+    """The functions of `src/<source>.cpp`, named without "quire_", as callables that a tape can hear; None: twins must run."""
+    library = load(source)
+    if library is None:
+        return None
+    return SimpleNamespace(**{name: bind(library, f"quire_{name}", argtypes) for name, argtypes in functions.items()})
 
 
 class Recording(TorchDispatchMode):

@@ -9,37 +9,26 @@ twin where the two best scores are closer than float32 can tell apart: in some 3
 
 import ctypes
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from quire.ops.cpu.build import load
-from quire.ops.cpu.tape import Rows, bind
+from quire.ops.cpu.tape import Rows, compiled
 from quire.ops.ref import gumbel, mask, vocab
 from quire.ops.ref.sampling import VERY_LARGE
 
 _PTR, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
-class _Kernels(NamedTuple):
-    argmax: Callable[..., None]
-    topk: Callable[..., None]
-    gumbel_argmax: Callable[..., None]
-    mask_logits: Callable[..., None]
-
-
 @functools.cache
-def _kernels() -> _Kernels | None:
-    library = load("sampling")
-    if library is None:
-        return None
-    return _Kernels(
-        bind(library, "quire_argmax", [_PTR, _INT, Rows, _INT, _PTR, _PTR]),
-        bind(library, "quire_topk", [_PTR, _INT, Rows, _INT, _INT, _PTR, _PTR]),
-        bind(library, "quire_gumbel_argmax", [_PTR, _INT, *[_PTR] * 3, Rows, _INT, _PTR]),
-        bind(library, "quire_mask_logits", [_PTR, _INT, _PTR, _PTR, Rows, _INT]),
+def _kernels() -> SimpleNamespace | None:
+    return compiled(
+        "sampling",
+        argmax=[_PTR, _INT, Rows, _INT, _PTR, _PTR],
+        topk=[_PTR, _INT, Rows, _INT, _INT, _PTR, _PTR],
+        gumbel_argmax=[_PTR, _INT, *[_PTR] * 3, Rows, _INT, _PTR],
+        mask_logits=[_PTR, _INT, _PTR, _PTR, Rows, _INT],
     )
 
 

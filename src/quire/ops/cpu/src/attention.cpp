@@ -518,28 +518,9 @@ void paged_attention(const Args& a) {
     }
 }
 
-template <class E>
-void write_kv(char* cache, const void* k, const void* v, const int64_t* slots, int64_t num_tokens, int64_t num_kv_heads,
-              int64_t head_size, int64_t block_size, int64_t block_stride, int64_t k_stride, int64_t v_stride) {
-    using Elem = typename E::Elem;
-    const KvLayout<E> layout{num_kv_heads, head_size, block_size, block_stride};
-#pragma omp parallel for schedule(static) if (num_tokens * num_kv_heads * head_size > 1 << 15)
-    for (int64_t t = 0; t < num_tokens; t++)
-        for (int64_t h = 0; h < num_kv_heads && slots[t] >= 0; h++)
-            layout.store_token(cache, slots[t], h, (const Elem*)k + t * k_stride + h * head_size,
-                               (const Elem*)v + t * v_stride + h * head_size);
-}
-
 }  // namespace
 
 extern "C" {
-
-void quire_write_kv(int bf16, char* cache, const void* k, const void* v, const int64_t* slots, int64_t num_tokens,
-                    int64_t num_kv_heads, int64_t head_size, int64_t block_size, int64_t block_stride,
-                    int64_t k_stride, int64_t v_stride) {
-    (bf16 ? write_kv<BF16> : write_kv<F32>)(cache, k, v, slots, num_tokens, num_kv_heads, head_size, block_size,
-                                            block_stride, k_stride, v_stride);
-}
 
 void quire_paged_attention(int bf16, const void* q, void* out, const char* cache, const int32_t* query_starts,
                            const int32_t* context_lens, const int32_t* block_table, const float* sinks,

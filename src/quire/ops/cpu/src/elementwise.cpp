@@ -138,7 +138,7 @@ struct RopeArgs {
     const void *v, *q_norm, *k_norm;  // norms: weights over a head, or null
     const float* cos_sin;
     const int64_t *positions, *slots;
-    char* cache;  // null: rotate only
+    char* cache;
     int64_t num_tokens, num_heads, num_kv_heads, head_size, rot_dim, q_stride, k_stride, v_stride;
     int64_t block_size, block_stride;
     bool interleaved;
@@ -162,7 +162,7 @@ void find_runs(std::vector<int64_t>& starts, const RopeArgs& a) {
     starts.clear();
     for (int64_t t = 0; t < a.num_tokens; t++) {
         starts.push_back(t);
-        if (!a.cache || a.slots[t] % CHUNK || t + CHUNK > a.num_tokens) continue;
+        if (a.slots[t] % CHUNK || t + CHUNK > a.num_tokens) continue;
         int64_t n = 1;
         while (n < CHUNK && a.slots[t + n] == a.slots[t] + n) n++;
         if (n == CHUNK) t += CHUNK - 1;
@@ -182,7 +182,7 @@ void rope_and_write(const RopeArgs& a) {
         const int64_t first = starts[run], end = starts[run + 1];
         Elem *q = (Elem*)a.q + first * a.q_stride, *k = (Elem*)a.k + first * a.k_stride;
         const Elem* v = (const Elem*)a.v + first * a.v_stride;
-        const bool write = a.cache && a.slots[first] >= 0;
+        const bool write = a.slots[first] >= 0;
         for (int64_t t = 0; t < end - first; t++) {
             const float* cos = a.cos_sin + a.positions[first + t] * a.rot_dim;
             turn_heads(q + t * a.q_stride, a.num_heads, (const Elem*)a.q_norm, cos, a);

@@ -1,5 +1,6 @@
 // How keys and values lie inside a block of the native cache. Included by the kernel that reads it (attention.cpp) and
-// by those that write it. Lines are 64 bytes: 16 lanes of one word; a word is one float or a pair of bfloat16.
+// the one that writes it (elementwise.cpp). Lines are 64 bytes: 16 lanes of one word; a word is one float or a pair of
+// bfloat16.
 //
 //   block = K half, V half;  half = [kv head][block_size / 16] chunks of 16 tokens
 //   blocks may lie further apart than they are long, by any number of elements
