@@ -44,7 +44,7 @@ def measure(rows: int, queries: int, context: int, args: argparse.Namespace) -> 
     tables = AttentionTables(
         torch.arange(rows + 1).int() * queries,
         torch.full((rows,), context).int(),
-        table, BLOCK_SIZE, queries, context,
+        table, BLOCK_SIZE, queries,
     )  # fmt: skip
     q = torch.randn(rows * queries, H, D).to(dtype)
     cache = torch.randn(rows * num_blocks, 2, BLOCK_SIZE, K, D).to(dtype)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -122,7 +123,7 @@ def decode_attention_share() -> float:
     """Decode attention's bytes per second at 256 rows x 1,000 tokens, 8 KV heads of 128 in bf16, over those of a copy."""
     import torch
 
-    from quire.ops.attention import paged_attention, plan
+    from quire.ops.attention import paged_attention, plan, work_shape
     from quire.ops.ref.attention import AttentionTables
 
     rows, context, K, D, size, copies = 256, 1000, 8, 128, 16, 3
@@ -131,10 +132,10 @@ def decode_attention_share() -> float:
     q = torch.randn(rows, 2 * K, D, device="cuda", dtype=torch.bfloat16)
     starts = torch.arange(rows + 1, device="cuda", dtype=torch.int32)
     lens = torch.full((rows,), context, device="cuda", dtype=torch.int32)
-    tables = []
+    tables, shape = [], work_shape(q.dtype, 2 * K, K, D, decode=True)
     for part in torch.randperm(len(cache), device="cuda").int().view(copies, rows, per_row):
-        table = AttentionTables(starts, lens, part.contiguous(), size, 1, context)
-        tables.append(AttentionTables(starts, lens, part.contiguous(), size, 1, context, None, (plan(q, table, K, 0),)))
+        table = AttentionTables(starts, lens, part.contiguous(), size, max_query_len=1)
+        tables.append(replace(table, work=(plan(q, table, shape),)))
     one = iter(range(1 << 30))
     attention_s = time_gpu(lambda: paged_attention(q, cache, tables[next(one) % copies], scale=D**-0.5))
     source = torch.randn(1 << 29, device="cuda")

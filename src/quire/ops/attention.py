@@ -206,20 +206,18 @@ class AttentionWork:
         )
 
 
-def plan(q_THD: Tensor, tables: AttentionTables, num_kv_heads: int, window: int) -> AttentionWork:
-    """The work of a step, from tables that must come back to the host first: for tests and simple callers."""
-    _, H, D = q_THD.shape
-    G = H // num_kv_heads
-    tile = config(q_THD.dtype, D, G, decode=tables.max_query_len == 1)
+def plan(like: Tensor, tables: AttentionTables, shape: WorkShape, window: int = 0) -> AttentionWork:
+    """The work of a step on `like`'s device, from tables that must come back to the host first: for tests and simple callers."""
+    tile, num_kv_heads, group_size, size = shape
     rows = None if tables.rows is None else tables.rows.cpu().numpy()
-    num_programs = tile.programs_per_multiprocessor * num_multiprocessors(q_THD)
+    num_programs = tile.programs_per_multiprocessor * num_multiprocessors(like)
     query_starts = tables.query_starts.cpu().numpy()
     units = plan_units(
         query_starts[:-1], np.diff(query_starts), tables.context_lens.cpu().numpy(), rows, tile_m=tile.tile_m,
-        group_size=G, num_kv_heads=num_kv_heads, window=window, num_programs=num_programs,
+        group_size=group_size, num_kv_heads=num_kv_heads, window=window, num_programs=num_programs,
     )  # fmt: skip
     num_split_units = int(np.count_nonzero(units[:, NUM_SPLITS] > 1))
-    return AttentionWork.of(torch.from_numpy(units).to(q_THD.device), tile, num_split_units, num_kv_heads, D)
+    return AttentionWork.of(torch.from_numpy(units).to(like.device), tile, num_split_units, num_kv_heads, size)
 
 
 # ---- the kernel -----------------------------------------------------------------------------------------------------
@@ -245,7 +243,9 @@ def paged_attention(
     _, H, D = q_THD.shape
     _, _, block_size, K, _ = cache.shape
     dependent = pdl(q_THD)
-    works = (plan(q_THD, tables, K, window),) if tables.work is None else tables.work
+    works = tables.work
+    if works is None:
+        works = (plan(q_THD, tables, work_shape(q_THD.dtype, H, K, D, decode=tables.max_query_len == 1), window),)
     for work in works:
         _attention[K, work.units.shape[0]](
             q_THD, cache, tables.block_table, work.units, tables.shifts, out, sinks_H, work.partials, work.stats, work.counters,

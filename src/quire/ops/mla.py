@@ -9,25 +9,14 @@ program: G heads of a tile, M tile rows (row m is head m % G of its query token 
 product: K inputs, N outputs, M tokens at a time.
 """
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.attention import (
-    LOG2_E,
-    LOWEST,
-    NUM_SPLITS,
-    AttentionWork,
-    Tile,
-    WorkShape,
-    _merge,
-    load_unit,
-    plan_units,
-)
+from quire.ops.attention import LOG2_E, LOWEST, Tile, WorkShape, _merge, load_unit, plan
 from quire.ops.elementwise import _place, _scaled
-from quire.ops.launch import capability, has_little_shared_memory, num_multiprocessors, options, pdl
+from quire.ops.launch import capability, has_little_shared_memory, options, pdl
 from quire.ops.ref import mla as reference
 from quire.ops.ref.attention import AttentionTables
 
@@ -190,19 +179,6 @@ def _head_linear_kernel(
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 
-def plan(q_THL: Tensor, tables: AttentionTables) -> AttentionWork:
-    """The work of a step, from tables that must come back to the host first: for tests and simple callers."""
-    tile, num_tiles, G, L = work_shape(q_THL.dtype, *q_THL.shape[1:], decode=tables.max_query_len == 1)
-    rows = None if tables.rows is None else tables.rows.cpu().numpy()
-    query_starts = tables.query_starts.cpu().numpy()
-    units = plan_units(
-        query_starts[:-1], np.diff(query_starts), tables.context_lens.cpu().numpy(), rows, tile_m=tile.tile_m, group_size=G,
-        num_kv_heads=num_tiles, window=0, num_programs=tile.programs_per_multiprocessor * num_multiprocessors(q_THL),
-    )  # fmt: skip
-    num_split_units = int(np.count_nonzero(units[:, NUM_SPLITS] > 1))
-    return AttentionWork.of(torch.from_numpy(units).to(q_THL.device), tile, num_split_units, num_tiles, L)
-
-
 def latent_attention(
     q_THL: Tensor, q_THR: Tensor, cache: Tensor, tables: AttentionTables, *, scale: float, out: Tensor | None = None
 ) -> Tensor:
@@ -215,7 +191,10 @@ def latent_attention(
     (_, H, L), R = q_THL.shape, q_THR.shape[2]
     num_tiles, G = cut_heads(q_THL.dtype, H)
     dependent = pdl(q_THL)
-    for work in (plan(q_THL, tables),) if tables.work is None else tables.work:
+    works = tables.work
+    if works is None:
+        works = (plan(q_THL, tables, work_shape(q_THL.dtype, H, L, decode=tables.max_query_len == 1)),)
+    for work in works:
         _latent_attention[num_tiles, work.units.shape[0]](
             q_THL, q_THR, cache, tables.block_table, work.units, tables.shifts, out, work.partials, work.stats, work.counters,
             scale * LOG2_E.value, q_THL.stride(0), q_THL.stride(1), q_THR.stride(0), q_THR.stride(1), out.stride(0), out.stride(1),
