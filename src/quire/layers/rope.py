@@ -53,9 +53,9 @@ class Rope(Layer):
         """One that leaves everything where it is, for layers without positions."""
         return Rope(16, 1.0, {"rope_type": "none"}, 0)
 
-    def inverse_frequencies(self, theta: float | None = None) -> Tensor:
+    def inverse_frequencies(self) -> Tensor:
         exponents = torch.arange(0, self.rotary_dim, 2, dtype=torch.int64).float() / self.rotary_dim
-        return 1.0 / ((theta or self.theta) ** exponents)
+        return 1.0 / (self.theta**exponents)
 
 
 # Each scaling returns (angles [positions, rotary_dim / 2], factor on cosines and sines).

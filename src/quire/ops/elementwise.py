@@ -21,6 +21,7 @@ from quire.ops.launch import options, pdl
 MAX_ROW = 8192
 # Elements that a thread holds of each operand: one 16-byte load of bfloat16.
 PER_THREAD = 8
+SILU_MUL_TILE, SILU_MUL_WARPS = 1024, 4
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -33,11 +34,7 @@ def rms_norm_config(width: int) -> tuple[int, int]:
     return tile, min(max(tile // (32 * PER_THREAD), 1), 16)
 
 
-def silu_mul_config(num_rows: int, width: int) -> tuple[int, int]:
-    return 1024, 4
-
-
-def gather_config(num_rows: int, width: int) -> tuple[int, int]:
+def gather_config(width: int) -> tuple[int, int]:
     return min(triton.next_power_of_2(width), 2048), 4
 
 
@@ -134,10 +131,9 @@ def silu_mul(x_T2F: Tensor) -> Tensor:
     """silu(gate) * up, where a row is all of gate and then all of up."""
     num_rows, width = x_T2F.shape[0], x_T2F.shape[1] // 2
     out = x_T2F.new_empty(num_rows, width)
-    tile, num_warps = silu_mul_config(num_rows, width)
     if num_rows:
-        _silu_mul_kernel[num_rows, triton.cdiv(width, tile)](
-            out, x_T2F, x_T2F.stride(0), F=width, N=tile, PDL=pdl(x_T2F), num_warps=num_warps, **options(pdl(x_T2F))
+        _silu_mul_kernel[num_rows, triton.cdiv(width, SILU_MUL_TILE)](
+            out, x_T2F, x_T2F.stride(0), F=width, N=SILU_MUL_TILE, PDL=pdl(x_T2F), num_warps=SILU_MUL_WARPS, **options(pdl(x_T2F))
         )
     return out
 
@@ -168,7 +164,7 @@ def gather_rows(x_TD: Tensor, idx_S: Tensor, out: Tensor | None = None) -> Tenso
     """The rows of x that the indices name, [S, D]; into `out`, contiguous, if it is given."""
     num_rows, width = idx_S.shape[0], x_TD.shape[1]
     out = x_TD.new_empty(num_rows, width) if out is None else out
-    tile, num_warps = gather_config(num_rows, width)
+    tile, num_warps = gather_config(width)
     if num_rows:
         _gather_kernel[num_rows, triton.cdiv(width, tile)](
             out, x_TD, idx_S, x_TD.stride(0), D=width, N=tile, PDL=pdl(x_TD), num_warps=num_warps, **options(pdl(x_TD))

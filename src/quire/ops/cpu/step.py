@@ -6,7 +6,6 @@ Shape letters: R rows of the step, T its tokens, S samples.
 """
 
 import numpy as np
-import torch
 from torch import Tensor
 
 
@@ -54,10 +53,6 @@ def accept(
     is_row = rows[first[:-1]] >= 0
     firsts = first[:-1][is_row]
     lengths.numpy()[rows[firsts]] = positions[firsts] + 1 + accepted[is_row]
-
-
-def gather_rows(x_TD: Tensor, idx_S: Tensor, out: Tensor) -> Tensor:
-    return torch.index_select(x_TD, 0, idx_S, out=out)
 
 
 def _rows_and_positions(rows_R: Tensor, starts_R: Tensor, query_starts: Tensor, longest: int) -> tuple[np.ndarray, np.ndarray]:

@@ -12,17 +12,18 @@ import torch
 from quire.config import EngineConfig
 from quire.ops.cpu.linear import huge_pages
 from quire.ops.cpu.sampling import Scratch, sample
-from quire.ops.cpu.step import accept, gather_rows, place_slots, place_tokens
+from quire.ops.cpu.step import accept, place_slots, place_tokens
 from quire.ops.cpu.vocab import mask_logits
 from quire.ops.ref.blocks import copy_blocks
+from quire.ops.ref.elementwise import gather_rows
 from quire.sampling.sampler import SampleMasks
 from quire.step import Masks
 from quire.utils.memory import available_bytes
 from quire.worker.cpu.graphs import Recordings
 
 __all__ = [
-    "MaskStaging", "Recordings", "Scratch", "accept", "capacity", "copy_blocks", "gather_rows", "kv_memory_bytes", "mask_logits", "open",
-    "place_slots", "place_tokens", "release", "sample", "scatter_segments",
+    "MaskStaging", "Recordings", "Scratch", "accept", "capacity", "copy_blocks", "gather_rows", "known_lengths", "kv_memory_bytes", "mask_logits",
+    "open", "place_slots", "place_tokens", "release", "sample", "scatter_segments",
 ]  # fmt: skip
 
 # Memory is shared with everything else on the machine, so a share of it is taken only up to here unless asked.
