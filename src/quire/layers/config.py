@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import UnsupportedModelError
+from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -37,6 +38,10 @@ class DecoderConfig:
     @property
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    def norm(self) -> RMSNorm:
+        """Of the stream. Families with another make their own."""
+        return RMSNorm(self.hidden_size, self.rms_norm_eps)
 
     def rope(self, rotary_share: float = 1.0, interleaved: bool = False) -> Rope:
         """One for all layers; `rotary_share` of each head rotates."""

@@ -7,7 +7,6 @@ from quire.errors import UnsupportedModelError
 from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.mla import MLA, MLAConfig
 from quire.layers.moe import Routing, SharedExpertsConfig
-from quire.layers.norm import RMSNorm
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM",)
 
@@ -54,11 +53,10 @@ class Config(SharedExpertsConfig, MLAConfig):
 
 class DeepseekV2(CausalLM):
     def __init__(self, config: Config) -> None:
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         rope = config.rope(interleaved=True)
         feed_forward = partial(config.feed_forward, routing=config.routing(), bias=config.mlp_bias)
-        layers = [PreNormLayer(MLA(config, rope), feed_forward(i), norm) for i in range(config.num_hidden_layers)]
-        super().__init__(config, layers, norm())
+        layers = [PreNormLayer(MLA(config, rope), feed_forward(i), config.norm) for i in range(config.num_hidden_layers)]
+        super().__init__(config, layers, config.norm())
 
 
 MODEL = DeepseekV2

@@ -1,12 +1,10 @@
 """DeepSeek V3, R1 and models of their shape: latent attention, and experts chosen by sigmoid scores plus a bias that balances them."""
 
 from dataclasses import dataclass
-from functools import partial
 
 from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.mla import MLA, MLAConfig
 from quire.layers.moe import BalancedExpertsConfig
-from quire.layers.norm import RMSNorm
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM",)
 
@@ -42,10 +40,9 @@ class DeepseekV3(CausalLM):
     has_drafts = True
 
     def __init__(self, config: Config) -> None:
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         rope = config.rope(interleaved=config.rope_interleave)
-        layers = [PreNormLayer(MLA(config, rope), config.balanced(i), norm) for i in range(config.num_hidden_layers)]
-        super().__init__(config, layers, norm())
+        layers = [PreNormLayer(MLA(config, rope), config.balanced(i), config.norm) for i in range(config.num_hidden_layers)]
+        super().__init__(config, layers, config.norm())
 
 
 MODEL = DeepseekV3

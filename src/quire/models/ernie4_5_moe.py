@@ -10,7 +10,6 @@ from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE, Routing
-from quire.layers.norm import RMSNorm
 from quire.layers.self_attention import SelfAttention
 from quire.layers.weights import RawTensor
 
@@ -49,7 +48,6 @@ class Config(DecoderConfig):
 
 class Ernie45Moe(CausalLM):
     def __init__(self, config: Config) -> None:
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         rope, bias = config.rope(interleaved=True), config.use_bias
         routing = Routing(config.moe_k, renormalize=True)
 
@@ -66,8 +64,8 @@ class Ernie45Moe(CausalLM):
             )  # fmt: skip
 
         attention = partial(SelfAttention, config, rope, bias=bias, out_bias=bias)
-        layers = [PreNormLayer(attention(), feed_forward(i), norm) for i in range(config.num_hidden_layers)]
-        super().__init__(config, layers, norm(), head_bias=bias)
+        layers = [PreNormLayer(attention(), feed_forward(i), config.norm) for i in range(config.num_hidden_layers)]
+        super().__init__(config, layers, config.norm(), head_bias=bias)
 
     def translate(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, RawTensor]]:
         """The correction bias comes as a matrix of one row; what predicts further tokens is not used here."""

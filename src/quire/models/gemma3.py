@@ -8,7 +8,6 @@ from functools import partial
 from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, SandwichLayer
 from quire.layers.mlp import GatedMLP
-from quire.layers.norm import RMSNorm
 from quire.layers.self_attention import SelfAttention
 from quire.layers.weights import RawTensor, unit_offset
 
@@ -42,7 +41,6 @@ class Config(DecoderConfig):
 
 class Gemma3(CausalLM):
     def __init__(self, config: Config) -> None:
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         ropes, bias = config.ropes(sliding_theta=config.rope_local_base_freq), config.attention_bias
         attention = partial(
             SelfAttention, config, bias=bias, out_bias=bias, qk_norm=True, scale=config.query_pre_attn_scalar**-0.5
@@ -51,12 +49,12 @@ class Gemma3(CausalLM):
             SandwichLayer(
                 attention(rope=ropes[config.layer_type(layer_idx)], window=config.window(layer_idx)),
                 GatedMLP(config.hidden_size, config.intermediate_size, act=config.hidden_activation),
-                norm,
+                config.norm,
             )
             for layer_idx in range(config.num_hidden_layers)
         ]
         super().__init__(
-            config, layers, norm(), embed_scale=config.hidden_size**0.5, logit_softcap=config.final_logit_softcapping
+            config, layers, config.norm(), embed_scale=config.hidden_size**0.5, logit_softcap=config.final_logit_softcapping
         )
 
     def translate(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, RawTensor]]:

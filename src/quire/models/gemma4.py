@@ -5,7 +5,6 @@ others because of all this: attention, feed-forward and the frame are each its o
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -124,7 +123,7 @@ class Router(Layer):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = config.norm()
         self.proj = Linear(config.hidden_size, config.num_experts, split="nowhere")
         self.per_expert_scale = frozen(torch.empty(config.num_experts))
         self.routing = Routing(config.top_k_experts, renormalize=True)
@@ -138,10 +137,9 @@ class Router(Layer):
 
 class Gemma4Layer(SandwichLayer, Layer):
     def __init__(self, config: Config, layer_idx: int, rope: Rope) -> None:
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         is_wide = config.use_double_wide_mlp and config.owner(layer_idx) is not None
         mlp = GatedMLP(config.hidden_size, config.intermediate_size * (1 + is_wide), act=config.hidden_activation)
-        super().__init__(Gemma4Attention(config, layer_idx, rope), mlp, norm)
+        super().__init__(Gemma4Attention(config, layer_idx, rope), mlp, config.norm)
         self.router = None
         if config.enable_moe_block:
             self.router = Router(config)
@@ -149,12 +147,14 @@ class Gemma4Layer(SandwichLayer, Layer):
                 config.num_experts, config.hidden_size, config.moe_intermediate_size, config.hidden_activation, bias=False,
                 names=("gate_up_proj", "down_proj"),
             )  # fmt: skip
-            self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2, self.pre_feedforward_layernorm_2 = norm(), norm(), norm()
+            self.post_feedforward_layernorm_1 = config.norm()
+            self.post_feedforward_layernorm_2 = config.norm()
+            self.pre_feedforward_layernorm_2 = config.norm()
         input_size = config.hidden_size_per_layer_input
         if input_size:
             self.per_layer_input_gate = Linear(config.hidden_size, input_size)
             self.per_layer_projection = Linear(input_size, config.hidden_size, split="inputs")
-            self.post_per_layer_input_norm = norm()
+            self.post_per_layer_input_norm = config.norm()
         self.act = activation(config.hidden_activation)
         self.layer_scalar = frozen(torch.empty(1))
 
@@ -221,9 +221,8 @@ class Gemma4(CausalLM):
             rope = (config.rope_parameters or ROPES)[kind]
             ropes.setdefault(kind, Rope(size, rope["rope_theta"], rope, config.max_position_embeddings))
         layers = [Gemma4Layer(config, layer_idx, ropes[config.layer_type(layer_idx)]) for layer_idx in range(config.num_hidden_layers)]
-        norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         super().__init__(
-            config, layers, norm, embed_scale=config.hidden_size**0.5, logit_softcap=config.final_logit_softcapping
+            config, layers, config.norm(), embed_scale=config.hidden_size**0.5, logit_softcap=config.final_logit_softcapping
         )
         self.model.inputs = LayerInputs(config) if config.hidden_size_per_layer_input else None
         # Checkpoints hold keys and values also of layers that have none.

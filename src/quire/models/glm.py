@@ -1,12 +1,10 @@
 """GLM-4-9B and GLM-Edge: neighbours rotate together, in half of each head; q, k and v have biases; checkpoints hold gate and up as one."""
 
 from dataclasses import dataclass
-from functools import partial
 
 from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.mlp import GatedMLP
-from quire.layers.norm import RMSNorm
 from quire.layers.self_attention import SelfAttention
 
 ARCHITECTURES = ("GlmForCausalLM",)
@@ -30,17 +28,16 @@ class Config(DecoderConfig):
 
 class Glm(CausalLM):
     def __init__(self, config: Config) -> None:
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         rope = config.rope(config.partial_rotary_factor, interleaved=True)
         layers = [
             PreNormLayer(
                 SelfAttention(config, rope, bias=config.attention_bias),
                 GatedMLP(config.hidden_size, config.intermediate_size, act=config.hidden_act, fused=True),
-                norm,
+                config.norm,
             )
             for _ in range(config.num_hidden_layers)
         ]
-        super().__init__(config, layers, norm())
+        super().__init__(config, layers, config.norm())
 
 
 MODEL = Glm

@@ -6,7 +6,6 @@ from functools import partial
 from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.moe import BalancedExpertsConfig
-from quire.layers.norm import RMSNorm
 from quire.layers.self_attention import SelfAttention
 
 ARCHITECTURES = ("Glm4MoeForCausalLM",)
@@ -42,11 +41,10 @@ class Glm4Moe(CausalLM):
     has_drafts = True
 
     def __init__(self, config: Config) -> None:
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         rope = config.rope(config.partial_rotary_factor)
         attention = partial(SelfAttention, config, rope, bias=config.attention_bias, qk_norm=config.use_qk_norm)
-        layers = [PreNormLayer(attention(), config.balanced(i), norm) for i in range(config.num_hidden_layers)]
-        super().__init__(config, layers, norm())
+        layers = [PreNormLayer(attention(), config.balanced(i), config.norm) for i in range(config.num_hidden_layers)]
+        super().__init__(config, layers, config.norm())
 
 
 MODEL = Glm4Moe

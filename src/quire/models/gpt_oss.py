@@ -3,14 +3,12 @@ an expert's gate and up row by row in turn, as MXFP4, or else as columns."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from quire.errors import UnsupportedModelError
 from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.moe import MoE, Routing
-from quire.layers.norm import RMSNorm
 from quire.layers.self_attention import SelfAttention
 from quire.layers.weights import RawTensor, transposed
 
@@ -53,7 +51,6 @@ class GptOss(CausalLM):
     def __init__(self, config: Config) -> None:
         if (config.swiglu_alpha, config.swiglu_limit) != (1.702, 7.0):
             raise UnsupportedModelError("experts with a swiglu_alpha other than 1.702 or a swiglu_limit other than 7 are not supported")
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         rope, bias = config.rope(), config.attention_bias
         routing = Routing(config.num_experts_per_tok, renormalize=True)
         layers = [
@@ -63,11 +60,11 @@ class GptOss(CausalLM):
                     config.hidden_size, config.intermediate_size, config.num_experts, routing, activation="clamped_swiglu", bias=True,
                     names=("gate_up_proj", "down_proj"),
                 ),
-                norm,
+                config.norm,
             )
             for layer_idx in range(config.num_hidden_layers)
         ]  # fmt: skip
-        super().__init__(config, layers, norm())
+        super().__init__(config, layers, config.norm())
 
     def translate(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, RawTensor]]:
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):

@@ -1,12 +1,10 @@
 """Granite 3 and dense Granite 4: Llama with a multiplier on embeddings, attention scores, what layers add, and a divisor of logits."""
 
 from dataclasses import dataclass
-from functools import partial
 
 from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.mlp import GatedMLP
-from quire.layers.norm import RMSNorm
 from quire.layers.self_attention import SelfAttention
 
 ARCHITECTURES = ("GraniteForCausalLM",)
@@ -30,19 +28,18 @@ class Config(DecoderConfig):
 
 class Granite(CausalLM):
     def __init__(self, config: Config) -> None:
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         rope, bias = config.rope(), config.attention_bias
         layers = [
             PreNormLayer(
                 SelfAttention(config, rope, bias=bias, out_bias=bias, scale=config.attention_multiplier),
                 GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias, config.hidden_act),
-                norm,
+                config.norm,
                 config.residual_multiplier,
             )
             for _ in range(config.num_hidden_layers)
         ]
         super().__init__(
-            config, layers, norm(), embed_scale=config.embedding_multiplier, logit_scale=1 / config.logits_scaling
+            config, layers, config.norm(), embed_scale=config.embedding_multiplier, logit_scale=1 / config.logits_scaling
         )
 
 

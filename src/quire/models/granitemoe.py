@@ -1,12 +1,10 @@
 """Granite 3 with a mixture of experts: Granite's multipliers; checkpoints hold the experts of a layer in two tensors."""
 
 from dataclasses import dataclass
-from functools import partial
 
 from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.moe import MoE, Routing
-from quire.layers.norm import RMSNorm
 from quire.layers.self_attention import SelfAttention
 
 ARCHITECTURES = ("GraniteMoeForCausalLM",)
@@ -39,7 +37,6 @@ class GraniteMoe(CausalLM):
     )
 
     def __init__(self, config: Config) -> None:
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         rope, bias = config.rope(), config.attention_bias
         routing = Routing(config.num_experts_per_tok, renormalize=True)
         layers = [
@@ -49,13 +46,13 @@ class GraniteMoe(CausalLM):
                     config.hidden_size, config.intermediate_size, config.num_experts, routing, activation=config.hidden_act,
                     names=("gate_up_proj", "down_proj"),
                 ),
-                norm,
+                config.norm,
                 config.residual_multiplier,
             )
             for _ in range(config.num_hidden_layers)
         ]  # fmt: skip
         super().__init__(
-            config, layers, norm(), embed_scale=config.embedding_multiplier, logit_scale=1 / config.logits_scaling
+            config, layers, config.norm(), embed_scale=config.embedding_multiplier, logit_scale=1 / config.logits_scaling
         )
 
 

@@ -1,12 +1,10 @@
 """Llama 2 and 3, Mistral, SmolLM and the many models of the same shape."""
 
 from dataclasses import dataclass
-from functools import partial
 
 from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.mlp import GatedMLP
-from quire.layers.norm import RMSNorm
 from quire.layers.self_attention import SelfAttention
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
@@ -25,17 +23,16 @@ class Config(DecoderConfig):
 
 class Llama(CausalLM):
     def __init__(self, config: Config) -> None:
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         rope, bias = config.rope(), config.attention_bias
         layers = [
             PreNormLayer(
                 SelfAttention(config, rope, bias=bias, out_bias=bias, window=config.sliding_window),
                 GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias, config.hidden_act),
-                norm,
+                config.norm,
             )
             for _ in range(config.num_hidden_layers)
         ]
-        super().__init__(config, layers, norm())
+        super().__init__(config, layers, config.norm())
 
 
 MODEL = Llama

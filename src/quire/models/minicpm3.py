@@ -2,12 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from functools import partial
 
 from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.mla import MLA, MLAConfig
 from quire.layers.mlp import GatedMLP
-from quire.layers.norm import RMSNorm
 
 ARCHITECTURES = ("MiniCPM3ForCausalLM",)
 
@@ -37,20 +35,19 @@ class Config(MLAConfig):
 
 class MiniCPM3(CausalLM):
     def __init__(self, config: Config) -> None:
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         rope = config.rope()
         residual_scale = 1.0 if config.scale_depth is None else config.scale_depth / math.sqrt(config.num_hidden_layers)
         layers = [
             PreNormLayer(
                 MLA(config, rope),
                 GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias, config.hidden_act),
-                norm,
+                config.norm,
                 residual_scale,
             )
             for _ in range(config.num_hidden_layers)
         ]
         logit_scale = (config.dim_model_base or config.hidden_size) / config.hidden_size
-        super().__init__(config, layers, norm(), embed_scale=config.scale_emb, logit_scale=logit_scale)
+        super().__init__(config, layers, config.norm(), embed_scale=config.scale_emb, logit_scale=logit_scale)
 
 
 MODEL = MiniCPM3

@@ -1,12 +1,10 @@
 """MiniMax M2: q and k are normed over all heads together, a part of each head rotates; experts chosen by sigmoid scores plus a bias."""
 
 from dataclasses import dataclass
-from functools import partial
 
 from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.moe import MoE, Routing
-from quire.layers.norm import RMSNorm
 from quire.layers.self_attention import JointNormAttention
 
 ARCHITECTURES = ("MiniMaxM2ForCausalLM",)
@@ -39,7 +37,6 @@ class MiniMaxM2(CausalLM):
     renames = (("block_sparse_moe.", "mlp."),)
 
     def __init__(self, config: Config) -> None:
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         rope = config.rope(config.rotary_share)
         routing = Routing(config.num_experts_per_tok, "sigmoid", renormalize=True)
         layers = [
@@ -49,11 +46,11 @@ class MiniMaxM2(CausalLM):
                     config.hidden_size, config.intermediate_size, config.num_experts, routing, activation=config.hidden_act,
                     correction_bias="e_score_correction_bias", names=("w1", "w3", "w2"),
                 ),
-                norm,
+                config.norm,
             )
             for _ in range(config.num_hidden_layers)
         ]  # fmt: skip
-        super().__init__(config, layers, norm())
+        super().__init__(config, layers, config.norm())
 
 
 MODEL = MiniMaxM2

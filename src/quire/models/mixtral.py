@@ -1,12 +1,10 @@
 """Mixtral: Mistral with a mixture of experts in every layer."""
 
 from dataclasses import dataclass
-from functools import partial
 
 from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.moe import MoE, Routing
-from quire.layers.norm import RMSNorm
 from quire.layers.self_attention import SelfAttention
 
 ARCHITECTURES = ("MixtralForCausalLM",)
@@ -33,7 +31,6 @@ class Mixtral(CausalLM):
     renames = (("block_sparse_moe.", "mlp."),)
 
     def __init__(self, config: Config) -> None:
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         rope, routing = config.rope(), Routing(config.num_experts_per_tok, renormalize=True)
         layers = [
             PreNormLayer(
@@ -42,11 +39,11 @@ class Mixtral(CausalLM):
                     config.hidden_size, config.intermediate_size, config.num_experts, routing, activation=config.hidden_act,
                     names=("w1", "w3", "w2"),
                 ),
-                norm,
+                config.norm,
             )
             for _ in range(config.num_hidden_layers)
         ]  # fmt: skip
-        super().__init__(config, layers, norm())
+        super().__init__(config, layers, config.norm())
 
 
 MODEL = Mixtral

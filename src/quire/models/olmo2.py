@@ -1,12 +1,10 @@
 """OLMo 2: norms behind attention and MLP instead of before them; q and k are normed too, over all heads together."""
 
 from dataclasses import dataclass
-from functools import partial
 
 from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, PostNormLayer
 from quire.layers.mlp import GatedMLP
-from quire.layers.norm import RMSNorm
 from quire.layers.self_attention import JointNormAttention
 
 ARCHITECTURES = ("Olmo2ForCausalLM",)
@@ -25,17 +23,16 @@ class Config(DecoderConfig):
 
 class Olmo2(CausalLM):
     def __init__(self, config: Config) -> None:
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         rope, bias = config.rope(), config.attention_bias
         layers = [
             PostNormLayer(
                 JointNormAttention(config, rope, bias=bias, out_bias=bias),
                 GatedMLP(config.hidden_size, config.intermediate_size, act=config.hidden_act),
-                norm,
+                config.norm,
             )
             for _ in range(config.num_hidden_layers)
         ]
-        super().__init__(config, layers, norm())
+        super().__init__(config, layers, config.norm())
 
 
 MODEL = Olmo2

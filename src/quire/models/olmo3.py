@@ -7,7 +7,6 @@ from functools import partial
 from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, PostNormLayer
 from quire.layers.mlp import GatedMLP
-from quire.layers.norm import RMSNorm
 from quire.layers.self_attention import JointNormAttention
 
 ARCHITECTURES = ("Olmo3ForCausalLM",)
@@ -33,18 +32,17 @@ class Config(DecoderConfig):
 
 class Olmo3(CausalLM):
     def __init__(self, config: Config) -> None:
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         ropes, bias = config.ropes(sliding_theta=config.rope_theta), config.attention_bias
         attention = partial(JointNormAttention, config, bias=bias, out_bias=bias)
         layers = [
             PostNormLayer(
                 attention(rope=ropes[config.layer_type(layer_idx)], window=config.window(layer_idx)),
                 GatedMLP(config.hidden_size, config.intermediate_size, act=config.hidden_act),
-                norm,
+                config.norm,
             )
             for layer_idx in range(config.num_hidden_layers)
         ]
-        super().__init__(config, layers, norm())
+        super().__init__(config, layers, config.norm())
 
 
 MODEL = Olmo3

@@ -1,14 +1,12 @@
 """OLMoE: q and k are normed over all heads together, and may be clipped with v; experts in every layer, their weights left as they are."""
 
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
 from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.moe import MoE, Routing
-from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
 from quire.layers.self_attention import JointNormAttention
 
@@ -43,7 +41,6 @@ class ClippedAttention(JointNormAttention):
 
 class Olmoe(CausalLM):
     def __init__(self, config: Config) -> None:
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         rope, routing = config.rope(), Routing(config.num_experts_per_tok, renormalize=config.norm_topk_prob)
         layers = [
             PreNormLayer(
@@ -55,11 +52,11 @@ class Olmoe(CausalLM):
                     routing,
                     activation=config.hidden_act,
                 ),
-                norm,
+                config.norm,
             )
             for _ in range(config.num_hidden_layers)
         ]
-        super().__init__(config, layers, norm())
+        super().__init__(config, layers, config.norm())
 
 
 MODEL = Olmoe

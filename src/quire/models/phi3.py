@@ -1,13 +1,11 @@
 """Phi-3 and Phi-4: checkpoints hold q, k, v and gate, up as one tensor each; part of a head may rotate; LongRoPE for long contexts."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.mlp import GatedMLP
-from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
 from quire.layers.self_attention import SelfAttention
 
@@ -48,18 +46,17 @@ class Config(DecoderConfig):
 
 class Phi3(CausalLM):
     def __init__(self, config: Config) -> None:
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         rotary_dim = int(config.head_size * config.partial_rotary_factor)
         rope = Rope(rotary_dim, config.rope_theta, config.scaling(), config.max_position_embeddings)
         layers = [
             PreNormLayer(
                 SelfAttention(config, rope, window=config.sliding_window, fused=True),
                 GatedMLP(config.hidden_size, config.intermediate_size, act=config.hidden_act, fused=True),
-                norm,
+                config.norm,
             )
             for _ in range(config.num_hidden_layers)
         ]
-        super().__init__(config, layers, norm())
+        super().__init__(config, layers, config.norm())
 
 
 MODEL = Phi3

@@ -1,12 +1,10 @@
 """Qwen2 and Qwen2.5: the projections to q, k and v have biases; layers from some on may see a window only."""
 
 from dataclasses import dataclass
-from functools import partial
 
 from quire.layers.config import SwitchedWindowConfig
 from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.mlp import GatedMLP
-from quire.layers.norm import RMSNorm
 from quire.layers.self_attention import SelfAttention
 
 ARCHITECTURES = ("Qwen2ForCausalLM",)
@@ -26,17 +24,16 @@ class Config(SwitchedWindowConfig):
 
 class Qwen2(CausalLM):
     def __init__(self, config: Config) -> None:
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         rope = config.rope()
         layers = [
             PreNormLayer(
                 SelfAttention(config, rope, bias=True, window=config.window(layer_idx)),
                 GatedMLP(config.hidden_size, config.intermediate_size, act=config.hidden_act),
-                norm,
+                config.norm,
             )
             for layer_idx in range(config.num_hidden_layers)
         ]
-        super().__init__(config, layers, norm())
+        super().__init__(config, layers, config.norm())
 
 
 MODEL = Qwen2

@@ -10,7 +10,6 @@ from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE, Routing
-from quire.layers.norm import RMSNorm
 from quire.layers.self_attention import SelfAttention
 
 ARCHITECTURES = ("Qwen2MoeForCausalLM",)
@@ -67,18 +66,17 @@ class Qwen2Moe(CausalLM):
     renames = (("shared_expert.", "shared_experts."),)
 
     def __init__(self, config: Config) -> None:
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         rope = config.rope()
         dense = partial(GatedMLP, config.hidden_size, config.intermediate_size, act=config.hidden_act)
         layers = [
             PreNormLayer(
                 SelfAttention(config, rope, bias=config.qkv_bias, window=config.window(layer_idx)),
                 GatedShareMoE(config) if config.has_experts(layer_idx) else dense(),
-                norm,
+                config.norm,
             )
             for layer_idx in range(config.num_hidden_layers)
         ]
-        super().__init__(config, layers, norm())
+        super().__init__(config, layers, config.norm())
 
 
 MODEL = Qwen2Moe

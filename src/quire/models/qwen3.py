@@ -1,12 +1,10 @@
 """Qwen3: each head of q and k is normed before it is rotated; some layers may see a window only."""
 
 from dataclasses import dataclass
-from functools import partial
 
 from quire.layers.config import SwitchedWindowConfig
 from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.mlp import GatedMLP
-from quire.layers.norm import RMSNorm
 from quire.layers.self_attention import SelfAttention
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
@@ -27,17 +25,16 @@ class Config(SwitchedWindowConfig):
 
 class Qwen3(CausalLM):
     def __init__(self, config: Config) -> None:
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         rope, bias = config.rope(), config.attention_bias
         layers = [
             PreNormLayer(
                 SelfAttention(config, rope, bias=bias, out_bias=bias, qk_norm=True, window=config.window(layer_idx)),
                 GatedMLP(config.hidden_size, config.intermediate_size, act=config.hidden_act),
-                norm,
+                config.norm,
             )
             for layer_idx in range(config.num_hidden_layers)
         ]
-        super().__init__(config, layers, norm())
+        super().__init__(config, layers, config.norm())
 
 
 MODEL = Qwen3

@@ -7,7 +7,6 @@ from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE, Routing
-from quire.layers.norm import RMSNorm
 from quire.layers.self_attention import SelfAttention
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
@@ -39,7 +38,6 @@ class Config(DecoderConfig):
 
 class Qwen3Moe(CausalLM):
     def __init__(self, config: Config) -> None:
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         rope, bias = config.rope(), config.attention_bias
         window = config.sliding_window if config.use_sliding_window else None
         routing = Routing(config.num_experts_per_tok, renormalize=config.norm_topk_prob)
@@ -49,11 +47,11 @@ class Qwen3Moe(CausalLM):
             PreNormLayer(
                 SelfAttention(config, rope, bias=bias, out_bias=bias, qk_norm=True, window=window),
                 sparse() if config.has_experts(layer_idx) else dense(),
-                norm,
+                config.norm,
             )
             for layer_idx in range(config.num_hidden_layers)
         ]
-        super().__init__(config, layers, norm())
+        super().__init__(config, layers, config.norm())
 
 
 MODEL = Qwen3Moe

@@ -1,12 +1,10 @@
 """SmolLM3: every fourth layer, or those that the config names, knows no positions (NoPE)."""
 
 from dataclasses import dataclass
-from functools import partial
 
 from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.mlp import GatedMLP
-from quire.layers.norm import RMSNorm
 from quire.layers.self_attention import SelfAttention
 
 ARCHITECTURES = ("SmolLM3ForCausalLM",)
@@ -41,7 +39,6 @@ class Config(DecoderConfig):
 
 class SmolLM3(CausalLM):
     def __init__(self, config: Config) -> None:
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
         rope, bias = config.rope(), config.attention_bias
         layers = [
             PreNormLayer(
@@ -53,11 +50,11 @@ class SmolLM3(CausalLM):
                     window=config.window(layer_idx),
                 ),
                 GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias, config.hidden_act),
-                norm,
+                config.norm,
             )
             for layer_idx in range(config.num_hidden_layers)
         ]
-        super().__init__(config, layers, norm())
+        super().__init__(config, layers, config.norm())
 
 
 MODEL = SmolLM3
