@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "phi3": {"longrope": {}, "plain": {"rope_scaling": None, "sliding_window": None, "tie_word_embeddings": True}},
     "olmo2": {"post-norms": {}},
     "olmo3": {"windows and yarn": {}},
-    "glm4": {"fused mlp": {}},
+    "glm": {"glm4": {"architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "rms_norm_eps": 1e-5}},
     "cohere2": {"windows rotate": {}},
     "starcoder2": {"layer norms": {"sliding_window": None}},
     "gpt2": {"learned positions": {"n_inner": None}},

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire import registry
 from quire.checkpoint.find import find
 from quire.checkpoint.hf_config import read_config
 from quire.errors import UnsupportedModelError
@@ -25,7 +24,6 @@ from tests.attached import attached
 from tests.models.oracle import all_cases
 
 RANKS = 2
-TINIES = registry.literals("quire.models", "TINY")
 CASES = all_cases()
 
 
@@ -84,17 +82,17 @@ def test_two_ranks_take_everything_and_twice_only_what_is_small(name, tmp_path):
             assert (counts == 1).all(), weight.name
 
 
-@pytest.mark.parametrize("name", TINIES)
+@pytest.mark.parametrize("name", CASES)
 def test_everything_that_a_model_has_is_declared(name, tmp_path):
-    model = built(TINIES[name], tmp_path)
+    model = built(CASES[name], tmp_path)
     load_weights(model, dummy_tensors(model, 0, torch.device("cpu")))
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", TINIES)
+@pytest.mark.parametrize("name", CASES)
 def test_what_a_rank_computes_is_what_its_next_layer_takes(name, tmp_path):
     """Queries of the heads that its output projection reads, gates and ups of the same columns of down."""
-    model = built(TINIES[name], tmp_path)
+    model = built(CASES[name], tmp_path)
     for module in model.modules():
         if isinstance(module, (SelfAttention, gemma4.Gemma4Attention)):
             outputs, inputs = module.qkv_proj.parts()[0].split, module.o_proj.parts()[0].split
@@ -129,10 +127,10 @@ def test_packed_tensors_divide_in_whole_packs_only():
         half.slices(96 // 32, 0, 2)
 
 
-@pytest.mark.parametrize("name", TINIES)
+@pytest.mark.parametrize("name", CASES)
 def test_the_path_a_method_is_found_by_is_the_checkpoints(name, tmp_path):
     """Renamed as its tensors are, it is the module's path again."""
-    model = built(TINIES[name], tmp_path)
+    model = built(CASES[name], tmp_path)
     for layer in (m for m in model.modules() if isinstance(m, Linear)):
         for part in layer.parts():
             name = f"{model.checkpoint_path(part.path)}.weight"

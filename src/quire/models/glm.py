@@ -1,13 +1,14 @@
-"""GLM-4-9B and GLM-Edge: neighbours rotate together, in half of each head; q, k and v have biases; checkpoints hold gate and up as one."""
+"""GLM-4-9B and GLM-Edge: neighbours rotate together, in half of each head; q, k and v have biases; checkpoints hold gate and up as one.
+GLM-4-0414 and GLM-Z1 (Glm4) have a norm behind attention and MLP too, under names of their own."""
 
 from dataclasses import dataclass
 
 from quire.layers.config import DecoderConfig
-from quire.layers.decoder import CausalLM, PreNormLayer
+from quire.layers.decoder import CausalLM, PreNormLayer, SandwichLayer
 from quire.layers.mlp import GatedMLP
 from quire.layers.self_attention import SelfAttention
 
-ARCHITECTURES = ("GlmForCausalLM",)
+ARCHITECTURES = ("GlmForCausalLM", "Glm4ForCausalLM")
 
 TINY = {
     "architectures": ["GlmForCausalLM"], "model_type": "glm", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
@@ -19,6 +20,7 @@ TINY = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config(DecoderConfig):
+    architectures: list[str]
     head_dim: int = 128
     max_position_embeddings: int = 131072
     rms_norm_eps: float = 1.5625e-7
@@ -28,9 +30,11 @@ class Config(DecoderConfig):
 
 class Glm(CausalLM):
     def __init__(self, config: Config) -> None:
+        is_glm4 = "Glm4ForCausalLM" in config.architectures
+        layer = SandwichLayer if is_glm4 else PreNormLayer
         rope = config.rope(config.partial_rotary_factor, interleaved=True)
         layers = [
-            PreNormLayer(
+            layer(
                 SelfAttention(config, rope, bias=config.attention_bias),
                 GatedMLP(config.hidden_size, config.intermediate_size, act=config.hidden_act, fused=True),
                 config.norm,
@@ -38,6 +42,12 @@ class Glm(CausalLM):
             for _ in range(config.num_hidden_layers)
         ]
         super().__init__(config, layers, config.norm())
+        if is_glm4:
+            self.renames = (  # in this order: what they call post_attention stands before the MLP
+                ("post_attention_layernorm", "pre_feedforward_layernorm"),
+                ("post_self_attn_layernorm", "post_attention_layernorm"),
+                ("post_mlp_layernorm", "post_feedforward_layernorm"),
+            )
 
 
 MODEL = Glm
