@@ -44,10 +44,9 @@ class Linear(Layer):
     def parts(self) -> list[Part]:
         if self.part_names is None:
             return [Part(self.path, (sum(self.out_features), self.in_features), self._split(self.sections))]
-        sections = [self.sections] * len(self.out_features) if self.split == "inputs" else [(section,) for section in self.sections]
         return [
-            Part(join(self.path.rpartition(".")[0], name), (size, self.in_features), self._split(section))
-            for name, size, section in zip(self.part_names, self.out_features, sections, strict=True)
+            Part(join(self.path.rpartition(".")[0], name), (size, self.in_features), self._split((section,)))
+            for name, size, section in zip(self.part_names, self.out_features, self.sections, strict=True)
         ]
 
     def _split(self, sections: tuple[Section, ...]) -> Split | None:

@@ -38,9 +38,8 @@ class MLAConfig(DecoderConfig):
     qk_rope_head_dim: int = 64
     v_head_dim: int | None = 128  # None: heads share the hidden size
 
-    def rope(self, rotary_share: float = 1.0, interleaved: bool = False) -> Rope:
-        dim = int(self.qk_rope_head_dim * rotary_share)
-        return Rope(dim, self.rope_theta, self.rope_scaling, self.max_position_embeddings, interleaved)
+    def rope(self, interleaved: bool = False) -> Rope:
+        return Rope(self.qk_rope_head_dim, self.rope_theta, self.rope_scaling, self.max_position_embeddings, interleaved)
 
 
 class UpProjection(Layer):

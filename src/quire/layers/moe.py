@@ -1,7 +1,7 @@
 """Mixture of experts: a router, the experts' weights in two tensors, and what every token goes through besides.
 
-Used by models; one that routes or shares in its own way overrides `route` or `shared`. Must not know how experts are computed: that
-is their backend's business.
+Used by models; one that shares in its own way overrides `shared`. Must not know how experts are computed: that is their backend's
+business.
 
 Shape letters: T tokens, K experts of a token, E experts, D hidden size, F width of an expert.
 """
@@ -118,13 +118,10 @@ class MoE(Layer):
         self.shared_experts = shared
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        weights_TK, expert_ids_TK = self.route(x_TD)
-        return self.experts(x_TD, weights_TK, expert_ids_TK, self.shared(x_TD))
-
-    def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """(weights_TK float32, expert_ids_TK int32)."""
         backend = self.experts.backend
-        return backend.route(backend.router_logits(x_TD, self.gate.weight, self.gate.bias), self.routing, self.correction_bias)
+        logits_TE = backend.router_logits(x_TD, self.gate.weight, self.gate.bias)
+        weights_TK, expert_ids_TK = backend.route(logits_TE, self.routing, self.correction_bias)  # float32, int32
+        return self.experts(x_TD, weights_TK, expert_ids_TK, self.shared(x_TD))
 
     def shared(self, x_TD: Tensor) -> Tensor | None:
         """What is added to the experts' sum."""
