@@ -55,6 +55,7 @@ class Layer(nn.Module):
         self.runtime, self.path = runtime, path
         self.kernels, self.context = runtime.kernels, runtime.context
         self.methods: list[Method] = []
+        self.biases: dict[str, Sequence[Part]] = {}  # parameters that are those of a weight's parts
 
     def keep(self, parts: Sequence[Part], use: Use) -> Method:
         """What will keep the weight that consists of `parts`: neighbours with the same method are one product."""
@@ -69,7 +70,10 @@ class Layer(nn.Module):
         for method in self.methods:
             yield from method.weights()
         for name, _ in self.named_parameters(recurse=False):
-            yield self.declare(name)
+            if name in self.biases:
+                yield from self.declare_bias(name, self.biases[name])
+            else:
+                yield self.declare(name)
 
     def declare(
         self, attribute: str, name: str | None = None, dtype: torch.dtype | None = None, owner: nn.Module | None = None

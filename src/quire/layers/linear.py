@@ -3,14 +3,14 @@
 Used by models. Must not know how weights are stored.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from quire.layers.activation import activation
 from quire.layers.base import Layer, Runtime, frozen, join
-from quire.quant.base import Part, Section, Split, Use, Weight
+from quire.quant.base import Part, Section, Split, Use
 
 
 class Linear(Layer):
@@ -40,6 +40,8 @@ class Linear(Layer):
     def attach(self, runtime: Runtime, path: str) -> None:
         super().attach(runtime, path)
         self.method = self.keep([part._replace(path=self.tied_to or part.path) for part in self.parts()], Use.PRODUCT)
+        if self.bias is not None:
+            self.biases["bias"] = self.parts()
 
     def parts(self) -> list[Part]:
         if self.part_names is None:
@@ -51,11 +53,6 @@ class Linear(Layer):
 
     def _split(self, sections: tuple[Section, ...]) -> Split | None:
         return None if self.split == "nowhere" else Split(self.split, sections)
-
-    def weights(self) -> Iterator[Weight]:
-        yield from self.method.weights()
-        if self.bias is not None:
-            yield from self.declare_bias("bias", self.parts())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.method.apply(x, self.bias)

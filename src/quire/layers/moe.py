@@ -43,8 +43,10 @@ class Experts(Layer):
     def attach(self, runtime: Runtime, path: str) -> None:
         super().attach(runtime, path)
         self.backend = runtime.choose("experts")
-        for parts in self.parts():
+        for bias, parts in zip(("gate_up_bias", "down_bias"), self.parts()):
             self.keep(parts, Use.NUMBERS)
+            if self.gate_up_bias is not None:
+                self.biases[bias] = parts
 
     def parts(self) -> tuple[list[Part], list[Part]]:
         """Of `gate_up`, an expert's gate and then its up, and of `down`."""
@@ -61,13 +63,6 @@ class Experts(Layer):
             found[0].extend(Part(f"{self.path}.{i}.{name}", (F, D), split) for name in gate_and_up)
             found[1].append(Part(f"{self.path}.{i}.{down}", (D, F), split))
         return found
-
-    def weights(self) -> Iterator[Weight]:
-        for method in self.methods:
-            yield from method.weights()
-        if self.gate_up_bias is not None:
-            for name, parts in zip(("gate_up_bias", "down_bias"), self.parts()):
-                yield from self.declare_bias(name, parts)
 
     def loaded(self) -> None:
         gate_up, down = (method.numbers() for method in self.methods)
