@@ -248,18 +248,18 @@ STAYING = {
 @pytest.mark.parametrize("tls", [False, True])
 @pytest.mark.parametrize("state", STAYING)
 def test_no_client_stays_in_a_state_for_longer_than_its_deadline(state, tls):
-    with running(tls=tls, **{"CLOSING": 0.5, state.name: 0.5}) as server, ExitStack() as stack:
+    with running(tls=tls, **{"CLOSING": 1.0, state.name: 1.0}) as server, ExitStack() as stack:
         sock = stack.enter_context(socket.socket())
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.settimeout(5)
+        sock.settimeout(60)
         sock.connect(server.address)
         if tls:
             context = ssl.create_default_context()
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
             sock = stack.enter_context(context.wrap_socket(sock))
         sock.sendall(STAYING[state])
-        until(lambda: any(c.transport and c.state is state for c in list(server.connections.all)), 3, f"{state}")
-        until(lambda: not server.connections.all, 3, "the end of the connection")
+        until(lambda: any(c.transport and c.state is state for c in list(server.connections.all)), what=f"{state}")
+        until(lambda: not server.connections.all, what="the end of the connection")
 
 
 def test_an_answer_may_take_longer_than_any_deadline():

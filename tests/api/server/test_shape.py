@@ -299,8 +299,9 @@ class Watched:
 
     def __enter__(self) -> "Watched":
         self.thread.start()
-        while len(self.times) < 10:
+        while len(self.times) < 40:
             time.sleep(0.02)
+        self.alone_per_s = 30 / (self.times[39] - self.times[9])  # events, while nobody else asks for anything
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -319,10 +320,10 @@ def test_hostile_shapes_are_refused_or_bounded_and_others_keep_their_pace(server
             answer = server.post("/v1/completions", {"prompt": "x", "max_tokens": 8, "seed": 1, **fields})
             took_s = time.monotonic() - started
             assert answer.status_code in (200, 400), (name, answer.text[:200])
-            assert took_s < 15, name
+            assert took_s < 60, name
             if took_s > 1:
-                assert len(other.times) - num_before > 5 * took_s, name  # alone it has some 100 events a second
-    assert other.longest_gap_s < 1.5
+                assert len(other.times) - num_before > 0.05 * other.alone_per_s * took_s, name
+    assert other.longest_gap_s < max(1.5, 20 / other.alone_per_s)
     assert server.get("/health").status_code == 200
 
 
