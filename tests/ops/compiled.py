@@ -1,4 +1,4 @@
-"""Compiles kernels for a card that is not there: `TRITON_INTERPRET=0 python -m tests.ops.compiled 9.0`, a line of JSON each.
+"""Compiles kernels for a card that is not there: `TRITON_INTERPRET=0 python -m tests.ops.compiled 9.0 experts`, a line of JSON each.
 
 Wrappers of `quire.ops` are called as a step calls them, with tensors of real models' sizes that nobody fills; instead of a launch,
 Triton compiles, for a card of that compute capability. What its interpreter forgives, types and shared memory, shows here.
@@ -71,6 +71,9 @@ def latents() -> None:
             mla.latent_attention(q[..., :512], q[..., 512:], bf16(512, 16, 576), tables(2, num_queries, 4096), scale=0.1)
 
 
+GROUPS = {group.__name__: group for group in (experts, routers, attentions, latents)}
+
+
 class Driver:
     """As much of one as compiling asks for."""
 
@@ -111,8 +114,7 @@ def main() -> None:
         for name, answer in answers.items():
             if hasattr(module, name):
                 setattr(module, name, answer)
-    for group in (experts, routers, attentions, latents):
-        group()
+    GROUPS[sys.argv[2]]()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""GLM-4-9B and GLM-Edge: neighbours rotate together, in half of each head; q, k and v have biases; checkpoints hold gate and up as one.
-GLM-4-0414 and GLM-Z1 (Glm4) have a norm behind attention and MLP too, under names of their own."""
+"""GLM-4-9B and GLM-Edge: neighbours rotate together, in half of each head; q, k and v have biases; checkpoints hold gate and up
+as one. GLM-4-0414 and GLM-Z1 (Glm4) have a norm behind attention and MLP too, under names of their own."""
 
 from dataclasses import dataclass
 

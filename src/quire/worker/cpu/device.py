@@ -22,8 +22,8 @@ from quire.utils.memory import available_bytes
 from quire.worker.cpu.graphs import Recordings
 
 __all__ = [
-    "MaskStaging", "Recordings", "Scratch", "accept", "capacity", "copy_blocks", "gather_rows", "known_lengths", "kv_memory_bytes", "mask_logits",
-    "open", "place_slots", "place_tokens", "release", "sample", "scatter_segments",
+    "MaskStaging", "Recordings", "Scratch", "accept", "capacity", "copy_blocks", "gather_rows", "known_lengths",
+    "kv_memory_bytes", "mask_logits", "open", "place_slots", "place_tokens", "release", "sample", "scatter_segments",
 ]  # fmt: skip
 
 # Memory is shared with everything else on the machine, so a share of it is taken only up to here unless asked.
