@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+# Threads that wait for each other's part of a product sleep instead of spinning: where several tests share the cores, a spinning
+# thread keeps the very one from running that it waits for. Read when torch is imported, and by the servers that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 if shutil.which("nvidia-smi") is None:  # without a card, Triton's kernels run in its interpreter; read when they are imported
     os.environ["TRITON_INTERPRET"] = "1"
 
