@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.ops.native_cache import write_kv
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as apply_interleaved
@@ -21,9 +21,9 @@ both = pytest.mark.parametrize("ops", [twin, native], ids=["twin", "native"])
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal up to a rounding of the last place: a sum in another order may tip one."""
-    tolerance = 2**-7 if actual.dtype == torch.bfloat16 else 2e-6
+def close(actual: torch.Tensor, expected: torch.Tensor, num_roundings: int = 1) -> None:
+    """Equal up to roundings of the last place: a sum in another order may tip one, and that tip the next."""
+    tolerance = num_roundings * 2**-7 if actual.dtype == torch.bfloat16 else 2e-6
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance / 10)
 
 
@@ -34,6 +34,8 @@ def test_the_compiled_kernels_are_what_these_tests_run() -> None:
 @both
 @settings(max_examples=25, deadline=None)
 @given(T=st.integers(1, 90), D=st.sampled_from([1, 15, 16, 64, 576, 1000]), dtype=dtypes, add=st.booleans())
+@example(T=66, D=1000, dtype=torch.bfloat16, add=True)  # a sum on the border of two roundings
+@example(T=66, D=1000, dtype=torch.bfloat16, add=False)
 def test_rms_norm_is_llamas(ops: ModuleType, T: int, D: int, dtype: torch.dtype, add: bool) -> None:
     torch.manual_seed(T * D)
     x, residual = torch.randn(T, D + 3).to(dtype)[:, :D], torch.randn(T, D).to(dtype)
@@ -43,7 +45,7 @@ def test_rms_norm_is_llamas(ops: ModuleType, T: int, D: int, dtype: torch.dtype,
     normed, total = ops.rms_norm(x, norm.weight.data, 1e-5, residual if add else None)
     stream = x + residual if add else x
     assert torch.equal(total, stream)
-    close(normed, norm(stream).detach())
+    close(normed, norm(stream).detach(), num_roundings=2)  # before the weight, and behind it
     assert torch.equal(x, kept[0]) and torch.equal(residual, kept[1])
 
 
