@@ -294,6 +294,17 @@ def test_a_dead_core_with_many_long_requests(watched) -> None:
     check_pieces(watched, play)
 
 
+def slowness() -> float:
+    """How many times as long this machine takes now as those the limit was set on, but 1 at least."""
+    took_s = []
+    for _ in range(3):
+        started, total = time.thread_time(), 0
+        for number in range(200_000):
+            total += number
+        took_s.append(time.thread_time() - started)
+    return max(1.0, min(took_s) / 0.010)
+
+
 def check_pieces(watched: Watched, play: Callable[[], None]) -> None:
     """What a request costs, it costs every time: a piece that is long once and not again was the machine's."""
     found = []
@@ -301,7 +312,7 @@ def check_pieces(watched: Watched, play: Callable[[], None]) -> None:
         since_s = time.time()
         play()
         pieces = watched.pieces(since_s)
-        if not pieces or pieces[0].cost_s <= loop_watch.LIMIT_S:
+        if not pieces or pieces[0].cost_s <= loop_watch.LIMIT_S * slowness():
             return
         found.append(str(pieces[0]))
     check(False, f"the loop stood still for {found}")
