@@ -28,7 +28,7 @@ class ServerProcess:
         # Tests under -O are about servers under -O.
         env = {**os.environ, "PYTHONOPTIMIZE": str(sys.flags.optimize or ""), "TMPDIR": str(self.folder)}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True, cwd=ROOT, env=env)
-        self.client = httpx.Client(base_url=self.url, timeout=30)
+        self.client = httpx.Client(base_url=self.url, timeout=120)
         if wait:
             self.wait_ready()
 
