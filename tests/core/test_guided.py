@@ -98,7 +98,7 @@ class Slow:
 def guided(polls: int = 0, **options) -> Core:
     core = Core(**options)
     core.engine.guides = guides = Guides(VOCABULARY, Slow(polls), core.executor)
-    core.engine.pipeline.guides = guides
+    core.engine.pipeline.late_inputs = guides
     return core
 
 

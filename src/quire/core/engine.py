@@ -99,7 +99,7 @@ class Engine:
                 self._add(message)
             case Vocabulary():
                 self.guides = importlib.import_module(GUIDES).Guides.of(message, self.config.structured, self.executor)
-                self.pipeline.guides = self.guides
+                self.pipeline.late_inputs = self.guides
             case Abort():
                 self._abort(message)
             case Check():

@@ -46,7 +46,7 @@ class Pipeline:
         self.executor = executor
         self.depth = depth
         self.recorder = recorder  # told before a step is launched, so that a crash can be traced to its requests
-        self.guides: Guides | None = None  # None: nobody has a grammar
+        self.late_inputs: Guides | None = None  # what steps wait for between their launches; None: for nothing
         self.steps: deque[PlannedStep] = deque()
 
     @property
@@ -68,10 +68,10 @@ class Pipeline:
 
     def sample(self) -> None:
         """Launches the newest step's second half, if that has not been done and all that it needs is known."""
-        step, guides = self.waiting, self.guides
-        if step is None or (guides is not None and len(self.steps) > 1 and not guides.are_known(step)):
+        step, late = self.waiting, self.late_inputs
+        if step is None or (late is not None and len(self.steps) > 1 and not late.are_known(step)):
             return
-        step.pending = self.executor.sample(step.plan, guides.masks(step) if guides is not None else None)
+        step.pending = self.executor.sample(step.plan, late.masks(step) if late is not None else None)
 
     @property
     def waiting(self) -> PlannedStep | None:
@@ -84,8 +84,8 @@ class Pipeline:
         step = self.steps.popleft()
         result = step.pending.result()
         self._record(*self.steps)
-        if self.guides is not None and self.waiting is not None:
-            self.guides.look_ahead(step, result, self.waiting)
+        if self.late_inputs is not None and self.waiting is not None:
+            self.late_inputs.look_ahead(step, result, self.waiting)
         return step, result
 
     def _record(self, *steps: PlannedStep) -> None:

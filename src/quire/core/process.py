@@ -1,7 +1,8 @@
 """The core as a process of its own: `python -m quire.core.process`, started and replaced by the frontend.
 
 Imports what its executor needs, reads its set-up from standard input, then messages from a socket, and answers there with what
-each step gave. Never waits for whoever reads. Lives as long as its standard input stays open, so no core outlives its frontend. Knows nothing of clients.
+each step gave. Never waits for whoever reads. Lives as long as its standard input stays open, so no core outlives its
+frontend. Knows nothing of clients.
 """
 
 import contextlib

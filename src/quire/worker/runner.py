@@ -12,7 +12,6 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from quire.errors import UnsupportedModelError
 from quire.kv.specs import CacheSpec, Group
 from quire.layers.attention import CacheLayer
 from quire.layers.attention.base import AttentionBackend, Limits, Shape
@@ -237,10 +236,7 @@ def group_backends(model: nn.Module, groups: Sequence[Group], limits: Limits) ->
     backends: list[AttentionBackend] = []
     twins: dict[tuple[CacheSpec, int], AttentionBackend] = {}  # the first of each kind
     for group, layers in zip(groups, layers_of):
-        num_heads = {layer.num_heads for layer in layers}
-        if len(num_heads) > 1:
-            raise UnsupportedModelError(f"layers with {sorted(num_heads)} query heads and equal KV caches are not supported in one model")
-        kind = group.spec, *num_heads
+        kind = group.spec, layers[0].num_heads
         backend = layers[0].backend_class(layers, group.block_size, limits, twins.get(kind))
         twins.setdefault(kind, backend)
         for layer in layers:
