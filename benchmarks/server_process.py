@@ -13,6 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 
 QUIRE = [sys.executable, "-m", "quire", "serve"]
@@ -28,15 +29,20 @@ def free_port() -> int:
 class ServerProcess:
     """`with ServerProcess([*QUIRE, "smollm2"], "/ready") as server:` runs a command with `--port P` and waits until it answers."""
 
-    def __init__(self, command: list[str], probe: str, stdin: bytes = b"") -> None:
+    def __init__(
+        self, command: list[str], probe: str, stdin: bytes = b"", environment: Mapping[str, str] | None = None
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.probe = self.url + probe
         self.folder = tempfile.TemporaryDirectory(prefix="q-")  # the server's TMPDIR: what it leaves there, it forgot
         self.log = tempfile.NamedTemporaryFile(prefix="server-", suffix=".log")
-        environment = os.environ | {"TMPDIR": self.folder.name, "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
-            [*command, "--port", str(self.port)], stdin=subprocess.PIPE, stdout=self.log, stderr=self.log, env=environment
+            [*command, "--port", str(self.port)],
+            stdin=subprocess.PIPE,
+            stdout=self.log,
+            stderr=self.log,
+            env={**os.environ, **(environment or {}), "TMPDIR": self.folder.name, "PYTHONUNBUFFERED": "1"},
         )
         self.process.stdin.write(stdin)
         self.process.stdin.close()
