@@ -24,7 +24,11 @@ from benchmarks.server_process import free_port  # noqa: E402
 BARS_S = {"generate": 4.0, "serve": 6.0}
 GENERATE = ["--model", "smollm2", "--max-tokens", "16", "The capital of France is"]
 SERVE = ["smollm2"]
-QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 16, "temperature": 0}
+QUESTION = {
+    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    "max_tokens": 16,
+    "temperature": 0,
+}
 POLL_S = 0.02
 
 
@@ -50,7 +54,9 @@ def time_serve_s(command: list[str]) -> float:
                     if ask(f"http://127.0.0.1:{port}/v1/chat/completions"):
                         return time.perf_counter() - start
                 time.sleep(POLL_S)
-            raise SystemExit(f"{' '.join(command)} failed with status {process.returncode}:\n{process.stdout.read().decode()}")
+            raise SystemExit(
+                f"{' '.join(command)} failed with status {process.returncode}:\n{process.stdout.read().decode()}"
+            )
         finally:
             process.terminate()
 

@@ -244,7 +244,9 @@ def folder_cases() -> st.SearchStrategy:
 def apply(folder: Path, damage: Case) -> None:
     path, way = folder / damage["file"], damage["way"]
     edits = way in ("cut", "flips", "value", "header", "tensor")
-    is_small = path.is_file() and path.stat().st_size <= MAX_EDITED_BYTES  # the damage before may have made it a terabyte
+    is_small = (
+        path.is_file() and path.stat().st_size <= MAX_EDITED_BYTES
+    )  # the damage before may have made it a terabyte
     data = path.read_bytes() if edits and is_small else b""
     if way in WAYS and (path.is_symlink() or path.exists()):
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -93,7 +93,9 @@ def main() -> int:
         try:
             if "startup" in workloads:  # once with empty caches; with its kernels there the figure that counts is taken
                 with tempfile.TemporaryDirectory() as empty:
-                    cold = {entry[1]: entry[2] for entry in in_own_process(model, ["startup"], {"TRITON_CACHE_DIR": empty})}
+                    cold = {
+                        entry[1]: entry[2] for entry in in_own_process(model, ["startup"], {"TRITON_CACHE_DIR": empty})
+                    }
                 rows.append((model, "startup", "first_start_s", cold["first_token_s"]))
                 in_own_process(model, ["startup"])
             rows += [(model, *entry) for entry in in_own_process(model, workloads)]
@@ -142,7 +144,9 @@ def decode_attention_share() -> float:
     target = torch.empty_like(source)
     copy_s = time_gpu(lambda: target.copy_(source))
     read, moved = rows * context * 2 * K * D * 2, 2 * source.nbytes
-    print(f"decode attention {attention_s * 1e6:.0f} us, {read / attention_s / 1e12:.2f} TB/s; copy {moved / copy_s / 1e12:.2f} TB/s")
+    print(
+        f"decode attention {attention_s * 1e6:.0f} us, {read / attention_s / 1e12:.2f} TB/s; copy {moved / copy_s / 1e12:.2f} TB/s"
+    )
     return read / attention_s / (moved / copy_s)
 
 
@@ -193,9 +197,19 @@ def time_model(model: str, names: list[str]) -> list[tuple[str, str, float]]:
         rows.append(("startup", "first_token_s", time.perf_counter() - started))
         for workload in work:
             found = workloads.measure(workload, generator(llm, workload.temperature, show=False))
-            keys = ("ttft_ms", "tpot_ms") if workload.is_latency else ("out_tok_s",) if workload.name == "mixed256" else ("req_s",)
+            keys = (
+                ("ttft_ms", "tpot_ms")
+                if workload.is_latency
+                else ("out_tok_s",)
+                if workload.name == "mixed256"
+                else ("req_s",)
+            )
             rows += [(workload.name, key, found[key]) for key in keys]
-            print(f"  {workload.name}: " + ", ".join(f"{key} {found[key]:.2f}" for key in keys), file=sys.stderr, flush=True)
+            print(
+                f"  {workload.name}: " + ", ".join(f"{key} {found[key]:.2f}" for key in keys),
+                file=sys.stderr,
+                flush=True,
+            )
         if "soak" in names:
             rows.append(("soak", "growth_mib", memory_growth_mib(generator(llm, 0.6, show=False))))
     return rows
@@ -213,7 +227,11 @@ def memory_growth_mib(generate) -> float:
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         used.append((total - free) / 2**20)
-    print(f"  soak: {len(used)} runs, {used[0]:.0f} MiB after the first, {used[-1]:.0f} after the last", file=sys.stderr, flush=True)
+    print(
+        f"  soak: {len(used)} runs, {used[0]:.0f} MiB after the first, {used[-1]:.0f} after the last",
+        file=sys.stderr,
+        flush=True,
+    )
     return used[-1] - used[0]
 
 
@@ -224,7 +242,9 @@ def report(rows: list[tuple[str, str, str, float]], path: Path | None) -> int:
     """Prints the table, writes the results, and says how many bars are missed."""
     missed, results = 0, []
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    commit = os.environ.get("COMMIT") or git.stdout.strip()  # a copy's history may be older than its files: who copied it says
+    commit = (
+        os.environ.get("COMMIT") or git.stdout.strip()
+    )  # a copy's history may be older than its files: who copied it says
     print(f"\n{'model':<18}{'workload':<13}{'metric':<15}{'Quire':>10}{'vLLM':>10}{'ratio':>7}{'floor':>10}{'bar':>9}")
     for model, workload, metric, value in rows:
         peer, floor, bar = FIGURES.get((model, workload, metric), (None, None, None))

@@ -45,7 +45,12 @@ def save_model(folder: Path) -> None:
 
     c = CONFIG
     generator = torch.Generator().manual_seed(0)
-    q, kv, d, f = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"], c["hidden_size"], c["intermediate_size"]
+    q, kv, d, f = (
+        c["num_attention_heads"] * c["head_dim"],
+        c["num_key_value_heads"] * c["head_dim"],
+        c["hidden_size"],
+        c["intermediate_size"],
+    )
     shapes = {"model.embed_tokens.weight": (c["vocab_size"], d), "model.norm.weight": (d,)}
     for i in range(c["num_hidden_layers"]):
         at = f"model.layers.{i}."
@@ -67,8 +72,15 @@ def save_model(folder: Path) -> None:
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     rng = random.Random(3)
     shared = [rng.randrange(4096) for _ in range(64)]
-    prompts = [(shared if i % 4 == 0 else []) + [rng.randrange(4096) for _ in range(rng.randint(1, 200))] for i in range(64)]
-    kinds = ({"temperature": 0}, {"temperature": 0.8}, {"temperature": 1.0, "top_k": 40, "top_p": 0.9}, {"temperature": 0, "repetition_penalty": 1.2})
+    prompts = [
+        (shared if i % 4 == 0 else []) + [rng.randrange(4096) for _ in range(rng.randint(1, 200))] for i in range(64)
+    ]
+    kinds = (
+        {"temperature": 0},
+        {"temperature": 0.8},
+        {"temperature": 1.0, "top_k": 40, "top_p": 0.9},
+        {"temperature": 0, "repetition_penalty": 1.2},
+    )
     params = [SamplingParams(**kinds[i % 4], seed=i, max_tokens=rng.randint(8, 96), ignore_eos=True) for i in range(64)]
     return prompts, params
 
@@ -106,7 +118,10 @@ def main() -> int:
             found, notes = run(folder, expected, device="cuda", **{"max_num_batched_tokens": 512, **options})
             differ = [i for i, (a, b) in enumerate(zip(found, expected)) if a != b]
             bad += len(differ)
-            print(f"{case:<22}{len(differ)} of {len(expected)} differ  {time.perf_counter() - started:5.1f} s  {notes}  {differ[:8]}", flush=True)
+            print(
+                f"{case:<22}{len(differ)} of {len(expected)} differ  {time.perf_counter() - started:5.1f} s  {notes}  {differ[:8]}",
+                flush=True,
+            )
     return 1 if bad else 0
 
 

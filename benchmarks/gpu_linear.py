@@ -116,7 +116,8 @@ def time_case(case: Case) -> list[dict]:
         preferred = "*" if M <= ops.max_rows(case.K) else " "
         rate = num_bytes / us[default] / 1e6
         print(
-            f"{case.name:>14} {M:>2}{preferred} {cublas:8.2f} {us[default]:8.2f} {rate:6.2f} {us[best]:8.2f}  {tuple(best)}", flush=True
+            f"{case.name:>14} {M:>2}{preferred} {cublas:8.2f} {us[default]:8.2f} {rate:6.2f} {us[best]:8.2f}  {tuple(best)}",
+            flush=True,
         )
     return results
 

@@ -53,7 +53,9 @@ SHAPES = (
     Shape("30B-A3B", 128, 2048, 768, Routing(8, renormalize=True)),
     Shape("8x7B", 8, 4096, 14336, Routing(2, renormalize=True)),
     Shape("lite", 64, 2048, 1408, Routing(6)),
-    Shape("671B", 256, 7168, 2048, Routing(8, "sigmoid", True, 2.5, num_groups=8, num_groups_kept=4, group_score_size=2)),
+    Shape(
+        "671B", 256, 7168, 2048, Routing(8, "sigmoid", True, 2.5, num_groups=8, num_groups_kept=4, group_score_size=2)
+    ),
     Shape("20b", 32, 2880, 2880, Routing(4, renormalize=True), "clamped_swiglu", bias=True),
 )
 
@@ -98,7 +100,9 @@ def random(*shape: int) -> Tensor:
 
 # ---- other cuts ----
 
-FEW_TILES = [Tile(n, k, w) for n, k, w in itertools.product((1, 2, 4, 8), (256, 512, 1024, 2048), (2, 4, 8)) if n * k == w * 256]
+FEW_TILES = [
+    Tile(n, k, w) for n, k, w in itertools.product((1, 2, 4, 8), (256, 512, 1024, 2048), (2, 4, 8)) if n * k == w * 256
+]
 MANY_TILES = [
     Tile(*sizes, bulk=True) for sizes in itertools.product((64, 128, 256), (64, 128), (4, 8), (3, 4, 5), (False, True))
 ]  # fmt: skip
@@ -119,7 +123,11 @@ def _fits(tile: Tile, block_m: int, times: int) -> bool:
     """Shared memory, registers, and on the left side 16 rows for each warp, or all for all: few tokens, the older instructions."""
     shared_bytes = tile.num_stages * tile.block_k * (block_m + times * tile.block_n) * DTYPE.itemsize
     registers = block_m * tile.block_n * times // (tile.num_warps * 32)
-    fills = tile.block_n >= 16 * tile.num_warps and block_m < 128 if tile.swap else block_m < 64 or block_m >= 16 * tile.num_warps
+    fills = (
+        tile.block_n >= 16 * tile.num_warps and block_m < 128
+        if tile.swap
+        else block_m < 64 or block_m >= 16 * tile.num_warps
+    )
     return shared_bytes <= MAX_SHARED_BYTES and registers <= 160 and fills
 
 
@@ -146,7 +154,8 @@ def tune(layer: Layer, num_tokens: int, failed: dict, default_us: float) -> None
         for cut in sorted(us, key=us.get)[:3]:
             value = getattr(cut, name)
             print(
-                f"    {name:>8} {us[cut]:9.1f} us ({us[cut] - default_us:+.1f})  {tuple(value) if name != 'block_m' else value}", flush=True
+                f"    {name:>8} {us[cut]:9.1f} us ({us[cut] - default_us:+.1f})  {tuple(value) if name != 'block_m' else value}",
+                flush=True,
             )
 
 
@@ -164,7 +173,14 @@ def time_case(layer: Layer, num_tokens: int) -> dict:
         f"{shape.name:>8} {num_tokens:>5} {used:>6.1f} {routing_us:8.1f} {us:9.1f} {floor_us:9.1f} {rates} {floor_us / us:6.0%}  block_m {shape.cut(num_tokens).block_m}",
         flush=True,
     )
-    return {"shape": shape.name, "tokens": num_tokens, "experts_used": used, "routing_us": routing_us, "us": us, "floor_us": floor_us}
+    return {
+        "shape": shape.name,
+        "tokens": num_tokens,
+        "experts_used": used,
+        "routing_us": routing_us,
+        "us": us,
+        "floor_us": floor_us,
+    }
 
 
 def main() -> None:
@@ -184,7 +200,9 @@ def main() -> None:
         if error:
             print(f"cannot be compiled: {shape.name} {cut}: {error}")
     print("us of routing and of all experts; TB/s, TFLOP/s, and the share of the floor that the experts reach")
-    print(f"{'shape':>8} {'rows':>5} {'used':>6} {'routing':>8} {'experts':>9} {'floor':>9} {'TB/s':>6} {'TFLOP/s':>7} {'share':>6}")
+    print(
+        f"{'shape':>8} {'rows':>5} {'used':>6} {'routing':>8} {'experts':>9} {'floor':>9} {'TB/s':>6} {'TFLOP/s':>7} {'share':>6}"
+    )
     results = []
     for shape in shapes:
         layer = Layer(shape)

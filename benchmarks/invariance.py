@@ -43,11 +43,18 @@ class Check:
     def params(self, num_tokens: int) -> list[SamplingParams]:
         half = len(self.prompts) // 2
         greedy = [SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)] * half
-        return greedy + [SamplingParams(temperature=0.8, seed=i, max_tokens=num_tokens, ignore_eos=True) for i in range(half)]
+        return greedy + [
+            SamplingParams(temperature=0.8, seed=i, max_tokens=num_tokens, ignore_eos=True) for i in range(half)
+        ]
 
     def run(self, options: dict) -> tuple[int, "LLM"]:
         """(requests that differ from the first condition's, the engine)"""
-        llm = LLM("smollm2", dtype="float32", max_model_len=MAX_LEN, **{"enable_prefix_caching": False, "max_num_seqs": 64, **options})
+        llm = LLM(
+            "smollm2",
+            dtype="float32",
+            max_model_len=MAX_LEN,
+            **{"enable_prefix_caching": False, "max_num_seqs": 64, **options},
+        )
         outputs = llm.generate(self.prompts, self.params(self.num_tokens), use_tqdm=False)
         answers = [o.outputs[0].token_ids for o in outputs]
         if self.expected is None:
@@ -83,7 +90,10 @@ def main() -> int:
     def report(condition: str, differing: int, note: str = "") -> None:
         nonlocal failures, started
         failures += differing
-        print(f"{condition:<28} {differing} of {len(check.prompts)} differ  {time.monotonic() - started:6.1f} s  {note}", flush=True)
+        print(
+            f"{condition:<28} {differing} of {len(check.prompts)} differ  {time.monotonic() - started:6.1f} s  {note}",
+            flush=True,
+        )
         started = time.monotonic()
 
     started = time.monotonic()

@@ -24,7 +24,10 @@ from quire.structured.formats import HONOURED
 from quire.structured.spec import GrammarSpec, check
 from quire.structured.trial import Lowered, Setup, Trial
 
-DRAFTS = {"draft2020-12": "https://json-schema.org/draft/2020-12/schema", "draft7": "http://json-schema.org/draft-07/schema#"}
+DRAFTS = {
+    "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
+    "draft7": "http://json-schema.org/draft-07/schema#",
+}
 MAX_TOKENS = 600
 AT_ONCE = 8  # schemas
 _ENDS = (b'"', b"}", b"]", b'"}', b'"]', b"}}", b"]}", b'"}]', b"e", b"l", b"0", b"1")
@@ -152,14 +155,20 @@ def by_model(accepted: list[tuple[Case, Lowered]], engine: str, num_samples: int
     with LLM("smollm2", structured_outputs_backend=engine) as llm, tqdm(total=len(accepted)) as bar:
         for start in range(0, len(accepted), AT_ONCE):
             batch = [case for case, _ in accepted[start : start + AT_ONCE]]
-            asks = [f"Answer with JSON for this schema, as short as you can: {json.dumps(case.schema)[:1500]}" for case in batch]
+            asks = [
+                f"Answer with JSON for this schema, as short as you can: {json.dumps(case.schema)[:1500]}"
+                for case in batch
+            ]
             shapes = [StructuredOutputs(json=case.schema) for case in batch]
             params = [
-                SamplingParams(n=num_samples, temperature=1.0, max_tokens=MAX_TOKENS, seed=0, structured_outputs=shape) for shape in shapes
+                SamplingParams(n=num_samples, temperature=1.0, max_tokens=MAX_TOKENS, seed=0, structured_outputs=shape)
+                for shape in shapes
             ]
             answers = llm.chat([[{"role": "user", "content": ask}] for ask in asks], params, use_tqdm=False)
             for case, answer in zip(batch, answers):
-                yield judged(case, [output.text if output.finish_reason == "stop" else None for output in answer.outputs])
+                yield judged(
+                    case, [output.text if output.finish_reason == "stop" else None for output in answer.outputs]
+                )
             bar.update(len(batch))
 
 
@@ -167,16 +176,24 @@ def report(outcomes: list[Outcome]) -> int:
     """Prints the table; gives the number of violations."""
     groups = dict.fromkeys(outcome.case.group for outcome in outcomes)
     refused = [outcome for outcome in outcomes if outcome.refused]
-    empty = [outcome for outcome in refused if "no JSON value satisfies" in outcome.refused or "nsatisfiable" in outcome.refused]
+    empty = [
+        outcome
+        for outcome in refused
+        if "no JSON value satisfies" in outcome.refused or "nsatisfiable" in outcome.refused
+    ]
     lost = [g for g in groups if all(o.refused and o not in empty for o in outcomes if o.case.group == g)]
     num_violations = sum(len(outcome.violations) for outcome in outcomes)
     for outcome in outcomes:
         for violation in outcome.violations[:2]:
-            print(f"VIOLATION {outcome.case.group}: {outcome.case.name}: {json.dumps(outcome.case.schema)[:300]}\n    {violation[:400]}")
+            print(
+                f"VIOLATION {outcome.case.group}: {outcome.case.name}: {json.dumps(outcome.case.schema)[:300]}\n    {violation[:400]}"
+            )
     for reason, count in Counter(f"{o.case.group}: {o.refused[:100]}" for o in refused if o not in empty).most_common():
         print(f"refused {count:3}  {reason}")
     samples = sum(len(outcome.texts) for outcome in outcomes)
-    print(f"schemas {len(outcomes)}: accepted {len(outcomes) - len(refused)}, refused {len(refused)} ({len(empty)} of them satisfied by no value)")
+    print(
+        f"schemas {len(outcomes)}: accepted {len(outcomes) - len(refused)}, refused {len(refused)} ({len(empty)} of them satisfied by no value)"
+    )
     print(f"samples {samples}, cut {sum(o.num_cut for o in outcomes)}, violations {num_violations}")
     print(f"groups {len(groups)}: refused altogether {len(lost)} ({', '.join(lost) or 'none'})")
     return num_violations
@@ -196,7 +213,11 @@ def main() -> None:
     trial = Trial(Setup(args.engine, vocabulary()[1], timeout_s=10.0))
     tried = [(case, lowered(case, trial)) for case in chosen]
     accepted = [(case, low) for case, low in tried if low.spec is not None]
-    sampled = by_model(accepted, args.engine, args.samples) if args.sampler == "model" else by_random(accepted, trial, args.samples)
+    sampled = (
+        by_model(accepted, args.engine, args.samples)
+        if args.sampler == "model"
+        else by_random(accepted, trial, args.samples)
+    )
     outcomes = [*sampled, *(Outcome(case, refused=low.error) for case, low in tried if low.spec is None)]
     raise SystemExit(1 if report(outcomes) else 0)
 

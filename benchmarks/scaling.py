@@ -51,7 +51,11 @@ class SilentExecutor(FakeExecutor):
 def planning_s(num_waiting: int) -> float:
     """Seconds per step with 64 requests running and `num_waiting` behind them."""
     config = EngineConfig.from_kwargs(
-        max_model_len=2048, num_gpu_blocks_override=20_000, max_num_seqs=64, max_num_batched_tokens=2048, pipeline_depth=1
+        max_model_len=2048,
+        num_gpu_blocks_override=20_000,
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+        pipeline_depth=1,
     )
     engine = Engine(config, SilentExecutor(config))
     for idx in range(64 + num_waiting):
@@ -105,7 +109,9 @@ def detokenize_s(tokenizer: Tokenizer, token_ids: list[int], at: int) -> float:
 
 def main() -> None:
     tokenizer = Tokenizer.from_files(find("smollm2"))
-    text_ids = (tokenizer.encode("The quick brown fox jumps over the lazy dog; naïve façade, 東京, 🦊. ") * 1000)[:10_000]
+    text_ids = (tokenizer.encode("The quick brown fox jumps over the lazy dog; naïve façade, 東京, 🦊. ") * 1000)[
+        :10_000
+    ]
     caches = {size: cache_of(size) for size in (1_000, 100_000)}
     gc.disable()
     rows = [

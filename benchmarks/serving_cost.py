@@ -27,7 +27,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="smollm2", help="whose tokenizer is used")
     parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=800, help="per stream: together at least 200,000 for a figure that counts")
+    parser.add_argument(
+        "--tokens", type=int, default=800, help="per stream: together at least 200,000 for a figure that counts"
+    )
     parser.add_argument("--steps-per-s", type=int, default=50)
     parser.add_argument("--client-processes", type=int, default=1)
     parser.add_argument("--endpoint", choices=sorted(PATHS), default="completions")
@@ -62,9 +64,13 @@ def report(args: argparse.Namespace, quire: dict[str, Any], sample: list[str]) -
         print(f"  API process   {result['api_us']:5.1f} µs of CPU per token, at most {BARS_US['api']:.0f} wanted")
         print(f"  core process  {result['core_us']:5.1f} µs, at most {BARS_US['core']:.0f} wanted")
         print(f"  bare ASGI     {result['bare_asgi_us']:5.1f} µs for the same {result['event_bytes']} bytes")
-        print(f"  events per token {result['events_per_token']}, time between tokens {result['itl_ms']} ms (bare: {result['bare_itl_ms']})")
+        print(
+            f"  events per token {result['events_per_token']}, time between tokens {result['itl_ms']} ms (bare: {result['bare_itl_ms']})"
+        )
         if result["events_per_token"] < 0.99:
-            print(f"  the machine was too busy for an event per token: by events the API process takes {result['api_us_per_event']} µs")
+            print(
+                f"  the machine was too busy for an event per token: by events the API process takes {result['api_us_per_event']} µs"
+            )
     print(json.dumps(result))
     # A reader that falls behind gets several tokens in one event, which is cheaper: that must not pass for speed.
     missed = result["api_us_per_event"] > BARS_US["api"] or result["core_us"] > BARS_US["core"]

@@ -40,7 +40,9 @@ def main() -> int:
         params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
         truth = [output.outputs[0].text for output in llm.generate(prompts, params)]
     differing = sum(text != expected for text, expected in zip(texts, truth))
-    print(f"{args.requests} requests, {args.clients} clients, {duration_s:.1f} s: {len(errors)} errors, {differing} texts differ, exit {exit_code}")
+    print(
+        f"{args.requests} requests, {args.clients} clients, {duration_s:.1f} s: {len(errors)} errors, {differing} texts differ, exit {exit_code}"
+    )
     for error in errors[:5]:
         print(" ", error)
     return 1 if errors or differing or exit_code else 0
@@ -52,7 +54,13 @@ async def ask(server: ServerProcess, prompts: list[list[int]], args: argparse.Na
 
     async def work(client: Client) -> None:
         for idx in todo:
-            body = {"prompt": prompts[idx], "max_tokens": args.output_len, "temperature": 0, "ignore_eos": True, "stream": True}
+            body = {
+                "prompt": prompts[idx],
+                "max_tokens": args.output_len,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+            }
             answer = Answer()
             try:
                 await client.post("/v1/completions", msgspec.json.encode(body), answer)

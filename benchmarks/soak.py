@@ -34,7 +34,17 @@ MAX_GROWTH = 0.05
 WARM_UP = 1 / 3  # of the rounds
 QUIET_S = 30.0  # the server may take to finish what clients left behind
 # A small cache is soon touched everywhere, and makes requests wait, be preempted and evict each other's prefixes.
-FLAGS = ["--max-model-len", "512", "--kv-cache-memory-bytes", "64M", "--max-num-seqs", "16", "--max-queued-requests", "64", "--no-access-log"]
+FLAGS = [
+    "--max-model-len",
+    "512",
+    "--kv-cache-memory-bytes",
+    "64M",
+    "--max-num-seqs",
+    "16",
+    "--max-queued-requests",
+    "64",
+    "--no-access-log",
+]
 # Torch keeps a compiled product for each number of rows it has met (two caches of 1,024), and glibc the memory freed between
 # them: hundreds of MiB on CPUs without bfloat16 instructions, which would hide a leak. These limits are reached in the warm-up.
 ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32", "MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -67,14 +77,25 @@ class Soak:
                     until_s = time.monotonic() + seconds / num_rounds
                     await asyncio.gather(*(self.client(client, until_s) for _ in range(num_clients)))
                     samples.append(await self.rest(client))
-                bar.set_postfix_str(f"{sum(self.outcomes.values())} requests, {samples[-1].api_bytes >> 20} + {samples[-1].core_bytes >> 20} MiB")
+                bar.set_postfix_str(
+                    f"{sum(self.outcomes.values())} requests, {samples[-1].api_bytes >> 20} + {samples[-1].core_bytes >> 20} MiB"
+                )
                 bar.update()
         return samples
 
     # -- load ------------------------------------------------------------------------------------------------------
 
     async def client(self, client: Client, until_s: float) -> None:
-        acts = [self.stream, self.stream, self.whole, self.leave, self.leave, self.mistake, self.deadline, self.half_a_request]
+        acts = [
+            self.stream,
+            self.stream,
+            self.whole,
+            self.leave,
+            self.leave,
+            self.mistake,
+            self.deadline,
+            self.half_a_request,
+        ]
         while time.monotonic() < until_s:
             act = self.rng.choice(acts)
             try:
@@ -108,7 +129,9 @@ class Soak:
         return "ok"
 
     async def mistake(self, client: Client) -> str:
-        path, body = self.request(**self.rng.choice([{"temperature": -1}, {"n": 0}, {"max_tokens": "many"}, {"prompt": self.words(2000)}]))
+        path, body = self.request(
+            **self.rng.choice([{"temperature": -1}, {"n": 0}, {"max_tokens": "many"}, {"prompt": self.words(2000)}])
+        )
         if self.rng.random() < 0.2:
             body = body[:-5]
         reply = await client.post(path, body, Reply())
@@ -121,7 +144,10 @@ class Soak:
 
     async def half_a_request(self, client: Client) -> str:
         _, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
-        request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{" + b" " * 300
+        request = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"
+            + b" " * 300
+        )
         writer.write(request[: self.rng.randrange(len(request))])
         await asyncio.sleep(self.rng.uniform(0, 0.05))
         writer.transport.abort()
@@ -134,7 +160,9 @@ class Soak:
         body: dict[str, Any] = {"max_tokens": rng.choice([1, 4, 16, 16, 48]), "temperature": rng.choice([0, 1])}
         is_chat = rng.random() < 0.5 and "prompt" not in options
         body |= {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
-        body |= rng.choice([{}, {}, {"n": 2}, {"stop": ["e"]}, {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2}])
+        body |= rng.choice(
+            [{}, {}, {"n": 2}, {"stop": ["e"]}, {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2}]
+        )
         return CHAT if is_chat else COMPLETIONS, json.dumps(body | options).encode()
 
     def words(self, num_words: int) -> str:
@@ -161,12 +189,21 @@ class Soak:
         await asyncio.sleep(0.5)  # for the server to see them go
         server = self.server
         self.problems += [f"process {pid} is a zombie" for pid in children(server.pid) if state(pid) == "Z"]
-        return Sample(memory_bytes(server.pid), memory_bytes(server.core_pid), num_files(server.pid), num_files(server.core_pid))
+        return Sample(
+            memory_bytes(server.pid), memory_bytes(server.core_pid), num_files(server.pid), num_files(server.core_pid)
+        )
 
     async def gauges(self, client: Client) -> dict[str, float]:
         text = (await client.get("/metrics")).content.decode()
-        names = {"running": "num_requests_running", "waiting": "num_requests_waiting", "restarts": "engine_restarts_total"}
-        return {short: sum(map(float, re.findall(rf"^quire:{name}{{.*}} (\S+)$", text, re.M))) for short, name in names.items()}
+        names = {
+            "running": "num_requests_running",
+            "waiting": "num_requests_waiting",
+            "restarts": "engine_restarts_total",
+        }
+        return {
+            short: sum(map(float, re.findall(rf"^quire:{name}{{.*}} (\S+)$", text, re.M)))
+            for short, name in names.items()
+        }
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -196,7 +233,9 @@ def growth(samples: list[Sample]) -> dict[str, float]:
     return found
 
 
-def soak(seconds: float, num_clients: int = 24, seed: int = 0, model: str = "smollm2", flags: list[str] = []) -> list[str]:
+def soak(
+    seconds: float, num_clients: int = 24, seed: int = 0, model: str = "smollm2", flags: list[str] = []
+) -> list[str]:
     """What is wrong after so many seconds; prints what happened."""
     command = [*QUIRE, model, "--admin-api-key", ADMIN_KEY, *FLAGS, *flags]
     with ServerProcess(command, "/ready", environment=ENVIRONMENT) as server:

@@ -39,7 +39,12 @@ def large_schema(num_chars: int = 5000) -> dict:
     properties: dict[str, dict] = {}
     while len(json.dumps(properties)) < num_chars:
         name = f"field_{time.time_ns() % 10**9}_{len(properties)}"
-        properties[name] = [{"type": "string"}, {"type": "integer"}, PERSON, {"type": "array", "items": {"type": "number"}}][len(properties) % 4]
+        properties[name] = [
+            {"type": "string"},
+            {"type": "integer"},
+            PERSON,
+            {"type": "array", "items": {"type": "number"}},
+        ][len(properties) % 4]
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
@@ -101,7 +106,9 @@ def main() -> int:
     for what, seconds in times.items():
         print(f"time to a first token with {what:<40} {seconds * 1e3:8.1f} ms")
     ratio = median(bound) / median(plain)
-    print(f"{args.workload}: {median(plain):,.0f} tok/s without, {median(bound):,.0f} with a schema on every row: {ratio:.1%}")
+    print(
+        f"{args.workload}: {median(plain):,.0f} tok/s without, {median(bound):,.0f} with a schema on every row: {ratio:.1%}"
+    )
     print(f"  without {[round(x) for x in plain]}, with {[round(x) for x in bound]}")
     return ratio < BAR
 

@@ -1,7 +1,7 @@
 """A program with its own flags beside the engine's, made by the same generator.
 
-    python examples/own_flags.py --topic trains --count 2 --dtype float32 --max-model-len 512
-    python examples/own_flags.py --help
+python examples/own_flags.py --topic trains --count 2 --dtype float32 --max-model-len 512
+python examples/own_flags.py --help
 """
 
 from dataclasses import dataclass

@@ -11,7 +11,9 @@ import pytest
 # thread keeps the very one from running that it waits for. Read when torch is imported, and by the servers that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-if shutil.which("nvidia-smi") is None:  # without a card, Triton's kernels run in its interpreter; read when they are imported
+if (
+    shutil.which("nvidia-smi") is None
+):  # without a card, Triton's kernels run in its interpreter; read when they are imported
     os.environ["TRITON_INTERPRET"] = "1"
 
 from quire.checkpoint.find import find

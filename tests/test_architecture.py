@@ -12,7 +12,20 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "quire"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-BASE = {"config", "params", "outputs", "messages", "step", "errors", "env", "utils", "registry", "kv.specs", "checkpoint", "metrics"}
+BASE = {
+    "config",
+    "params",
+    "outputs",
+    "messages",
+    "step",
+    "errors",
+    "env",
+    "utils",
+    "registry",
+    "kv.specs",
+    "checkpoint",
+    "metrics",
+}
 MAY_IMPORT = {
     "api": {"frontend", "api"},
     "frontend": {"frontend", "structured.spec"},
@@ -41,7 +54,23 @@ MAY_IMPORT = {
     "__init__": {"api", "frontend", "config", "outputs", "params", "sampling.custom"},
     "__main__": {"api"},
 }
-DECIDES = {"api", "frontend", "core", "kv", "executor", "checkpoint", "config", "params", "outputs", "messages", "step", "errors", "env", "utils", "registry"}
+DECIDES = {
+    "api",
+    "frontend",
+    "core",
+    "kv",
+    "executor",
+    "checkpoint",
+    "config",
+    "params",
+    "outputs",
+    "messages",
+    "step",
+    "errors",
+    "env",
+    "utils",
+    "registry",
+}
 
 
 def room(path: Path) -> str:
@@ -55,7 +84,9 @@ def imports(path: Path) -> list[str]:
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found += [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "quire" else [node.module]
+            found += (
+                [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "quire" else [node.module]
+            )
     return found
 
 
@@ -99,7 +130,11 @@ def test_no_model_is_named_outside_its_file():
     for path in FILES:
         if room(path) in {"core", "kv", "executor", "worker", "layers", "quant", "ops"}:
             words = set(re.findall(r"[a-z]+\d*", path.read_text().lower()))
-            code = {w.lower() for n in ast.walk(ast.parse(path.read_text())) for w in re.findall(r"\w+", getattr(n, "id", "") or "")}
+            code = {
+                w.lower()
+                for n in ast.walk(ast.parse(path.read_text()))
+                for w in re.findall(r"\w+", getattr(n, "id", "") or "")
+            }
             assert not names & code, f"{path}: names a model"
             if room(path) in {"core", "kv", "executor"}:
                 assert not names & words, f"{path}: names a model"
@@ -114,7 +149,9 @@ def test_triton_code_lives_in_ops():
 def test_no_pickle_eval_or_exec():
     for path in FILES:
         tree = ast.parse(path.read_text())
-        assert not {n.split(".")[0] for n in imports(path)} & {"pickle", "dill", "cloudpickle", "marshal", "shelve"}, path
+        assert not {n.split(".")[0] for n in imports(path)} & {"pickle", "dill", "cloudpickle", "marshal", "shelve"}, (
+            path
+        )
         calls = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
         assert not calls & {"eval", "exec"}, path
 
@@ -136,12 +173,25 @@ def test_model_files_open_with_their_architectures_and_a_tiny_config():
 
     for name in names("quire.models"):
         assert literals("quire.models", "ARCHITECTURES")[name]
-        assert literals("quire.models", "TINY")[name]["architectures"][0] in literals("quire.models", "ARCHITECTURES")[name]
+        assert (
+            literals("quire.models", "TINY")[name]["architectures"][0]
+            in literals("quire.models", "ARCHITECTURES")[name]
+        )
 
 
 def test_public_names_are_these():
     import quire
 
-    assert quire.__all__ == ["AsyncLLM", "CompletionOutput", "EngineConfig", "LLM", "LogitsProcessor", "RequestOutput", "SamplingParams", "StructuredOutputs", "__version__"]
+    assert quire.__all__ == [
+        "AsyncLLM",
+        "CompletionOutput",
+        "EngineConfig",
+        "LLM",
+        "LogitsProcessor",
+        "RequestOutput",
+        "SamplingParams",
+        "StructuredOutputs",
+        "__version__",
+    ]
     for name in quire.__all__:
         assert getattr(quire, name)

@@ -25,7 +25,16 @@ MOVES_WITHIN_S = 5.0  # or, on slow machines, within twice the time a first star
 @pytest.fixture(scope="module")
 def server(request, smollm2):
     """In the dtype a test asks for."""
-    command = [*QUIRE, "smollm2", "--dtype", request.param, "--executor", "tests.poison_real", "--watchdog-s", str(WATCHDOG_S)]
+    command = [
+        *QUIRE,
+        "smollm2",
+        "--dtype",
+        request.param,
+        "--executor",
+        "tests.poison_real",
+        "--watchdog-s",
+        str(WATCHDOG_S),
+    ]
     started = time.monotonic()
     with ServerProcess([*command, "--max-model-len", "512", "--kv-cache-memory-bytes", "512M"], "/ready") as server:
         server.dtype, server.start_s = request.param, time.monotonic() - started

@@ -12,7 +12,12 @@ def test_an_object_is_as_good_as_the_class():
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [("json", "Expected `object`"), ({"regex": 5}, "regex"), ({"whitespace_pattern": " ", "json": {}}, "whitespace_pattern"), ([], "object")],
+    [
+        ("json", "Expected `object`"),
+        ({"regex": 5}, "regex"),
+        ({"whitespace_pattern": " ", "json": {}}, "whitespace_pattern"),
+        ([], "object"),
+    ],
 )
 def test_what_it_cannot_be_is_refused_by_name(given, said):
     with pytest.raises(RequestError, match=f"structured_outputs: .*{said}"):

@@ -26,7 +26,17 @@ _HOMES = {
     "CompletionOutput": "quire.outputs",
 }
 
-__all__ = ["AsyncLLM", "CompletionOutput", "EngineConfig", "LLM", "LogitsProcessor", "RequestOutput", "SamplingParams", "StructuredOutputs", "__version__"]
+__all__ = [
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "LLM",
+    "LogitsProcessor",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputs",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> object:

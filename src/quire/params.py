@@ -58,7 +58,9 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
         if self.json is False:
             given.append("json")
         if len(given) != 1:
-            raise RequestError(f"structured_outputs must hold exactly one of {', '.join(self.__struct_fields__)}, not {len(given)}")
+            raise RequestError(
+                f"structured_outputs must hold exactly one of {', '.join(self.__struct_fields__)}, not {len(given)}"
+            )
         return given[0]
 
 

@@ -16,7 +16,9 @@ from quire.errors import ConfigError
 def names(package: str) -> list[str]:
     """The extensions in a package, by file name; `base`, private files and folders are not extensions."""
     path = importlib.import_module(package).__path__
-    return sorted(m.name for m in pkgutil.iter_modules(path) if m.name != "base" and not m.ispkg and not m.name.startswith("_"))
+    return sorted(
+        m.name for m in pkgutil.iter_modules(path) if m.name != "base" and not m.ispkg and not m.name.startswith("_")
+    )
 
 
 def load(package: str, name: str) -> ModuleType:

@@ -81,7 +81,9 @@ class Peer:
                 if fault == "error":
                     yield event({"error": {"message": "poisoned"}})
                 yield event({"choices": [{"index": 0, **({"delta": {"content": "x"}} if is_chat else {"text": "x"})}]})
-            yield event({"choices": [], "usage": {"prompt_tokens": self.num_tokens(body), "completion_tokens": num_tokens}})
+            yield event(
+                {"choices": [], "usage": {"prompt_tokens": self.num_tokens(body), "completion_tokens": num_tokens}}
+            )
             ended = True
             yield "data: [DONE]\n\n"
         finally:
@@ -130,7 +132,10 @@ def test_a_closed_loop_measures_what_the_server_does(peer, capsys):
     bodies = peer.bodies[1:]  # the first is the trial
     assert len(bodies) == 12 and peer.most_at_once == 4
     assert all(peer.num_tokens(body) == 20 for body in bodies) and len({body["prompt"] for body in bodies}) == 12
-    assert all(body["model"] == "peer-model" and body["max_tokens"] == 6 and body["ignore_eos"] and body["stream"] for body in bodies)
+    assert all(
+        body["model"] == "peer-model" and body["max_tokens"] == 6 and body["ignore_eos"] and body["stream"]
+        for body in bodies
+    )
     assert set(peer.keys) == {"Bearer secret"}
     assert result["model"] == "peer-model" and result["workload"] == "http-4-12-20-6"
     assert (result["num_requests"], result["num_errors"], result["errors"]) == (12, 0, {})
@@ -144,7 +149,19 @@ def test_a_closed_loop_measures_what_the_server_does(peer, capsys):
 
 
 def test_poisson_arrivals_do_not_wait_for_answers(peer, capsys):
-    result = bench(capsys, "--base-url", peer.url, "--request-rate", "100", "--num-prompts", "40", "--input-len", "4", "--output-len", "20")
+    result = bench(
+        capsys,
+        "--base-url",
+        peer.url,
+        "--request-rate",
+        "100",
+        "--num-prompts",
+        "40",
+        "--input-len",
+        "4",
+        "--output-len",
+        "20",
+    )
     waits_s = numpy.diff(peer.arrivals_s[1:])
     assert 0.005 < waits_s.mean() < 0.02  # 100 per second, whatever an answer takes (0.4 s)
     assert waits_s.std() > 0.3 * waits_s.mean()  # at random, not by the clock
@@ -156,7 +173,9 @@ def test_a_chat_is_as_long_as_asked_for_with_its_template(peer, capsys):
         capsys, "--base-url", peer.url + "/v1/", "--endpoint", "chat", "--num-prompts", "2", "--input-len", "30", "--output-len", "3",
         "--model", "named", "--request-rate", "inf",
     )  # fmt: skip
-    assert all(peer.num_tokens(body) == 30 and body["model"] == "named" and "ignore_eos" not in body for body in peer.bodies)
+    assert all(
+        peer.num_tokens(body) == 30 and body["model"] == "named" and "ignore_eos" not in body for body in peer.bodies
+    )
     assert result["num_events"] == 6  # the opening event with the role carries no text
     assert peer.most_at_once == 1
 
@@ -169,7 +188,9 @@ def test_without_tokenize_prompts_are_counted_in_words(peer, capsys):
 
 def test_failures_are_counted_by_kind_and_the_rest_is_measured(peer, capsys):
     peer.fail = {1: "refuse", 2: "cut", 3: "error"}
-    result = bench(capsys, "--base-url", peer.url, "--num-prompts", "6", "--input-len", "4", "--output-len", "4", code=1)
+    result = bench(
+        capsys, "--base-url", peer.url, "--num-prompts", "6", "--input-len", "4", "--output-len", "4", code=1
+    )
     assert result["errors"] == {"http 400": 1, "disconnected": 1, "error event": 1}
     assert result["num_errors"] == 3 and result["num_output_tokens"] == 12
 
@@ -229,7 +250,11 @@ def test_a_connection_is_used_again(peer):
 @given(st.integers(0, 2**32), st.sampled_from(["\n\n", "\r\n\r\n"]))
 def test_events_are_read_however_they_are_cut(seed, separator):
     texts = ["a", "é", "data: ", "\n\n", "😀"]
-    lines = [": a comment", *(f"data: {json.dumps({'choices': [{'text': text}]}, ensure_ascii=False)}" for text in texts), "data: [DONE]"]
+    lines = [
+        ": a comment",
+        *(f"data: {json.dumps({'choices': [{'text': text}]}, ensure_ascii=False)}" for text in texts),
+        "data: [DONE]",
+    ]
     raw, answer, rng = separator.join([*lines, ""]).encode(), Answer(), random.Random(seed)
     answer.status = 200
     while raw:
@@ -262,7 +287,11 @@ def test_request_bodies_do_not_depend_on_who_sends_them():
 
 
 def test_error_messages_are_read_in_any_shape():
-    for content, words in ((b'{"error":{"message":"too long"}}', "too long"), (b'{"detail":"Not Found"}', "Not Found"), (b"<html>", "<html>")):
+    for content, words in (
+        (b'{"error":{"message":"too long"}}', "too long"),
+        (b'{"detail":"Not Found"}', "Not Found"),
+        (b"<html>", "<html>"),
+    ):
         reply = Reply()
         reply.feed(content, 0.0)
         assert words in reply.message()

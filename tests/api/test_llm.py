@@ -22,7 +22,13 @@ from quire.errors import (
 )
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-TINY = {"dtype": "float32", "skip_tokenizer_init": True, "kv_cache_memory_bytes": 32 << 20, "num_threads": 1, "max_model_len": 128}
+TINY = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "kv_cache_memory_bytes": 32 << 20,
+    "num_threads": 1,
+    "max_model_len": 128,
+}
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +82,11 @@ def test_the_progress_bar_shows_tokens_per_second(tiny, capsys):
 
 
 def test_a_chat_uses_the_models_template(smol):
-    outputs = smol.chat([{"role": "user", "content": "What is the capital of France?"}], SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)
+    outputs = smol.chat(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        SamplingParams(temperature=0, max_tokens=30),
+        use_tqdm=False,
+    )
     assert "Paris" in outputs[0].outputs[0].text
     assert outputs[0].outputs[0].finish_reason == "stop"
     assert not outputs[0].outputs[0].text.endswith("<|im_end|>")
@@ -121,7 +131,10 @@ def test_n_answers_differ_and_are_repeatable(tiny):
 def test_requests_without_a_seed_differ_but_an_engine_repeats_itself(tiny_llama):
     def run():
         with LLM(str(tiny_llama), **TINY, seed=11) as llm:
-            return [ids(o) for o in llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=12, ignore_eos=True), use_tqdm=False)]
+            return [
+                ids(o)
+                for o in llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=12, ignore_eos=True), use_tqdm=False)
+            ]
 
     first, second = run(), run()
     assert first == second
@@ -132,7 +145,11 @@ def test_a_stop_string_ends_the_text_before_it(smol):
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     whole = smol.generate("Count: one, two, three,", params, use_tqdm=False)[0].outputs[0].text
     stop = whole[len(whole) // 2 : len(whole) // 2 + 4]
-    cut = smol.generate("Count: one, two, three,", SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, stop=[stop]), use_tqdm=False)[0].outputs[0]
+    cut = smol.generate(
+        "Count: one, two, three,",
+        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, stop=[stop]),
+        use_tqdm=False,
+    )[0].outputs[0]
     assert cut.text == whole[: whole.index(stop)]
     assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
     assert not smol.client.engine.has_work
@@ -141,20 +158,26 @@ def test_a_stop_string_ends_the_text_before_it(smol):
 def test_a_stop_token_is_reported_and_is_no_text(smol):
     whole = smol.generate("The sea is", GREEDY, use_tqdm=False)[0].outputs[0]
     stop = whole.token_ids[4]
-    cut = smol.generate("The sea is", SamplingParams(temperature=0, max_tokens=8, stop_token_ids=[stop]), use_tqdm=False)[0].outputs[0]
+    cut = smol.generate(
+        "The sea is", SamplingParams(temperature=0, max_tokens=8, stop_token_ids=[stop]), use_tqdm=False
+    )[0].outputs[0]
     assert cut.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
     assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
     assert cut.text == smol.get_tokenizer().decode(cut.token_ids[:-1])
 
 
 def test_logprobs_hold_the_chosen_token_and_the_likeliest(tiny):
-    output = tiny.generate([1, 2, 3], SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True, logprobs=3), use_tqdm=False)[0].outputs[0]
+    output = tiny.generate(
+        [1, 2, 3], SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True, logprobs=3), use_tqdm=False
+    )[0].outputs[0]
     assert len(output.logprobs) == 6
     for token, entry in zip(output.token_ids, output.logprobs):
         assert 3 <= len(entry) <= 4 and token in entry
         assert all(math.isfinite(e.logprob) and e.logprob <= 0 for e in entry.values())
         assert sorted(entry.values(), key=lambda e: e.rank)[0].rank == 1
-    assert output.cumulative_logprob == pytest.approx(sum(e[t].logprob for t, e in zip(output.token_ids, output.logprobs)))
+    assert output.cumulative_logprob == pytest.approx(
+        sum(e[t].logprob for t, e in zip(output.token_ids, output.logprobs))
+    )
 
 
 def test_prompt_logprobs_start_with_none_and_cover_the_prompt(tiny):
@@ -174,7 +197,9 @@ def test_prompt_logprobs_start_with_none_and_cover_the_prompt(tiny):
 )
 def test_parameters_have_their_effect(tiny, changes, holds):
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, **changes)
-    assert not holds(ids(tiny.generate([3, 1, 4], SamplingParams(temperature=0, max_tokens=10, ignore_eos=True), use_tqdm=False)[0]))
+    assert not holds(
+        ids(tiny.generate([3, 1, 4], SamplingParams(temperature=0, max_tokens=10, ignore_eos=True), use_tqdm=False)[0])
+    )
     assert holds(ids(tiny.generate([3, 1, 4], params, use_tqdm=False)[0]))
 
 
@@ -199,7 +224,9 @@ def test_sampling_defaults_come_from_generation_config(tiny_llama, tmp_path):
     import shutil
 
     shutil.copytree(tiny_llama, tmp_path / "m")
-    (tmp_path / "m" / "generation_config.json").write_text(json.dumps({"temperature": 0.3, "top_k": 7, "eos_token_id": [3, 5]}))
+    (tmp_path / "m" / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.3, "top_k": 7, "eos_token_id": [3, 5]})
+    )
     with LLM(str(tmp_path / "m"), **TINY) as llm:
         params = llm.get_default_sampling_params()
         assert (params.temperature, params.top_k) == (0.3, 7)

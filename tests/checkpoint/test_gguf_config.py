@@ -75,8 +75,17 @@ def test_a_gguf_has_the_config_names_and_weights_transformers_finds_in_it(archit
     keys, tensors = {}, {}
     if architecture == "qwen3":
         keys = {"llama.attention.key_length": 128, "llama.rope.dimension_count": 128}  # transformers knows only 128
-        shapes = {"q": (512, 32), "k": (256, 32), "v": (256, 32), "output": (32, 512), "q_norm": (128,), "k_norm": (128,)}
-        names = {f"blk.{layer_idx}.attn_{name}.weight": shape for layer_idx in range(2) for name, shape in shapes.items()}
+        shapes = {
+            "q": (512, 32),
+            "k": (256, 32),
+            "v": (256, 32),
+            "output": (32, 512),
+            "q_norm": (128,),
+            "k_norm": (128,),
+        }
+        names = {
+            f"blk.{layer_idx}.attn_{name}.weight": shape for layer_idx in range(2) for name, shape in shapes.items()
+        }
         tensors = {name: np.random.default_rng(1).standard_normal(shape, np.float32) for name, shape in names.items()}
     files = write_gguf(tmp_path / "tiny.gguf", keys, tensors, architecture=architecture)
     truth_config = AutoConfig.from_pretrained(tmp_path, gguf_file="tiny.gguf")
@@ -144,7 +153,9 @@ def test_what_a_header_leaves_out_gets_its_default(tmp_path: Path) -> None:
     assert config["vocab_size"] == 20
     assert config["rope_theta"] == 10000
     assert config["tie_word_embeddings"]
-    assert config["sliding_window"] is config["bos_token_id"] is config["eos_token_id"] is config["pad_token_id"] is None
+    assert (
+        config["sliding_window"] is config["bos_token_id"] is config["eos_token_id"] is config["pad_token_id"] is None
+    )
 
 
 def test_rarer_keys_are_understood(tmp_path: Path) -> None:
@@ -189,11 +200,19 @@ ROPE = {
         {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 16.0},
     ),
     "yarn with a magnitude": (
-        {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 8.0, "llama.rope.scaling.yarn_attn_factor": 1.5},
+        {
+            "llama.rope.scaling.type": "yarn",
+            "llama.rope.scaling.factor": 8.0,
+            "llama.rope.scaling.yarn_attn_factor": 1.5,
+        },
         {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.5},
     ),
     "yarn with its own magnitude": (
-        {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 8.0, "llama.rope.scaling.yarn_attn_factor": 1.0},
+        {
+            "llama.rope.scaling.type": "yarn",
+            "llama.rope.scaling.factor": 8.0,
+            "llama.rope.scaling.yarn_attn_factor": 1.0,
+        },
         {"rope_type": "yarn", "factor": 8.0},
     ),
 }
@@ -303,7 +322,9 @@ def test_a_pattern_that_makes_no_sense_is_refused(pattern: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("architecture", "num_layers"), [("gemma2", 46), ("gemma3", 62)])
-def test_the_largest_gemmas_scale_scores_by_what_heads_share(architecture: str, num_layers: int, tmp_path: Path) -> None:
+def test_the_largest_gemmas_scale_scores_by_what_heads_share(
+    architecture: str, num_layers: int, tmp_path: Path
+) -> None:
     """As their published configs do; the others by the size of a head."""
     for layers, scalar in ((num_layers, 32 // 4), (26, 16)):
         keys = {"llama.block_count": layers, "llama.attention.key_length": 16, "llama.rope.dimension_count": 16}
@@ -323,10 +344,18 @@ def test_a_fused_projection_is_divided_and_its_rows_put_in_order() -> None:
 
 
 def test_layers_that_predict_further_tokens_are_left_out() -> None:
-    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    config = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_hidden_layers": 2,
+        "num_nextn_predict_layers": 1,
+    }
     row = GGUF_ARCHITECTURES["glm4moe"]
     assert not list(row.pieces("blk.2.nextn.eh_proj.weight", (32, 64), config))
-    assert list(row.pieces("blk.1.attn_norm.weight", (32,), config)) == [("model.layers.1.input_layernorm.weight", slice(0, 32))]
+    assert list(row.pieces("blk.1.attn_norm.weight", (32,), config)) == [
+        ("model.layers.1.input_layernorm.weight", slice(0, 32))
+    ]
 
 
 def test_another_architecture_is_named(tmp_path: Path) -> None:

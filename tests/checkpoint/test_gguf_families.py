@@ -103,7 +103,9 @@ def fields(name: str, case: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def converted(converter: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[torch.nn.Module, Path]]:
+def converted(
+    converter: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], tuple[torch.nn.Module, Path]]:
     """Every case's oracle and GGUF file: all in one go, for the converter takes seconds to start."""
     made = {}
     for name, case in ALL:
@@ -113,7 +115,9 @@ def converted(converter: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
         words = {"model": {"vocab": {str(token): token for token in range(256)}}, "added_tokens": []}
         (folder / "tokenizer.json").write_text(json.dumps(words))
     folders = [str(folder) for _, folder in made.values()]
-    result = subprocess.run([sys.executable, "-c", CONVERT, str(converter), *folders], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", CONVERT, str(converter), *folders], capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr[-2000:]
     return made
 

@@ -28,7 +28,10 @@ def test_options_are_read_by_the_names_of_their_flags(tmp_path):
 
 
 def test_a_list_can_be_one_value(tmp_path):
-    assert read(tmp_path, "api-key: a\nserved-model-name: [b, c]\n") == {"api_key": ["a"], "served_model_name": ["b", "c"]}
+    assert read(tmp_path, "api-key: a\nserved-model-name: [b, c]\n") == {
+        "api_key": ["a"],
+        "served_model_name": ["b", "c"],
+    }
 
 
 def test_an_empty_file_and_an_empty_value_change_nothing(tmp_path):

@@ -34,8 +34,12 @@ def test_every_option_has_a_flag_and_a_help_text():
 
 
 def test_flags_and_keywords_give_the_same_config():
-    flags = parse("--max-num-seqs", "8", "--no-enable-prefix-caching", "--dtype", "float32", "--kv-cache-memory-bytes", "1.5G")
-    words = EngineConfig.from_kwargs(max_num_seqs=8, enable_prefix_caching=False, dtype="float32", kv_cache_memory_bytes=3 << 29)
+    flags = parse(
+        "--max-num-seqs", "8", "--no-enable-prefix-caching", "--dtype", "float32", "--kv-cache-memory-bytes", "1.5G"
+    )
+    words = EngineConfig.from_kwargs(
+        max_num_seqs=8, enable_prefix_caching=False, dtype="float32", kv_cache_memory_bytes=3 << 29
+    )
     assert flags == words
 
 
@@ -75,13 +79,17 @@ def test_bad_options_say_what_is_wrong(options, message):
         EngineConfig.from_kwargs(**options)
 
 
-@pytest.mark.parametrize("argv", [["--dtype", "int3"], ["--max-num-seqs", "many"], ["--nonsense"], ["--kv-cache-memory-bytes", "lots"]])
+@pytest.mark.parametrize(
+    "argv", [["--dtype", "int3"], ["--max-num-seqs", "many"], ["--nonsense"], ["--kv-cache-memory-bytes", "lots"]]
+)
 def test_bad_flags_raise_config_errors(argv):
     with pytest.raises(ConfigError):
         parse(*argv)
 
 
-@pytest.mark.parametrize(("text", "value"), [("512", 512), ("4k", 4096), ("2MiB", 2 << 20), ("1.5g", 3 << 29), ("1TB", 1 << 40)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("512", 512), ("4k", 4096), ("2MiB", 2 << 20), ("1.5g", 3 << 29), ("1TB", 1 << 40)]
+)
 def test_sizes(text, value):
     assert size(text) == value
 
@@ -91,7 +99,11 @@ def test_resolving_leaves_nothing_automatic():
     assert config.model.dtype == "bfloat16" and config.model.quantization == "gguf"
     assert config.model.max_model_len == 4096 and config.device.num_threads == 2
     for field in every_field():
-        group = next(g.name for g in dataclasses.fields(EngineConfig) if field.name in {f.name for f in dataclasses.fields(g.type)})
+        group = next(
+            g.name
+            for g in dataclasses.fields(EngineConfig)
+            if field.name in {f.name for f in dataclasses.fields(g.type)}
+        )
         if group != "structured" and field.name not in ("load_format", "generation_config", "attention_backend"):
             assert getattr(getattr(config, group), field.name) != "auto", field.name
     assert resolve(config, "/m", "gguf", HF, CPU) == config
@@ -104,7 +116,11 @@ def test_explicit_dtypes_dequantize():
 
 @pytest.mark.parametrize(
     ("options", "kind"),
-    [({"quantization": "gguf"}, "hf"), ({"quantization": "gguf", "dtype": "float32"}, "gguf"), ({"max_model_len": 5000}, "hf")],
+    [
+        ({"quantization": "gguf"}, "hf"),
+        ({"quantization": "gguf", "dtype": "float32"}, "gguf"),
+        ({"max_model_len": 5000}, "hf"),
+    ],
 )
 def test_contradictions_are_refused(options, kind):
     with pytest.raises(ConfigError):
@@ -117,7 +133,10 @@ def test_the_context_grows_with_rope_scaling():
 
 
 def test_max_num_batched_tokens_covers_every_row_by_default():
-    assert resolve(EngineConfig.from_kwargs(max_num_seqs=5000), "/m", "hf", HF, CPU).scheduler.max_num_batched_tokens == 5000
+    assert (
+        resolve(EngineConfig.from_kwargs(max_num_seqs=5000), "/m", "hf", HF, CPU).scheduler.max_num_batched_tokens
+        == 5000
+    )
     with pytest.raises(ConfigError):
         SchedulerConfig(max_num_seqs=5000, max_num_batched_tokens=2048)
 
@@ -140,7 +159,11 @@ def test_a_program_adds_its_own_flags():
 
 def test_a_gpu_is_used_unless_told_otherwise():
     found = resolve(EngineConfig(), "/m", "gguf", HF, GPU)
-    assert (found.device.device, found.scheduler.pipeline_depth, found.scheduler.max_num_batched_tokens) == ("cuda", 2, 8192)
+    assert (found.device.device, found.scheduler.pipeline_depth, found.scheduler.max_num_batched_tokens) == (
+        "cuda",
+        2,
+        8192,
+    )
     assert found.model.quantization == "none"  # packed weights are the CPU's
     told = resolve(EngineConfig.from_kwargs(device="cpu"), "/m", "gguf", HF, GPU)
     assert told == resolve(EngineConfig(), "/m", "gguf", HF, CPU)
@@ -148,7 +171,11 @@ def test_a_gpu_is_used_unless_told_otherwise():
 
 @pytest.mark.parametrize(
     ("machine", "word"),
-    [(CPU, "no NVIDIA GPU"), (Machine(2, 0, "the installed torch is a CPU build"), "CPU build"), (Machine(2, 0, "error 999", True), "error 999")],
+    [
+        (CPU, "no NVIDIA GPU"),
+        (Machine(2, 0, "the installed torch is a CPU build"), "CPU build"),
+        (Machine(2, 0, "error 999", True), "error 999"),
+    ],
 )
 def test_a_gpu_that_cannot_be_used_is_refused_with_the_reason(machine, word):
     with pytest.raises(ConfigError, match=word):

@@ -77,7 +77,9 @@ class FakeExecutor(Executor):
         allowed = {}
         if masks is not None:
             words, width = masks.words, len(masks.words) // len(masks.places)
-            allowed = {place: allowed_tokens(words[i * width : (i + 1) * width]) for i, place in enumerate(masks.places)}
+            allowed = {
+                place: allowed_tokens(words[i * width : (i + 1) * width]) for i, place in enumerate(masks.places)
+            }
         for move in plan.moves:
             self._move(move)
         for start in plan.new_rows:
@@ -86,7 +88,9 @@ class FakeExecutor(Executor):
             self.rows[told.row].token_ids[told.start :] = told.token_ids
         tokens: list[list[int]] = []
         vectors: dict[int, list[float]] = {}
-        for row, first, count, produces, new in zip(plan.rows, plan.starts, plan.num_tokens, plan.produces, plan.new_blocks):
+        for row, first, count, produces, new in zip(
+            plan.rows, plan.starts, plan.num_tokens, plan.produces, plan.new_blocks
+        ):
             state = self.rows[row]
             for table, blocks in zip(state.tables, new):
                 table.extend(blocks)
@@ -173,7 +177,9 @@ class FakeExecutor(Executor):
             history[entry * tokens : (entry + 1) * tokens] = content
 
     def _read_state(self, state: "_Row", group_idx: int, group: Group, history: list[int]) -> None:
-        value = self.blocks[group.pool_idx][state.tables[group_idx][(len(history) - 1) // group.block_size]].get("state")
+        value = self.blocks[group.pool_idx][state.tables[group_idx][(len(history) - 1) // group.block_size]].get(
+            "state"
+        )
         if value != state.true_state(history):
             history[0] = EMPTY
 

@@ -55,9 +55,17 @@ class Core:
         self.steps: list = []
 
     def add(
-        self, name: str, prompt: list[int], n: int = 1, eos: tuple[int, ...] = (), output_token_ids: list[int] = [], **fields
+        self,
+        name: str,
+        prompt: list[int],
+        n: int = 1,
+        eos: tuple[int, ...] = (),
+        output_token_ids: list[int] = [],
+        **fields,
     ) -> None:
-        message_fields = {k: fields.pop(k) for k in ("priority", "cache_salt", "constraint", "wants_vector") if k in fields}
+        message_fields = {
+            k: fields.pop(k) for k in ("priority", "cache_salt", "constraint", "wants_vector") if k in fields
+        }
         choices = {choice_idx: list(output_token_ids) for choice_idx in range(n)}
         params = SamplingParams(n=n, **fields)
         message = AddRequest(name, list(prompt), params, seed=7, choices=choices, eos_ids=list(eos), **message_fields)
@@ -94,7 +102,9 @@ class Core:
         aborted = set()
         shared = [rng.randrange(vocab_size) for _ in range(longest_shared)]
         for idx in range(rng.randint(1, 12)):
-            prompt = shared[: rng.randint(0, longest_shared)] + [rng.randrange(vocab_size) for _ in range(rng.randint(1, 8))]
+            prompt = shared[: rng.randint(0, longest_shared)] + [
+                rng.randrange(vocab_size) for _ in range(rng.randint(1, 8))
+            ]
             self.add(
                 f"r{idx}", prompt, n=rng.choice([1, 1, 1, 3]), max_tokens=rng.choice([1, 2, 9, 30, None]),
                 eos=ALL_STOPS if rng.random() < 0.5 else (), min_tokens=rng.choice([0, 0, 1]), priority=rng.randint(0, 2),

@@ -23,14 +23,18 @@ ONLY_STATES = {"recurrent:state": STATE}
 # As DeepSeek V4 has it: a window, entries of 4 tokens, the state of whoever makes these entries.
 COMPRESSED = {
     "window:kv": Sliding(1, 4, "bfloat16", window=12),
-    "compressed:kv": CacheSpec("full", (Part("keys", "int8", (6,)), Part("scales", "float32", (2,))), tokens_per_entry=4),
+    "compressed:kv": CacheSpec(
+        "full", (Part("keys", "int8", (6,)), Part("scales", "float32", (2,))), tokens_per_entry=4
+    ),
     "compressor:tail": State((Part("tail", "float32", (3,)),), every=32),
 }
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 
 
 def recurrent_core(specs=RECURRENT, **options) -> Core:
-    return Core(specs, **{"max_model_len": 400, "max_num_batched_tokens": 100, "num_gpu_blocks_override": 200, **options})
+    return Core(
+        specs, **{"max_model_len": 400, "max_num_batched_tokens": 100, "num_gpu_blocks_override": 200, **options}
+    )
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
@@ -58,7 +62,9 @@ def test_only_blocks_that_get_a_state_are_taken():
     core.add("a", list(range(300)), max_tokens=100)
     core.step()
     (table,) = core.engine.scheduler.running[0].blocks.tables
-    assert [idx for idx, block in enumerate(table) if block != NULL_BLOCK] == [4]  # that of token 299; the one at 256 was let go
+    assert [idx for idx, block in enumerate(table) if block != NULL_BLOCK] == [
+        4
+    ]  # that of token 299; the one at 256 was let go
     assert core.engine.kv.pools[0].num_free == 200 - 1 - 1
 
 
@@ -101,7 +107,9 @@ def test_a_state_of_other_tokens_is_noticed():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([1, 2]), st.booleans(), st.sampled_from([RECURRENT, ONLY_STATES, COMPRESSED]))
+@given(
+    st.integers(0, 2**32), st.sampled_from([1, 2]), st.booleans(), st.sampled_from([RECURRENT, ONLY_STATES, COMPRESSED])
+)
 def test_any_traffic_with_states_gives_every_request_its_own_tokens(seed, depth, caching, specs):
     rng = random.Random(seed)
     core = Core(

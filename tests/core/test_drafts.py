@@ -137,7 +137,9 @@ def test_drafts_are_accepted_and_rejected_at_every_place_and_across_block_edges(
     for place in range(NUM_DRAFTS):
         for is_first in (False, True):
             counts = [total[place, is_first, outcome] for outcome in ("accepted", "rejected")]
-            print(f"depth {depth}, draft {place}, first of a block {is_first}: {counts[0]} accepted, {counts[1]} rejected")
+            print(
+                f"depth {depth}, draft {place}, first of a block {is_first}: {counts[0]} accepted, {counts[1]} rejected"
+            )
             assert min(counts) > 0
 
 

@@ -58,7 +58,6 @@ class Sums(Matcher):
             words.view("uint32")[token_id // 32] |= 1 << token_id % 32
 
 
-
 @dataclass
 class Compiled:
     text: str
@@ -109,7 +108,10 @@ def oracle(core: Core, name: str, text: str, choice_idx: int = 0, thinking: Thin
     is_open = thinking is not None and thinking.is_open
     thought: list[int] = []
     start = thinking.start_ids if thinking is not None and not is_open else []
-    opening, may_answer = 0, True  # how much of `start` was written, and whether all that was written may be the answer's
+    opening, may_answer = (
+        0,
+        True,
+    )  # how much of `start` was written, and whether all that was written may be the answer's
     limit = min(len(history) + message.params.max_tokens, core.engine.config.model.max_model_len)
     while len(history) < limit:
         if is_open:
@@ -242,7 +244,9 @@ def test_a_grammar_that_costs_too_much_ends_its_own_request_only():
     core.assert_nothing_is_held()
 
 
-LANGUAGES = st.lists(st.sampled_from([1, 1, 1, 2, 30, 700]), min_size=1, max_size=25).map(lambda w: " ".join(map(str, w)))
+LANGUAGES = st.lists(st.sampled_from([1, 1, 1, 2, 30, 700]), min_size=1, max_size=25).map(
+    lambda w: " ".join(map(str, w))
+)
 REQUESTS = st.lists(
     st.tuples(st.integers(1, 20), st.integers(1, 30), LANGUAGES, st.integers(1, 2), st.sampled_from(["", "open", "may"]), st.integers(0, 4), st.integers(1, 2)),
     min_size=1, max_size=6,
@@ -259,9 +263,13 @@ def test_no_schedule_changes_an_answer(requests, depth, blocks, budget, polls, h
     core = guided(polls, **(dict(options, specs=HYBRID) if hybrid else options))
     wanted = {}
     for idx, (length, max_tokens, text, n, thinks, thoughts, num_start) in enumerate(requests):
-        thinking = Thinking(thinks == "open", [START, START_B][:num_start], [END_A, END_B], thoughts) if thinks else None
+        thinking = (
+            Thinking(thinks == "open", [START, START_B][:num_start], [END_A, END_B], thoughts) if thinks else None
+        )
         name = f"r{idx}"
-        core.add(name, list(range(length)), n=n, max_tokens=max_tokens, eos=(EOS,), constraint=constraint(text, thinking))
+        core.add(
+            name, list(range(length)), n=n, max_tokens=max_tokens, eos=(EOS,), constraint=constraint(text, thinking)
+        )
         for choice_idx in range(n):
             wanted[name, choice_idx] = text, thinking
     core.run()

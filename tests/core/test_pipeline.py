@@ -158,7 +158,9 @@ def test_a_request_resumed_with_its_tokens_goes_on_where_it_was(depth):
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([1, 2]), st.booleans(), st.booleans(), st.sampled_from(["fcfs", "priority"]))
+@given(
+    st.integers(0, 2**32), st.sampled_from([1, 2]), st.booleans(), st.booleans(), st.sampled_from(["fcfs", "priority"])
+)
 def test_any_traffic_at_any_depth_gives_every_request_its_own_tokens(seed, depth, hybrid, caching, policy):
     rng = random.Random(seed)
     core = Core(

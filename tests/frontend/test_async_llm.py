@@ -146,7 +146,9 @@ def test_logprobs_and_choices_survive_a_kill(smollm2):
 
 def test_a_core_that_stands_still_is_replaced(smollm2):
     async def scenario(llm):
-        task = asyncio.create_task(answer(llm, [1, 2, 3], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)))
+        task = asyncio.create_task(
+            answer(llm, [1, 2, 3], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+        )
         await moving(llm)
         assert llm.health() is None
         os.kill(llm.supervisor.core.pid, signal.SIGSTOP)
@@ -186,7 +188,9 @@ def test_a_poisoned_request_fails_alone(smollm2, mark):
 
 def test_a_core_that_always_falls_makes_the_engine_give_up(smollm2):
     async def scenario(llm):
-        task = asyncio.create_task(answer(llm, [1, 2, 3], SamplingParams(temperature=0, max_tokens=8000, ignore_eos=True)))
+        task = asyncio.create_task(
+            answer(llm, [1, 2, 3], SamplingParams(temperature=0, max_tokens=8000, ignore_eos=True))
+        )
         await moving(llm)
         while llm.failure is None:
             with contextlib.suppress(ProcessLookupError):
@@ -204,7 +208,9 @@ def test_a_core_that_always_falls_makes_the_engine_give_up(smollm2):
 
 def test_an_abort_ends_the_stream_and_frees_the_core(smollm2):
     async def scenario(llm):
-        stream = await llm.submit([1, 2, 3], SamplingParams(max_tokens=5000, temperature=0, ignore_eos=True), request_id="x")
+        stream = await llm.submit(
+            [1, 2, 3], SamplingParams(max_tokens=5000, temperature=0, ignore_eos=True), request_id="x"
+        )
         updates = []
         async for news in stream:
             updates += news
@@ -272,7 +278,9 @@ def test_two_requests_cannot_share_an_id(smollm2):
             await llm.submit([1, 2, 3], GREEDY, request_id="a")
         # Long prompts are tokenized by another thread: both are under way before either is taken in.
         long = "many words " * 3000
-        both = await asyncio.gather(*(llm.submit(long, GREEDY, request_id="b") for _ in range(2)), return_exceptions=True)
+        both = await asyncio.gather(
+            *(llm.submit(long, GREEDY, request_id="b") for _ in range(2)), return_exceptions=True
+        )
         assert sorted(isinstance(each, RequestError) for each in both) == [False, True]
 
     run(scenario, "echo:50")
@@ -310,7 +318,9 @@ def test_a_core_does_not_outlive_its_frontend(smollm2):
         "    print(llm.supervisor.core.pid, llm.supervisor._folder, flush=True); os.kill(os.getpid(), 9)\n"
         "asyncio.run(main())"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
     pid, folder = done.stdout.split()
     for _ in range(100):
         if not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]:
@@ -340,5 +350,7 @@ async def moving(llm: AsyncLLM) -> None:
     while llm.health() is not None:
         await asyncio.sleep(0.01)
     seen = {s: len(s.request.choices[0].token_ids) for s in llm.supervisor.live.values()}
-    while any(len(s.request.choices[0].token_ids) <= n for s, n in seen.items() if s.request.request_id in llm.supervisor.live):
+    while any(
+        len(s.request.choices[0].token_ids) <= n for s, n in seen.items() if s.request.request_id in llm.supervisor.live
+    ):
         await asyncio.sleep(0.01)

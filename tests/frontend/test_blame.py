@@ -9,7 +9,9 @@ from quire.frontend.blame import MAX_DEATHS, MAX_GUILTY, Blame, Cause
 class World:
     """Cores that fall as soon as a poisoned request is in a step; everybody needs a few tokens."""
 
-    def __init__(self, num: int, poisoned: set[int], tokens_each: int = 2, cause: Cause = Cause.OWN, step_size: int = 1000) -> None:
+    def __init__(
+        self, num: int, poisoned: set[int], tokens_each: int = 2, cause: Cause = Cause.OWN, step_size: int = 1000
+    ) -> None:
         self.cause, self.step_size = cause, step_size
         self.blame = Blame()
         self.left = {f"r{i}": tokens_each for i in range(num)}
@@ -24,7 +26,9 @@ class World:
             allowed = [r for r in self.left if self.blame.may_run(r)]
             assert allowed, "nobody may run"
             step = allowed[: self.step_size]
-            self.left = {r: n for r, n in self.left.items() if r not in step} | {r: self.left[r] for r in step}  # to the end of the line
+            self.left = {r: n for r, n in self.left.items() if r not in step} | {
+                r: self.left[r] for r in step
+            }  # to the end of the line
             if self.poisoned & set(step):
                 self.num_deaths += 1
                 guilty = self.blame.died(self.cause, step, self.left)

@@ -38,7 +38,13 @@ def test_models_get_few_groups(model, expected):
 
 @pytest.mark.parametrize(
     "other",
-    [Full(4, 64, "bfloat16"), Full(4, 128, "bfloat16"), Full(8, 128, "int8"), Sliding(**HEADS, window=512), Sliding(**HEADS, window=4096)],
+    [
+        Full(4, 64, "bfloat16"),
+        Full(4, 128, "bfloat16"),
+        Full(8, 128, "int8"),
+        Sliding(**HEADS, window=512),
+        Sliding(**HEADS, window=4096),
+    ],
     ids=lambda spec: f"{spec.kind} {spec.entry_bytes}",
 )
 @pytest.mark.parametrize("num_layers", [28, 32, 36, 48])
@@ -55,7 +61,11 @@ def test_groups_are_never_more_than_a_step_can_bear():
 # -- DeepSeek V4 Flash -------------------------------------------------------------------------------------------------
 
 COMPRESS_RATIOS = [0, 0] + [4, 128] * 20 + [4]
-VECTOR = (Part("nope", "float8_e4m3fn", (448,)), Part("rope", "bfloat16", (64,)), Part("scales", "float8_e8m0fnu", (8,)))
+VECTOR = (
+    Part("nope", "float8_e4m3fn", (448,)),
+    Part("rope", "bfloat16", (64,)),
+    Part("scales", "float8_e8m0fnu", (8,)),
+)
 INDEX = (Part("keys", "float8_e4m3fn", (128,)), Part("scale", "float32", (1,)))
 
 

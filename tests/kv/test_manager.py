@@ -120,7 +120,13 @@ def test_a_hit_of_a_hybrid_is_what_every_group_supports():
     tokens = list(range(32))
     blocks, _ = run(kv, tokens)
     kv.release(blocks, None)
-    kv.pools[0]._forget(next(b for b, c in enumerate(kv.pools[0].content) if c is not None and c[0] == 1 and c[1] == blocks.chains[4].hashes[6]))
+    kv.pools[0]._forget(
+        next(
+            b
+            for b, c in enumerate(kv.pools[0].content)
+            if c is not None and c[0] == 1 and c[1] == blocks.chains[4].hashes[6]
+        )
+    )
     # 28 would need blocks 5 and 6 of the window, 24 needs 4 and 5.
     assert kv.find_prefix(kv.open(tokens, "")) == 24
 
@@ -182,7 +188,9 @@ def test_blocks_named_by_a_step_in_flight_wait_in_limbo():
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([(FULL,), (NEAR,), (FULL, NEAR, NEARER), (WIDE, THIN, FULL)]), st.booleans())
+@given(
+    st.integers(0, 2**32), st.sampled_from([(FULL,), (NEAR,), (FULL, NEAR, NEARER), (WIDE, THIN, FULL)]), st.booleans()
+)
 def test_check_holds_after_any_sequence_of_events(seed, specs, caching):
     rng = random.Random(seed)
     kv = manager(*specs, num_blocks=rng.randint(8, 40), caching=caching)
@@ -194,7 +202,9 @@ def test_check_holds_after_any_sequence_of_events(seed, specs, caching):
         newest = in_flight[-1] if in_flight else None
         match rng.choice(["add", "grow", "grow", "release", "fork", "submit", "apply"]):
             case "add":
-                tokens = rng.choice(prompts)[: rng.randint(1, 40)] + [rng.randrange(9) for _ in range(rng.randint(1, 6))]
+                tokens = rng.choice(prompts)[: rng.randint(1, 40)] + [
+                    rng.randrange(9) for _ in range(rng.randint(1, 6))
+                ]
                 salts[event] = rng.choice(["", "s"])
                 blocks = kv.open(tokens, salts[event])
                 hit = kv.find_prefix(blocks)

@@ -80,7 +80,10 @@ def install(monkeypatch: pytest.MonkeyPatch):
             monkeypatch.setitem(sys.modules, name, None)
         for name in names:
             module = ModuleType(name)
-            module.flash_attn_with_kvcache, module.flash_attn_varlen_func = flash_attn_with_kvcache, flash_attn_varlen_func
+            module.flash_attn_with_kvcache, module.flash_attn_varlen_func = (
+                flash_attn_with_kvcache,
+                flash_attn_varlen_func,
+            )
             if name == "flash_attn":
                 del module.flash_attn_with_kvcache  # it has one, with other parameters
             monkeypatch.setitem(sys.modules, name, module)

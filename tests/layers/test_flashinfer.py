@@ -54,7 +54,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
         skip_softmax_threshold_scale_factor=None, use_fp16_softmax=None, uses_spcompress=None,
     ) -> Tensor:  # fmt: skip
         H, K, D = self.heads
-        assert q.shape == (self.starts[-1], H, D) and q.stride(-1) == 1 and q.dtype == paged_kv_cache.dtype == self.dtype
+        assert (
+            q.shape == (self.starts[-1], H, D) and q.stride(-1) == 1 and q.dtype == paged_kv_cache.dtype == self.dtype
+        )
         assert paged_kv_cache.shape[1:] == (2, K, self.size, D) and out.shape == q.shape and out.is_contiguous()
         starts, ends = self.starts.tolist(), self.indptr.tolist()
         for row, last in enumerate(self.last.tolist()):
@@ -77,7 +79,9 @@ def library(monkeypatch: pytest.MonkeyPatch):
 
 
 def run(library: ModuleType, world: World, tables=None, **options) -> Tensor:
-    return library.attention.paged_attention(world.q_THD, world.cache, tables or world.tables, **world.options | options)
+    return library.attention.paged_attention(
+        world.q_THD, world.cache, tables or world.tables, **world.options | options
+    )
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -91,8 +95,14 @@ def test_a_step_is_planned_once_for_all_layers_of_a_kind_and_anew_for_the_next(l
     for world in (first, first, second, first):
         world.check(run(library, world))
     run(library, first, window=20)
-    (plain, windowed) = (library.attention.planned[kind._replace(window=w)] for kind in [kind_of(first)] for w in (0, 20))
-    assert (plain.wrapper.num_plans, windowed.wrapper.num_plans, library.BatchPrefillWithPagedKVCacheWrapper.made) == (3, 1, 2)
+    (plain, windowed) = (
+        library.attention.planned[kind._replace(window=w)] for kind in [kind_of(first)] for w in (0, 20)
+    )
+    assert (plain.wrapper.num_plans, windowed.wrapper.num_plans, library.BatchPrefillWithPagedKVCacheWrapper.made) == (
+        3,
+        1,
+        2,
+    )
 
 
 def kind_of(world: World) -> backend.Kind:

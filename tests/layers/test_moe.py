@@ -58,7 +58,9 @@ def check(moe: MoE, block: nn.Module, backend) -> None:
         x = torch.randn(num_tokens, D)
         with torch.no_grad():
             expected = block(x[None])
-        torch.testing.assert_close(moe(x), (expected[0] if isinstance(expected, tuple) else expected)[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            moe(x), (expected[0] if isinstance(expected, tuple) else expected)[0], rtol=1e-4, atol=1e-4
+        )
 
 
 def build(*args, kind: type[MoE] = MoE, **kwargs) -> MoE:
@@ -69,7 +71,9 @@ def build(*args, kind: type[MoE] = MoE, **kwargs) -> MoE:
 @backends
 @pytest.mark.parametrize("renormalize", [False, True], ids=["", "renormalized"])
 def test_softmax_and_the_best(backend, renormalize: bool) -> None:
-    config = Qwen3MoeConfig(hidden_size=D, moe_intermediate_size=F, num_experts=E, num_experts_per_tok=K, norm_topk_prob=renormalize)
+    config = Qwen3MoeConfig(
+        hidden_size=D, moe_intermediate_size=F, num_experts=E, num_experts_per_tok=K, norm_topk_prob=renormalize
+    )
     block, state = random_block(Qwen3MoeSparseMoeBlock(config))
     moe = build(Routing(K, renormalize=renormalize))
     check(filled(moe, per_expert(state, ("gate_proj", "up_proj", "down_proj"))), block, backend)
@@ -85,9 +89,15 @@ def test_experts_by_other_names(backend) -> None:
 
 @backends
 def test_groups_by_their_best_expert(backend) -> None:
-    config = DeepseekV2Config(**SIZES, topk_method="group_limited_greedy", n_group=4, topk_group=2, routed_scaling_factor=16.0)
+    config = DeepseekV2Config(
+        **SIZES, topk_method="group_limited_greedy", n_group=4, topk_group=2, routed_scaling_factor=16.0
+    )
     block, state = random_block(DeepseekV2Moe(config))
-    moe = build(Routing(K, scale=16.0, num_groups=4, num_groups_kept=2), shared=GatedMLP(D, F), names=("gate_up_proj", "down_proj"))
+    moe = build(
+        Routing(K, scale=16.0, num_groups=4, num_groups_kept=2),
+        shared=GatedMLP(D, F),
+        names=("gate_up_proj", "down_proj"),
+    )
     check(filled(moe, state), block, backend)
 
 
@@ -110,13 +120,17 @@ def test_biases_and_the_clamped_activation(backend) -> None:
     for name in ("gate_up_proj", "down_proj"):
         state[f"experts.{name}"] = state[f"experts.{name}"].transpose(1, 2)
     state = {name.replace("router.", "gate."): tensor for name, tensor in state.items()}
-    moe = build(Routing(K, renormalize=True), activation="clamped_swiglu", bias=True, names=("gate_up_proj", "down_proj"))
+    moe = build(
+        Routing(K, renormalize=True), activation="clamped_swiglu", bias=True, names=("gate_up_proj", "down_proj")
+    )
     check(filled(moe, state), block, backend)
 
 
 @backends
 def test_a_model_shares_in_its_own_way(backend) -> None:
-    config = Qwen2MoeConfig(hidden_size=D, moe_intermediate_size=F, shared_expert_intermediate_size=F, num_experts=E, num_experts_per_tok=K)
+    config = Qwen2MoeConfig(
+        hidden_size=D, moe_intermediate_size=F, shared_expert_intermediate_size=F, num_experts=E, num_experts_per_tok=K
+    )
     block, state = random_block(Qwen2MoeSparseMoeBlock(config))
     state = {name.replace("shared_expert.", "shared_experts."): tensor for name, tensor in state.items()}
     moe = build(Routing(K), shared=GatedMLP(D, F), names=("gate_up_proj", "down_proj"), kind=SharedGate)
@@ -143,11 +157,17 @@ def test_asking_what_is_wanted_takes_no_memory_and_numbers_arrive_in_the_models_
     assert all(p.is_meta for p in moe.parameters()) and not gate_up.memory() and not down.memory()
     for name in ("experts.3.up_proj.weight", "experts.0.down_proj.weight", "mlp.gate.e_score_correction_bias"):
         wanted[name].take(raw(torch.full(wanted[name].shape, 1.25)))
-    assert gate_up.numbers().dtype == down.numbers().dtype == torch.bfloat16 and moe.correction_bias.dtype == torch.float32
-    assert (gate_up.numbers().view(E, 2 * F, D)[3, F:] == 1.25).all() and (down.numbers().view(E, D, F)[0] == 1.25).all()
+    assert (
+        gate_up.numbers().dtype == down.numbers().dtype == torch.bfloat16 and moe.correction_bias.dtype == torch.float32
+    )
+    assert (gate_up.numbers().view(E, 2 * F, D)[3, F:] == 1.25).all() and (
+        down.numbers().view(E, D, F)[0] == 1.25
+    ).all()
 
 
 @pytest.mark.parametrize(("kind", "device"), [("cpu", "cpu"), ("gpu", "cuda")])
 def test_every_device_has_a_backend(kind: str, device: str) -> None:
     by_name = {backend.__name__: backend for backend in (torch_backend, triton_backend)}
-    assert any(by_name[name].why_not(torch.device(device), torch.bfloat16) is None for name in CANDIDATES["experts"][kind])
+    assert any(
+        by_name[name].why_not(torch.device(device), torch.bfloat16) is None for name in CANDIDATES["experts"][kind]
+    )

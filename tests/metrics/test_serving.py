@@ -94,16 +94,34 @@ def test_two_engines_in_a_process_count_apart():
 
 def test_a_step_moves_gauges_counters_and_latencies():
     metrics = ServingMetrics("m")
-    metrics.step(EngineStats(num_running=3, num_waiting=7, kv_usage=0.25, num_preemptions=2, prefix_queries=100, prefix_hits=40, step_tokens=48), 0.03, 3)
+    metrics.step(
+        EngineStats(
+            num_running=3,
+            num_waiting=7,
+            kv_usage=0.25,
+            num_preemptions=2,
+            prefix_queries=100,
+            prefix_hits=40,
+            step_tokens=48,
+        ),
+        0.03,
+        3,
+    )
     found = values(metrics)
     assert (found["num_requests_running"], found["num_requests_waiting"], found["kv_cache_usage_perc"]) == (3, 7, 0.25)
-    assert (found["num_preemptions_total"], found["prefix_cache_queries_total"], found["prefix_cache_hits_total"]) == (2, 100, 40)
+    assert (found["num_preemptions_total"], found["prefix_cache_queries_total"], found["prefix_cache_hits_total"]) == (
+        2,
+        100,
+        40,
+    )
     assert found["generation_tokens_total"] == 3
     assert (found["iteration_tokens_total_count"], found["iteration_tokens_total_sum"]) == (1, 48)
     assert (found["engine_step_seconds_count"], found["engine_step_seconds_sum"]) == (1, 0.03)
     assert found["inter_token_latency_seconds_count"] == 3
     assert found["inter_token_latency_seconds_sum"] == pytest.approx(0.09)
-    assert found["inter_token_latency_seconds_bucket 0.025"] == 0 and found["inter_token_latency_seconds_bucket 0.03"] == 3
+    assert (
+        found["inter_token_latency_seconds_bucket 0.025"] == 0 and found["inter_token_latency_seconds_bucket 0.03"] == 3
+    )
 
 
 def test_a_first_token_is_no_time_between_tokens():
@@ -127,7 +145,11 @@ def test_a_finished_request_leaves_its_times_and_sizes():
     assert found["e2e_request_latency_seconds_sum"] == 7.5
     assert found["request_decode_time_seconds_sum"] == 4
     assert found["request_time_per_output_token_seconds_sum"] == 1  # four more tokens in four seconds
-    assert (found["request_prompt_tokens_sum"], found["request_generation_tokens_sum"], found["request_params_n_sum"]) == (30, 10, 2)
+    assert (
+        found["request_prompt_tokens_sum"],
+        found["request_generation_tokens_sum"],
+        found["request_params_n_sum"],
+    ) == (30, 10, 2)
 
 
 def test_a_request_that_never_got_a_token_counts_as_aborted():
@@ -146,7 +168,11 @@ def test_counters_never_fall_when_the_core_is_replaced():
     assert values(metrics)["num_requests_running"] == 0
     metrics.step(EngineStats(num_preemptions=1, prefix_queries=2000, prefix_hits=20), 0.01, 1)
     found = values(metrics)
-    assert (found["num_preemptions_total"], found["prefix_cache_queries_total"], found["prefix_cache_hits_total"]) == (6, 3000, 30)
+    assert (found["num_preemptions_total"], found["prefix_cache_queries_total"], found["prefix_cache_hits_total"]) == (
+        6,
+        3000,
+        30,
+    )
     assert found["engine_restarts_total outside"] == 1
 
 
@@ -155,7 +181,11 @@ def test_an_idle_core_moves_gauges_only():
     metrics.step(EngineStats(num_running=1, num_preemptions=1), 0.01, 1)
     metrics.step(EngineStats(num_running=0, num_preemptions=2), 0.0, 0)
     found = values(metrics)
-    assert (found["num_requests_running"], found["num_preemptions_total"], found["engine_step_seconds_count"]) == (0, 2, 1)
+    assert (found["num_requests_running"], found["num_preemptions_total"], found["engine_step_seconds_count"]) == (
+        0,
+        2,
+        1,
+    )
 
 
 def test_rejections_are_counted_by_reason():

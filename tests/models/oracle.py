@@ -15,9 +15,19 @@ TOLERANCE = 1e-4
 NUM_TOKENS = 64
 PROMPTS = [[(7 * i + j * j) % 256 for j in range(n)] for i, n in enumerate((1, 5, 17, 40, 90))]
 # One thread: the models are too small for two.
-OPTIONS = {"dtype": "float32", "skip_tokenizer_init": True, "kv_cache_memory_bytes": 64 << 20, "num_threads": 1, "max_model_len": 192}
+OPTIONS = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "kv_cache_memory_bytes": 64 << 20,
+    "num_threads": 1,
+    "max_model_len": 192,
+}
 # All at once; in chunks and few at a time; two steps in flight, on the kernels' twins.
-ENGINES = ({}, {"max_num_batched_tokens": 7, "max_num_seqs": 3}, {"pipeline_depth": 2, "attention_backend": "reference"})
+ENGINES = (
+    {},
+    {"max_num_batched_tokens": 7, "max_num_seqs": 3},
+    {"pipeline_depth": 2, "attention_backend": "reference"},
+)
 
 
 def all_cases() -> dict[str, dict]:
@@ -44,7 +54,11 @@ def oracle(fields: dict, folder: Path) -> torch.nn.Module:
     if hasattr(config, "num_experts_per_tok"):
         options["experts_implementation"] = "eager"
     model = getattr(transformers, architecture)._from_config(config, **options).eval()
-    buffers = [b for name, b in model.named_buffers() if b.is_floating_point() and "rotary" not in name and "embed_scale" not in name]
+    buffers = [
+        b
+        for name, b in model.named_buffers()
+        if b.is_floating_point() and "rotary" not in name and "embed_scale" not in name
+    ]
     with torch.no_grad():
         for parameter in [*model.parameters(), *buffers]:
             if parameter.ndim <= 1:

@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "models.md"
 PARITY = ROOT / "src" / "quire" / "models" / "_parity.py"
 START, END = "<!-- written by tests/models/report.py: from here -->", "<!-- to here -->"
-HEADER = "| architecture | file | lines | KV cache | GGUF | largest logprob error |\n| --- | --- | --- | --- | --- | --- |"
+HEADER = (
+    "| architecture | file | lines | KV cache | GGUF | largest logprob error |\n| --- | --- | --- | --- | --- | --- |"
+)
 
 
 def main(files: list[str]) -> int:
@@ -61,7 +63,9 @@ def write_page(errors: dict[str, float]) -> None:
     for model in sorted(library(), key=lambda m: m["architecture"].lower()):
         num_lines = len((ROOT / "src" / "quire" / model["file"]).read_text().splitlines())
         file, gguf = f"`{model['file']}`", "yes" if model["gguf"] else "no"
-        rows.append((model["architecture"], file, num_lines, " + ".join(model["kv"]), gguf, told(errors, model["architecture"])))
+        rows.append(
+            (model["architecture"], file, num_lines, " + ".join(model["kv"]), gguf, told(errors, model["architecture"]))
+        )
     for architecture, fields in sorted(FALLBACK_CASES.items()):
         rows.append((architecture, "the fallback", "", " + ".join(kv_kinds(fields)), "no", told(errors, architecture)))
     table = "\n".join([HEADER, *(f"| {' | '.join(map(str, row))} |" for row in rows)])

@@ -63,7 +63,9 @@ def test_a_checkpoint_of_the_bare_decoder_is_taken(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["HeliumForCausalLM"]}))
     with LLM(str(tmp_path), **OPTIONS) as llm:
-        output = llm.generate(PROMPTS[2], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)[0]
+        output = llm.generate(PROMPTS[2], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)[
+            0
+        ]
     assert_greedy(model, PROMPTS[2], output.outputs[0].token_ids)
 
 

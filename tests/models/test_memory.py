@@ -25,10 +25,18 @@ def test_layers_with_a_window_keep_the_blocks_it_needs_and_no_more(tmp_path):
     needed = [group.spec.most_blocks(LENGTH, CHUNK, group.block_size) for group in layout.groups]
     whole = -(-LENGTH // 16)
     assert all((count < whole // 2) == bool(group.spec.window) for group, count in zip(layout.groups, needed))
-    options = {**OPTIONS, "max_model_len": LENGTH, "max_num_batched_tokens": CHUNK, "max_num_seqs": 4, "num_gpu_blocks_override": 1 + sum(needed)}
+    options = {
+        **OPTIONS,
+        "max_model_len": LENGTH,
+        "max_num_batched_tokens": CHUNK,
+        "max_num_seqs": 4,
+        "num_gpu_blocks_override": 1 + sum(needed),
+    }
     prompt = [(11 * i * i + i) % 256 for i in range(150)]
     with LLM(str(tmp_path), **options) as llm:
-        answer = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), use_tqdm=False)[0]
+        answer = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), use_tqdm=False)[
+            0
+        ]
     assert_greedy(model, prompt, answer.outputs[0].token_ids)
     config = json.loads((tmp_path / "config.json").read_text())
     full = {**config, "layer_types": ["full_attention"] * config["num_hidden_layers"]}

@@ -24,11 +24,16 @@ Ernie4_5_MoeForCausalLM Glm4MoeForCausalLM GraniteMoeForCausalLM OlmoeForCausalL
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
 CASES = all_cases()
 # (file, one of its types): of a file with several, those that agree on defaults.
-MODEL_TYPES = [*((name, tiny["model_type"]) for name, tiny in registry.literals("quire.models", "TINY").items()), ("glm", "glm4")]
+MODEL_TYPES = [
+    *((name, tiny["model_type"]) for name, tiny in registry.literals("quire.models", "TINY").items()),
+    ("glm", "glm4"),
+]
 
 
 def test_every_class_we_promise_has_a_file():
-    found = {architecture for names in registry.literals("quire.models", "ARCHITECTURES").values() for architecture in names}
+    found = {
+        architecture for names in registry.literals("quire.models", "ARCHITECTURES").values() for architecture in names
+    }
     assert not set(SUPPORTED) - found
 
 
@@ -38,10 +43,14 @@ def test_a_model_equals_transformers(fields, tmp_path):
 
 
 def test_dynamic_rope_past_the_trained_length_is_what_transformers_does_token_by_token(tmp_path):
-    model = oracle({**llama.TINY, "max_position_embeddings": 64, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, tmp_path)
+    model = oracle(
+        {**llama.TINY, "max_position_embeddings": 64, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, tmp_path
+    )
     prompt = PROMPTS[3]
     with torch.no_grad():
-        answer = model.generate(torch.tensor([prompt]), max_new_tokens=60, do_sample=False, eos_token_id=-1, pad_token_id=0)[0, 40:].tolist()
+        answer = model.generate(
+            torch.tensor([prompt]), max_new_tokens=60, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )[0, 40:].tolist()
     with LLM(str(tmp_path), **{**OPTIONS, "max_model_len": 160}) as llm:
         ours = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), use_tqdm=False)[0]
     assert ours.outputs[0].token_ids == answer
@@ -78,5 +87,7 @@ def test_a_shape_of_the_benchmarks_loads(tmp_path):
     config = json.loads((SHAPES / "qwen3-0.6b" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, "vocab_size": 512}))
     with LLM(str(tmp_path), **{**OPTIONS, "dtype": "bfloat16", "max_model_len": 64}, load_format="dummy") as llm:
-        output = llm.generate([PROMPTS[1]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)[0]
+        output = llm.generate(
+            [PROMPTS[1]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False
+        )[0]
     assert len(output.outputs[0].token_ids) == 3

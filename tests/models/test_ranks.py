@@ -99,7 +99,9 @@ def test_what_a_rank_computes_is_what_its_next_layer_takes(name, tmp_path):
             pairs = [(outputs, inputs, module.o_proj.in_features)]
         elif isinstance(module, GatedMLP):
             down = module.down_proj
-            pairs = [(Split("outputs", (s,)), down.parts()[0].split, down.in_features) for s in module.gate_up_proj.sections]
+            pairs = [
+                (Split("outputs", (s,)), down.parts()[0].split, down.in_features) for s in module.gate_up_proj.sections
+            ]
         else:
             continue
         for outputs, inputs, size in pairs:
@@ -113,7 +115,10 @@ def test_queries_stay_with_the_heads_they_read():
     """SmolLM2's nine heads and three KV heads over two ranks, and eight heads with two KV heads over four."""
     q_units, kv_units = head_units(9, 3)
     q, kv = Section(9 * 64, q_units), Section(3 * 64, kv_units)
-    taken = [(Split("outputs", (q,)).slices(q.size, rank, 2), Split("outputs", (kv,)).slices(kv.size, rank, 2)) for rank in range(2)]
+    taken = [
+        (Split("outputs", (q,)).slices(q.size, rank, 2), Split("outputs", (kv,)).slices(kv.size, rank, 2))
+        for rank in range(2)
+    ]
     assert taken == [([slice(0, 3 * 64)], [slice(0, 64)]), ([slice(3 * 64, 9 * 64)], [slice(64, 3 * 64)])]
     q_units, kv_units = head_units(8, 2)
     assert [Section(8, q_units).share(rank, 4)[:2] for rank in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 8)]

@@ -58,7 +58,12 @@ def tables(num_rows: int, num_queries: int, context: int) -> AttentionTables:
 
 
 def attentions() -> None:
-    for H, K, D, options in ((32, 4, 128, {}), (64, 8, 64, {"window": 128, "sinks_H": bf16(64)}), (8, 4, 256, {"softcap": 50.0}), (8, 2, 512, {})):
+    for H, K, D, options in (
+        (32, 4, 128, {}),
+        (64, 8, 64, {"window": 128, "sinks_H": bf16(64)}),
+        (8, 4, 256, {"softcap": 50.0}),
+        (8, 2, 512, {}),
+    ):
         for num_queries in (1, 64):
             q, cache = bf16(2 * num_queries, H, D), bf16(512, 2, 16, K, D)
             attention.paged_attention(q, cache, tables(2, num_queries, 4096), scale=0.1, **options)
@@ -68,7 +73,9 @@ def latents() -> None:
     for H in (16, 128):
         for num_queries in (1, 64):
             q = bf16(2 * num_queries, H, 576)
-            mla.latent_attention(q[..., :512], q[..., 512:], bf16(512, 16, 576), tables(2, num_queries, 4096), scale=0.1)
+            mla.latent_attention(
+                q[..., :512], q[..., 512:], bf16(512, 16, 576), tables(2, num_queries, 4096), scale=0.1
+            )
 
 
 GROUPS = {group.__name__: group for group in (experts, routers, attentions, latents)}

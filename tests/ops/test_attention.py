@@ -273,8 +273,6 @@ def test_offsets_beyond_two_gigabytes_are_reached() -> None:
     cache = torch.empty(0, dtype=torch.bfloat16).set_(cache.untyped_storage(), 0, (num_blocks // 2, 2, 16, 8, 256))
     k = torch.randn(1, 8, 256).bfloat16()
     last = num_blocks // 2 - 1
-    tables = AttentionTables(
-        torch.tensor([0, 1]).int(), torch.tensor([1]).int(), torch.tensor([[last]]).int(), 16, 1
-    )
+    tables = AttentionTables(torch.tensor([0, 1]).int(), torch.tensor([1]).int(), torch.tensor([[last]]).int(), 16, 1)
     write_kv(cache, k, k, torch.tensor([last * 16]))
     assert torch.equal(native.paged_attention(k, cache, tables, scale=1.0), k)

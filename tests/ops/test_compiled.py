@@ -9,9 +9,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHARED_BYTES = {"8.9": 99 << 10, "9.0": 227 << 10}  # of a program, by compute capability: the least there is, and what tiles are tuned on
+SHARED_BYTES = {
+    "8.9": 99 << 10,
+    "9.0": 227 << 10,
+}  # of a program, by compute capability: the least there is, and what tiles are tuned on
 KERNELS = {  # by the groups of compiled.py
-    "experts": {"_few_gate_up_kernel", "_few_down_kernel", "_count_kernel", "_sort_kernel", "_grouped_kernel", "_add_up_kernel"},
+    "experts": {
+        "_few_gate_up_kernel",
+        "_few_down_kernel",
+        "_count_kernel",
+        "_sort_kernel",
+        "_grouped_kernel",
+        "_add_up_kernel",
+    },
     "routers": {"_logits_kernel", "_route_kernel"},
     "attentions": {"_attention"},
     "latents": {"_latent_attention"},

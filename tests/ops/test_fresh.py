@@ -26,4 +26,6 @@ def test_fresh_rows_attend_as_over_the_cache_and_leave_others_alone():
     fresh.fresh_attention(q, k, v, ((0, 40), (43, 70)), out, scale=0.3)
     assert out[40:43].isnan().all()
     out[40:43] = expected[40:43]
-    torch.testing.assert_close(out, expected, atol=2e-2 if DEVICE == "cuda" else 1e-5, rtol=1e-2 if DEVICE == "cuda" else 1e-5)
+    torch.testing.assert_close(
+        out, expected, atol=2e-2 if DEVICE == "cuda" else 1e-5, rtol=1e-2 if DEVICE == "cuda" else 1e-5
+    )

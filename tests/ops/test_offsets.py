@@ -59,7 +59,8 @@ class Far:
             memory = np.frombuffer(self.pages, np.uint8)
             near, end = (memory[(FAR + at * size) * dtype.itemsize :] for at in (0, self.first))
             self.whole, self.end = (
-                torch.from_numpy(part[: n * size * dtype.itemsize]).view(dtype).view(n, *shape) for part, n in ((near, 1), (end, num_rows))
+                torch.from_numpy(part[: n * size * dtype.itemsize]).view(dtype).view(n, *shape)
+                for part, n in ((near, 1), (end, num_rows))
             )
         self.end.copy_(torch.randn(self.end.shape).to(dtype))
 
@@ -152,7 +153,9 @@ def test_blocks_are_copied_there_and_from_there() -> None:
 # ---- tables, weights and logits -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lookup", [elementwise.embedding, lambda ids, x: elementwise.gather_rows(x, ids)], ids=["embedding", "gather"])
+@pytest.mark.parametrize(
+    "lookup", [elementwise.embedding, lambda ids, x: elementwise.gather_rows(x, ids)], ids=["embedding", "gather"]
+)
 def test_lookups_find_rows(lookup) -> None:
     far = Far(4, 4096)
     ids = ints(2, 0, 3)
@@ -185,18 +188,29 @@ STAGES = {
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_sampler_finds_logits(stage: str) -> None:
     """One row, after so many rows of padding that it begins past FAR; in the interpreter after one, far away."""
-    far, flags = Far(1, VOCAB), dict(random=stage != "greedy", restricted=stage == "restricted", penalized=stage == "penalized")
+    far, flags = (
+        Far(1, VOCAB),
+        dict(random=stage != "greedy", restricted=stage == "restricted", penalized=stage == "penalized"),
+    )
     far.end.mul_(3)
     logits = far.whole if ON_A_CARD else Rows(far.whole, 2, far.first * VOCAB)
     asked = dict(top_p=1.0, repetition_penalty=1.0, seed=7, prompt_len=4) | STAGES[stage]
     dtypes = [torch.float32] * 6 + [torch.int64] * 4
     columns = twin_sampling.SamplerColumns(
-        *(torch.tensor([asked.get(name, 0)], dtype=dtype, device=DEVICE) for name, dtype in zip(twin_sampling.SamplerColumns._fields, dtypes))
+        *(
+            torch.tensor([asked.get(name, 0)], dtype=dtype, device=DEVICE)
+            for name, dtype in zip(twin_sampling.SamplerColumns._fields, dtypes)
+        )
     )
-    tokens, positions = torch.randint(VOCAB, (1, 20), dtype=torch.int32, device=DEVICE), torch.full((logits.shape[0],), 9, device=DEVICE).int()
+    tokens, positions = (
+        torch.randint(VOCAB, (1, 20), dtype=torch.int32, device=DEVICE),
+        torch.full((logits.shape[0],), 9, device=DEVICE).int(),
+    )
     rows, out = torch.full_like(positions, -1), torch.full_like(positions, -77)
     rows[-1] = 0
     expected, expected_tokens = out[-1:].clone(), tokens.clone()
     twin_sampling.sample(far.end, rows[-1:], positions[-1:], columns, expected_tokens, expected, **flags)
-    sampling.sample(logits, rows, positions, columns, tokens, out, **flags, scratch=sampling.Scratch(*logits.shape, DEVICE))
+    sampling.sample(
+        logits, rows, positions, columns, tokens, out, **flags, scratch=sampling.Scratch(*logits.shape, DEVICE)
+    )
     assert out[-1] == expected and torch.equal(tokens, expected_tokens) and out[:-1].eq(-1).all()

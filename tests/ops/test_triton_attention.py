@@ -25,6 +25,7 @@ def splits_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that contexts that the interpreter can do are split."""
     monkeypatch.setattr(ops, "MIN_CHUNK", 128)
 
+
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SMALL = Tile(16, 32, 4, 2, 4)
@@ -119,7 +120,9 @@ class World:
 
     def run(self, work: AttentionWork | None) -> Tensor:
         out = torch.full(self.q_THD.shape, math.nan, dtype=self.case.dtype, device=DEVICE)
-        ops.paged_attention(self.q_THD, self.cache, replace(self.tables, work=(work,) if work else None), **self.options(), out=out)
+        ops.paged_attention(
+            self.q_THD, self.cache, replace(self.tables, work=(work,) if work else None), **self.options(), out=out
+        )
         assert out[-2:].isnan().all()  # padding tokens
         return out[:-2]
 

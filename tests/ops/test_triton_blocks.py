@@ -12,7 +12,9 @@ SHAPE = (2, 16, 3, 64)
 PAIRS = [(4, 0), (1, 6), (4, 3), (7, 2)]
 
 
-def cache(num_blocks: int, shape: tuple[int, ...] = SHAPE, dtype: torch.dtype = torch.float16, padding: int = 0) -> Tensor:
+def cache(
+    num_blocks: int, shape: tuple[int, ...] = SHAPE, dtype: torch.dtype = torch.float16, padding: int = 0
+) -> Tensor:
     """Random bytes, NaNs among them; blocks so many elements apart from each other."""
     size = torch.Size(shape).numel()
     memory = torch.randint(0, 256, (num_blocks, (size + padding) * dtype.itemsize), dtype=torch.uint8, device=DEVICE)

@@ -85,7 +85,9 @@ def test_silu_of_extreme_values_stays_finite() -> None:
 @dtypes
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("width", [1, 576, 3000])
-def test_embedding_and_gather_rows_copy_the_rows_that_are_named(width: int, ids_dtype: torch.dtype, dtype: torch.dtype) -> None:
+def test_embedding_and_gather_rows_copy_the_rows_that_are_named(
+    width: int, ids_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
     table, ids = randn(11, width, dtype=dtype), torch.tensor([10, 0, 3, 3], device=DEVICE, dtype=ids_dtype)
     assert torch.equal(ops.embedding(ids, table), twin.embedding(ids, table))
     assert torch.equal(ops.gather_rows(table, ids), twin.gather_rows(table, ids))
@@ -93,7 +95,11 @@ def test_embedding_and_gather_rows_copy_the_rows_that_are_named(width: int, ids_
 
 @pytest.mark.parametrize("module", [ops, twin], ids=["triton", "twin"])
 def test_rows_are_gathered_into_a_buffer_that_is_given(module) -> None:
-    x, out, idx = randn(9, 200)[:, :160], torch.full((2, 160), math.nan, device=DEVICE), torch.tensor([8, 1], device=DEVICE)
+    x, out, idx = (
+        randn(9, 200)[:, :160],
+        torch.full((2, 160), math.nan, device=DEVICE),
+        torch.tensor([8, 1], device=DEVICE),
+    )
     assert module.gather_rows(x, idx, out=out) is out
     assert torch.equal(out, x[idx])
 
@@ -108,7 +114,14 @@ def inputs(T: int, H: int, K: int, D: int, rotary_dim: int, dtype: torch.dtype) 
     positions = torch.randint(0, 50, (T,), device=DEVICE)
     slots = torch.randperm(6 * 16, device=DEVICE)[:T]
     slots[4::5], positions[4::5] = -1, 0
-    return {"q": q, "k": k, "v": v, "cos_sin": torch.cat((angle.cos(), angle.sin()), 1), "positions": positions, "slots": slots}
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "cos_sin": torch.cat((angle.cos(), angle.sin()), 1),
+        "positions": positions,
+        "slots": slots,
+    }
 
 
 def run(module, cache: torch.Tensor, x: dict[str, torch.Tensor], **options) -> tuple[torch.Tensor, ...]:
@@ -122,7 +135,9 @@ def run(module, cache: torch.Tensor, x: dict[str, torch.Tensor], **options) -> t
 def check_rope_and_write(x: dict[str, torch.Tensor], **options) -> None:
     K, D, dtype = x["k"].shape[1], x["k"].shape[2], x["k"].dtype
     expected_cache = torch.full((6, 2, 16, K, D), math.nan, dtype=dtype, device=DEVICE)
-    memory = torch.full((6, 3, K, 16, D), math.nan, dtype=dtype, device=DEVICE)  # a block is followed by another layer's
+    memory = torch.full(
+        (6, 3, K, 16, D), math.nan, dtype=dtype, device=DEVICE
+    )  # a block is followed by another layer's
     expected = run(twin, expected_cache, x, **options)
     actual = run(ops, memory[:, :2].view(6, 2, 16, K, D), x, **options)
     for mine, theirs in zip(actual, expected, strict=True):
@@ -143,7 +158,9 @@ def test_rope_and_write_is_its_twin(tokens: int, norm: bool, dtype: torch.dtype)
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize(("head_size", "rotary_dim"), [(16, 16), (80, 80), (128, 128), (96, 32), (64, 62), (256, 256)])
 @pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
-def test_any_head_size_is_rotated_in_part_or_whole(norm: bool, head_size: int, rotary_dim: int, interleaved: bool) -> None:
+def test_any_head_size_is_rotated_in_part_or_whole(
+    norm: bool, head_size: int, rotary_dim: int, interleaved: bool
+) -> None:
     norms = {"q_norm_D": randn(head_size), "k_norm_D": randn(head_size), "eps": 1e-3} if norm else {}
     check_rope_and_write(inputs(3, 6, 2, head_size, rotary_dim, torch.float32), interleaved=interleaved, **norms)
 
@@ -165,7 +182,9 @@ def two_places(size: int) -> tuple[torch.Tensor, torch.Tensor]:
         memory = torch.zeros(FAR + size, dtype=torch.float16, device=DEVICE)
         return memory[:size], memory[FAR:]
     memory = np.zeros(FAR + size, np.float16)
-    return torch.from_numpy(memory[:size]), torch.from_numpy(memory[FAR:])  # the interpreter looks after what a tensor spans
+    return torch.from_numpy(memory[:size]), torch.from_numpy(
+        memory[FAR:]
+    )  # the interpreter looks after what a tensor spans
 
 
 def test_a_block_past_two_billion_elements_is_found() -> None:

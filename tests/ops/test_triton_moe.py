@@ -141,10 +141,18 @@ def test_there_are_tiles_enough_for_any_spread_and_few_to_spare(A: int, num_expe
 # ---- experts ----
 
 
-def arguments(T: int, K: int, E: int, D: int, F: int, dtype: torch.dtype, bias: bool = False, added: bool = False) -> tuple[list, dict]:
+def arguments(
+    T: int, K: int, E: int, D: int, F: int, dtype: torch.dtype, bias: bool = False, added: bool = False
+) -> tuple[list, dict]:
     ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)]).to(DEVICE, torch.int32)
     weights = torch.rand(T, K).to(DEVICE)
-    positional = [randn(T, D, dtype=dtype), weights, ids, randn(E, 2 * F, D, dtype=dtype) * D**-0.5, randn(E, D, F, dtype=dtype) * F**-0.5]
+    positional = [
+        randn(T, D, dtype=dtype),
+        weights,
+        ids,
+        randn(E, 2 * F, D, dtype=dtype) * D**-0.5,
+        randn(E, D, F, dtype=dtype) * F**-0.5,
+    ]
     named = {
         "gate_up_bias_E2F": randn(E, 2 * F, dtype=dtype) if bias else None,
         "down_bias_ED": randn(E, D, dtype=dtype) if bias else None,
@@ -160,7 +168,9 @@ def check(positional: list, named: dict, cut: Config | None) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name, T", [("few", 1), ("few", 3), ("tiles", 1), ("tiles", 35), ("swapped", 1), ("swapped", 35)])
+@pytest.mark.parametrize(
+    "name, T", [("few", 1), ("few", 3), ("tiles", 1), ("tiles", 35), ("swapped", 1), ("swapped", 35)]
+)
 def test_experts_are_their_twin(name: str, T: int, dtype: torch.dtype) -> None:
     check(*arguments(T, 2, 4, 64, 32, dtype), CUTS[name])
 
@@ -236,7 +246,9 @@ def test_experts_past_2_to_the_31_elements_are_found(few: bool) -> None:
         torch.tensor([[1, 0]], dtype=torch.int32, device=DEVICE),
     )
     if few:
-        found = moe.experts(x, weights, ids + num_experts - 2, gate_up, down, cut=Config(0, Tile(64, 256, 4), Tile(128, 128, 4)))
+        found = moe.experts(
+            x, weights, ids + num_experts - 2, gate_up, down, cut=Config(0, Tile(64, 256, 4), Tile(128, 128, 4))
+        )
     else:  # sorted as if these two were all: there is a program per expert
         plan, tile = moe.sort_by_expert(ids, 2, 16), Tile(64, 64, 4, 2)
         plan.tiles[1::3] += num_experts - 2
@@ -246,7 +258,9 @@ def test_experts_past_2_to_the_31_elements_are_found(few: bool) -> None:
         moe._grouped(y, h, down, None, plan, tile, GATED=False, **constants)
         found = (weights @ y.float()).to(x.dtype)
     tolerance = TOLERANCE[DTYPES[1]]
-    torch.testing.assert_close(found, twin.experts(x, weights, ids, last_gate_up, last_down), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        found, twin.experts(x, weights, ids, last_gate_up, last_down), rtol=tolerance, atol=tolerance
+    )
 
 
 SHAPES = {

@@ -76,7 +76,9 @@ class Step:
             self._check_close(i, int(ids_S[i]), **flags)
         return ids_S
 
-    def _check_close(self, i: int, token_id: int, random: bool, restricted: bool = False, penalized: bool = False) -> None:
+    def _check_close(
+        self, i: int, token_id: int, random: bool, restricted: bool = False, penalized: bool = False
+    ) -> None:
         """The token lies in no larger set than float32's rounding explains, and none that surely is in the set beats it."""
         row, position = self.rows[i : i + 1].long(), self.positions[i : i + 1].long()
         columns = twin.SamplerColumns(*(column[row] for column in self.columns))
@@ -84,9 +86,14 @@ class Step:
         if penalized:
             logits = twin.penalties(logits, self.tokens[row], position, columns)
         scaled = logits / columns.temperature[:, None]
-        key, words = gumbel.row_key(columns.seed, position, columns.choice_idx), gumbel.token_words(VOCAB, scaled.device)
+        key, words = (
+            gumbel.row_key(columns.seed, position, columns.choice_idx),
+            gumbel.token_words(VOCAB, scaled.device),
+        )
         score = gumbel._score(scaled, words[: scaled.shape[1]], key)
-        inner, outer = (twin.kept(scaled, columns, extra) if restricted else scaled > -torch.inf for extra in (-1e-5, 1e-5))
+        inner, outer = (
+            twin.kept(scaled, columns, extra) if restricted else scaled > -torch.inf for extra in (-1e-5, 1e-5)
+        )
         best = score.masked_fill(~inner, -torch.inf).max()
         assert outer[0, token_id] and score[0, token_id] >= best - 4e-7 * max(1.0, abs(best))
 
@@ -147,7 +154,9 @@ def test_a_row_that_several_programs_share_is_chosen_as_by_one(monkeypatch: pyte
 
 RESTRICTED = {
     "top_k": [{"top_k": k, "temperature": t} for k, t in ((1, 1.0), (20, 0.6), (39, 5.0), (700, 20.0), (VOCAB, 1.0))],
-    "top_p": [{"top_p": p, "temperature": t} for p, t in ((1e-6, 1.0), (0.3, 1.0), (0.95, 0.6), (0.9, 30.0), (0.9999, 5.0))],
+    "top_p": [
+        {"top_p": p, "temperature": t} for p, t in ((1e-6, 1.0), (0.3, 1.0), (0.95, 0.6), (0.9, 30.0), (0.9999, 5.0))
+    ],
     "all": [
         {"min_p": 0.05, "temperature": 3.0},
         {"min_p": 1.0},
@@ -212,7 +221,9 @@ def test_penalties_count_the_history_on_the_device() -> None:
 
 def test_penalized_logits_are_the_twins_to_the_last_bit() -> None:
     names = "repetition_penalty", "presence_penalty", "frequency_penalty"
-    step = Step(logits_of(3, seed=5), [dict(zip(names, x, strict=True)) for x in ((1.7, 0, 0), (1, 0.7, -0.3), (0.3, -2, 1.1))])
+    step = Step(
+        logits_of(3, seed=5), [dict(zip(names, x, strict=True)) for x in ((1.7, 0, 0), (1, 0.7, -0.3), (0.3, -2, 1.1))]
+    )
     edited_SV = torch.full((3, VOCAB), torch.nan, device=DEVICE)
     penalize(step.logits, step.rows, step.positions, step.columns, step.tokens, edited_SV)
     rows = step.rows.long()
@@ -278,7 +289,12 @@ def test_the_twin_follows_the_softmax_in_20_000_draws() -> None:
 
 def test_the_twin_chooses_what_the_sampler_chooses() -> None:
     asked = [params for kind in RESTRICTED.values() for params in kind]
-    asked += [{}, {"temperature": 0.0}, {"repetition_penalty": 1.5, "top_k": 9}, {"presence_penalty": 1.0, "temperature": 0.0}]
+    asked += [
+        {},
+        {"temperature": 0.0},
+        {"repetition_penalty": 1.5, "top_k": 9},
+        {"presence_penalty": 1.0, "temperature": 0.0},
+    ]
     asked += [{"frequency_penalty": -0.5, "prompt_len": 20}]
     logits = logits_of(len(asked), seed=8, vocab_size=2503, scale=1.0).contiguous()
     logits[:, 5], logits[0, 6], logits[1] = torch.nan, torch.inf, -torch.inf

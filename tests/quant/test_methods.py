@@ -72,7 +72,9 @@ def checkpoints(fields: dict, paths: str, folder: Path) -> tuple[Path, Path]:
         plain[name] = numbers(codes, scales, offsets)
         toy |= {f"{path}{end}": tensor for end, tensor in zip(ENDS, (codes, scales, offsets))}
     assert toy.keys() - plain.keys()
-    return save(folder / "plain", fields, plain), save(folder / "toy", fields | {"quantization_config": {"quant_method": "toy", "paths": paths}}, toy)
+    return save(folder / "plain", fields, plain), save(
+        folder / "toy", fields | {"quantization_config": {"quant_method": "toy", "paths": paths}}, toy
+    )
 
 
 def logprobs(folder: Path, **options) -> tuple[torch.Tensor, set[str], int]:
@@ -81,7 +83,9 @@ def logprobs(folder: Path, **options) -> tuple[torch.Tensor, set[str], int]:
         worker = llm.client.engine.executor.worker
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
         found = llm.generate([PROMPTS[3]], params, use_tqdm=False)[0].prompt_logprobs
-        kinds = {type(vars(module).get("method")).__name__ for module in worker.model.modules() if isinstance(module, Layer)}
+        kinds = {
+            type(vars(module).get("method")).__name__ for module in worker.model.modules() if isinstance(module, Layer)
+        }
         size = worker.weight_bytes
     return torch.tensor([entry[token].logprob for entry, token in zip(found[1:], PROMPTS[3][1:])]), kinds, size
 
@@ -98,7 +102,9 @@ def test_three_tensors_of_a_weight_give_what_its_numbers_give(case, tmp_path):
 
 
 def test_methods_for_one_layer_may_differ_in_packed_weights_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(packed, "why_not", lambda device, dtype: None)  # on the kernels' twins where they are not compiled
+    monkeypatch.setattr(
+        packed, "why_not", lambda device, dtype: None
+    )  # on the kernels' twins where they are not compiled
     plain, toy = checkpoints(BIASED, r".*\.(k_proj|gate_proj|o_proj)|lm_head", tmp_path)
     expected, kinds, _ = logprobs(plain, dtype="bfloat16")
     assert "Packed" in kinds
@@ -110,7 +116,8 @@ def test_methods_for_one_layer_may_differ_in_packed_weights_too(tmp_path, monkey
 def test_tied_weights_share_their_memory(tmp_path):
     """Plain ones do, whatever their two layers do with them."""
     tied, untied = (
-        logprobs(checkpoints({**BIASED, "tie_word_embeddings": is_tied}, ".*q_proj", tmp_path / str(is_tied))[0])[2] for is_tied in (True, False)
+        logprobs(checkpoints({**BIASED, "tie_word_embeddings": is_tied}, ".*q_proj", tmp_path / str(is_tied))[0])[2]
+        for is_tied in (True, False)
     )
     assert untied - tied == 4 * BIASED["vocab_size"] * BIASED["hidden_size"]
 
@@ -120,7 +127,10 @@ def test_blocks_of_a_gguf_file_stay_as_they_are_beside_plain_parts():
     generator, cpu = torch.Generator().manual_seed(0), torch.device("cpu")
     blocks = torch.randint(0, 256, (32 * 64 // 32, 34), dtype=torch.uint8, generator=generator)
     blocks[:, :2] = torch.tensor([0.001], dtype=torch.float16).view(torch.uint8)
-    tensors = RawTensor("Q8_0", blocks.flatten(), (32, 64)), plain_tensor(torch.randn(32, 64, generator=generator).bfloat16())
+    tensors = (
+        RawTensor("Q8_0", blocks.flatten(), (32, 64)),
+        plain_tensor(torch.randn(32, 64, generator=generator).bfloat16()),
+    )
     parts = [Part(f"layer.{name}", (32, 64)) for name in ("gate", "up")]
     kept, dense = (kind(parts, torch.bfloat16, cpu) for kind in (Blocks, Dense))
     for part_idx, tensor in enumerate(tensors):
@@ -129,7 +139,9 @@ def test_blocks_of_a_gguf_file_stay_as_they_are_beside_plain_parts():
     x, bias = torch.randn(3, 64, generator=generator).bfloat16(), torch.randn(64, generator=generator).bfloat16()
     torch.testing.assert_close(kept.numbers(), dense.numbers())
     torch.testing.assert_close(kept.apply(x, bias), dense.apply(x, bias), rtol=0.02, atol=0.02)
-    torch.testing.assert_close(kept.apply_silu_mul(x, None, silu_mul), dense.apply_silu_mul(x, None, silu_mul), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(
+        kept.apply_silu_mul(x, None, silu_mul), dense.apply_silu_mul(x, None, silu_mul), rtol=0.05, atol=0.05
+    )
     assert sum(kept.memory().values()) < sum(dense.memory().values())
     assert method("any", Use.PRODUCT, packed.METHOD, {}) is Blocks and method("any", Use.ROWS, Dense, {}) is Dense
 

@@ -32,14 +32,25 @@ class After(LogitsProcessor):
 @pytest.fixture(scope="module", params=["native", "triton"])
 def llm(request, tiny_llama):
     backend = {"interpret_triton": True, "device": "cpu"} if request.param == "triton" else {"device": "cpu"}
-    with LLM(str(tiny_llama), dtype="float32", logits_processors=[f"{HERE}:After"], skip_tokenizer_init=True, max_model_len=128, **backend) as llm:
+    with LLM(
+        str(tiny_llama),
+        dtype="float32",
+        logits_processors=[f"{HERE}:After"],
+        skip_tokenizer_init=True,
+        max_model_len=128,
+        **backend,
+    ) as llm:
         yield llm
 
 
 def test_only_the_rows_that_want_it_are_processed(llm):
     prompt, greedy = [5, 6, 7], dict(temperature=0, max_tokens=5)
     plain = llm.generate(prompt, SamplingParams(**greedy), use_tqdm=False)[0].outputs[0].token_ids
-    params = [SamplingParams(**greedy, extra_args={"first": 10}), SamplingParams(**greedy), SamplingParams(**greedy, extra_args={"first": 90})]
+    params = [
+        SamplingParams(**greedy, extra_args={"first": 10}),
+        SamplingParams(**greedy),
+        SamplingParams(**greedy, extra_args={"first": 90}),
+    ]
     outputs = [o.outputs[0].token_ids for o in llm.generate([prompt] * 3, params, use_tqdm=False)]
     assert outputs == [[16, 17, 18, 19, 20], plain, [96, 97, 98, 99, 100]]
 

@@ -307,7 +307,9 @@ def test_where_everything_is_forbidden_the_argmax_of_the_raw_logits_is_taken():
     logits = random_logits(3, VOCAB, seed=8)
     params = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.5)]
     mask = torch.zeros(3, -(-VOCAB // 32), dtype=torch.int32)
-    assert torch.equal(run(logits, params, masks=SampleMasks(torch.arange(len(mask)), mask)).token_ids, logits.argmax(-1))
+    assert torch.equal(
+        run(logits, params, masks=SampleMasks(torch.arange(len(mask)), mask)).token_ids, logits.argmax(-1)
+    )
 
 
 def test_greedy_rows_take_bfloat16_and_give_the_lowest_id_of_equals():

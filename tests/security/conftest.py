@@ -51,7 +51,18 @@ def unix_sockets(pid: int) -> set[Path]:
 @pytest.fixture(scope="session")
 def server(smollm2) -> Iterator[ServerProcess]:
     """The real model, with the options nobody changed but sizes."""
-    flags = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "4", "--num-threads", "1", "--kv-cache-memory-bytes", "64M"]
+    flags = [
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "256",
+        "--max-num-seqs",
+        "4",
+        "--num-threads",
+        "1",
+        "--kv-cache-memory-bytes",
+        "64M",
+    ]
     with ServerProcess("smollm2", *flags, "--max-body-bytes", "1M") as process:
         yield process
 

@@ -154,7 +154,9 @@ def test_13_no_flag_takes_the_model_for_its_own(flag):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     check(done.returncode != 0 and "unrecognized" in done.stderr, done.stderr)  # the field's name is one word too many
     code = code.replace("vars(args)[sys.argv[-1]]", f"vars(args)[{field!r}]")
-    done = subprocess.run([sys.executable, "-c", code, "serve", flag, "https://one", "org/name"], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "serve", flag, "https://one", "org/name"], capture_output=True, text=True, cwd=ROOT
+    )
     check(done.stdout.strip() == "org/name ['https://one']", done.stdout + done.stderr)
 
 
@@ -352,7 +354,9 @@ def test_a_supervisor_that_cannot_mend_itself_ends_with_a_message(smollm2):
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-@pytest.mark.parametrize(("path", "name"), [(CHAT, "chat.Reading"), (CHAT, "chat.usage"), (COMPLETIONS, "completions._Prompt")])
+@pytest.mark.parametrize(
+    ("path", "name"), [(CHAT, "chat.Reading"), (CHAT, "chat.usage"), (COMPLETIONS, "completions._Prompt")]
+)
 def test_whatever_fails_while_an_answer_is_written_ends_its_requests(smollm2, monkeypatch, path, name, streamed):
     """The handler breaks after the engine has begun: nothing runs on, and there is one answer."""
     monkeypatch.setattr(f"quire.api.server.{name}", lambda *args, **options: 1 / 0)
@@ -386,7 +390,9 @@ def test_whatever_fails_while_an_answer_is_written_ends_its_requests(smollm2, mo
 # == Bounds, declared once a field =====================================================================================
 
 
-def unbounded(schema: dict[str, Any], schemas: dict[str, Any], path: str, seen: frozenset[str] = frozenset()) -> list[str]:
+def unbounded(
+    schema: dict[str, Any], schemas: dict[str, Any], path: str, seen: frozenset[str] = frozenset()
+) -> list[str]:
     """Where in a JSON schema a text, number, list or map has no bound."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
@@ -409,7 +415,11 @@ def unbounded(schema: dict[str, Any], schemas: dict[str, Any], path: str, seen: 
                 found += unbounded(inner, schemas, f"{path}.{name}", seen)
             values = schema.get("additionalProperties")
             if "properties" not in schema:
-                found += [path] if "maxProperties" not in schema or values is None else unbounded(values, schemas, path, seen)
+                found += (
+                    [path]
+                    if "maxProperties" not in schema or values is None
+                    else unbounded(values, schemas, path, seen)
+                )
         case None if "anyOf" not in schema and not {"enum", "const"} & schema.keys():
             found.append(path)  # anything at all
     return found
@@ -430,7 +440,16 @@ def test_every_field_of_every_request_is_bounded():
     check(not found, f"without bounds: {found}")
 
 
-@pytest.mark.parametrize("schema", [{"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "array", "items": {"enum": [1]}}, {"type": "object"}, {}])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string"},
+        {"type": "integer", "minimum": 0},
+        {"type": "array", "items": {"enum": [1]}},
+        {"type": "object"},
+        {},
+    ],
+)
 def test_a_field_without_bounds_would_be_found(schema):
     check(unbounded({"type": "object", "properties": {"a": {"anyOf": [schema, {"type": "null"}]}}}, {}, "") == [".a"])
 
@@ -444,7 +463,11 @@ FREE = {
 
 
 @pytest.mark.parametrize("name", FREE)
-@pytest.mark.parametrize("hostile", [HUGE, -HUGE, 10**50, "\ud800", [0] * 40_000, {f"k{i}": {} for i in range(20_000)}], ids=lambda value: str(value)[:12])
+@pytest.mark.parametrize(
+    "hostile",
+    [HUGE, -HUGE, 10**50, "\ud800", [0] * 40_000, {f"k{i}": {} for i in range(20_000)}],
+    ids=lambda value: str(value)[:12],
+)
 def test_free_json_is_bounded_in_count_and_size(name, hostile):
     path, body, limit = FREE[name]
     kind = next(endpoint.body for endpoint in ENDPOINTS if endpoint.path == path)
@@ -501,13 +524,18 @@ def test_bodies_are_bounded_in_total_and_per_address(smollm2):
             answers = list(pool.map(lambda _: httpx.post(server.url + COMPLETIONS, json=body, timeout=60), range(4)))
         statuses = sorted(answer.status_code for answer in answers)
         check(statuses[0] == 200 and statuses[-1] == 503, statuses)  # two do not fit into half of it
-        check(httpx.post(server.url + COMPLETIONS, json={**body, "max_tokens": 1}, timeout=60).status_code == 200, "not given back")
+        check(
+            httpx.post(server.url + COMPLETIONS, json={**body, "max_tokens": 1}, timeout=60).status_code == 200,
+            "not given back",
+        )
 
 
 # == A conviction names exactly what was run ===========================================================================
 
 
-def state(owner: str = "", seed: int = 1, request_id: str = "a", params: SamplingParams = PARAMS, **fields: Any) -> RequestState:
+def state(
+    owner: str = "", seed: int = 1, request_id: str = "a", params: SamplingParams = PARAMS, **fields: Any
+) -> RequestState:
     message = AddRequest(request_id, [1, 2, 3], params, seed, **fields)
     return RequestState(request_id, None, [1, 2, 3], params, message, None, owner)
 

@@ -286,7 +286,9 @@ def test_a_dead_core_with_many_long_requests(watched) -> None:
 
     def play() -> None:
         with ThreadPoolExecutor(1) as threads:
-            playing = threads.submit(watched.play, [asks(COMPLETIONS, prompt=IDS, max_tokens=190, ignore_eos=True)] * 200)
+            playing = threads.submit(
+                watched.play, [asks(COMPLETIONS, prompt=IDS, max_tokens=190, ignore_eos=True)] * 200
+            )
             time.sleep(1.5)
             os.kill(watched.core_pid, signal.SIGKILL)
             check(set(playing.result()) == {200}, "not all were answered")

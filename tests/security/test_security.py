@@ -127,9 +127,17 @@ def test_a_model_with_code_of_its_own_loads_none_of_it(tmp_path):
     program = f"open({str(owned)!r}, 'w')"
     for name in ("modeling_x.py", "configuration_x.py", "tokenization_x.py", "__init__.py", "sitecustomize.py"):
         (tmp_path / name).write_text(program)
-    auto = {"AutoConfig": "configuration_x.X", "AutoModelForCausalLM": "modeling_x.X", "AutoTokenizer": ["tokenization_x.X", None]}
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["XForCausalLM"], "model_type": "x", "auto_map": auto}))
-    done = subprocess.run([sys.executable, "-m", "quire", "serve", str(tmp_path), "--port", "0"], capture_output=True, text=True, cwd=ROOT)
+    auto = {
+        "AutoConfig": "configuration_x.X",
+        "AutoModelForCausalLM": "modeling_x.X",
+        "AutoTokenizer": ["tokenization_x.X", None],
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["XForCausalLM"], "model_type": "x", "auto_map": auto})
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "quire", "serve", str(tmp_path), "--port", "0"], capture_output=True, text=True, cwd=ROOT
+    )
     check(done.returncode == UnsupportedModelError.exit_code and "Traceback" not in done.stderr, done.stderr)
     check(not owned.exists(), "code of the model's folder was run")
 
@@ -171,9 +179,24 @@ def test_a_request_may_not_bring_its_own_template(server, path):
     check(error["param"] == "chat_template", error)
 
 
-@pytest.mark.parametrize("name", ["tokenize", "add_generation_prompt", "continue_final_message", "messages", "chat_template", "bos_token", "tools", "range", "self"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenize",
+        "add_generation_prompt",
+        "continue_final_message",
+        "messages",
+        "chat_template",
+        "bos_token",
+        "tools",
+        "range",
+        "self",
+    ],
+)
 def test_template_arguments_cannot_reach_what_is_reserved(server, name):
-    refused(server.post(CHAT, {"messages": USER, "chat_template_kwargs": {name: False}, "max_tokens": 1}), 400, says=name)
+    refused(
+        server.post(CHAT, {"messages": USER, "chat_template_kwargs": {name: False}, "max_tokens": 1}), 400, says=name
+    )
 
 
 def test_no_check_is_an_assert():
@@ -188,7 +211,19 @@ def test_all_of_this_holds_under_python_O():
         return  # this is that run
     # All rules of this file, and what was found in ours, each by the number in its name.
     chosen = " or ".join(["test_security", "finding_", *(f"test_{number}_" for number in range(1, 15))])
-    command = [sys.executable, "-O", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen, str(Path(__file__).parent)]
+    command = [
+        sys.executable,
+        "-O",
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        chosen,
+        str(Path(__file__).parent),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     check(done.returncode == 0, done.stdout[-3000:])
     check(re.search(r"\d{2,} passed", done.stdout) and "failed" not in done.stdout, done.stdout[-500:])
@@ -209,7 +244,9 @@ def test_with_keys_every_route_but_liveness_needs_one(locked, endpoint):
             refused(response, 401)
     if endpoint.policy == "user":
         for key in ("k1", "k2", "root"):
-            response = httpx.request(endpoint.method, locked.url + path, content=body, headers={**JSON, "authorization": f"Bearer {key}"})
+            response = httpx.request(
+                endpoint.method, locked.url + path, content=body, headers={**JSON, "authorization": f"Bearer {key}"}
+            )
             check(response.status_code not in (401, 403), path)
 
 
@@ -218,17 +255,36 @@ def test_only_liveness_is_open_and_every_route_states_its_policy():
     check(all(e.policy in ("open", "user", "admin") for e in ENDPOINTS), "a route without a policy")
 
 
-@pytest.mark.parametrize("path", ["/", "/invocations", "/pause", "/update_weights", "/live/", "//live", "/live/../v1/models", "/LIVE", "/%6cive/x", "/docs/", "/v1"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/invocations",
+        "/pause",
+        "/update_weights",
+        "/live/",
+        "//live",
+        "/live/../v1/models",
+        "/LIVE",
+        "/%6cive/x",
+        "/docs/",
+        "/v1",
+    ],
+)
 def test_routes_nobody_listed_are_denied_by_default(locked, path):
     for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "TRACE"):
         with httpx.Client() as client:
-            response = client.send(client.build_request(method, httpx.URL(locked.url).copy_with(raw_path=path.encode())))
+            response = client.send(
+                client.build_request(method, httpx.URL(locked.url).copy_with(raw_path=path.encode()))
+            )
         check(response.status_code == 401, f"{method} {path}: {response.status_code}")
 
 
 def test_keys_are_compared_in_constant_time(monkeypatch):
     compared = []
-    monkeypatch.setattr("quire.api.server.guard.hmac.compare_digest", lambda a, b: compared.append((len(a), len(b))) or a == b)
+    monkeypatch.setattr(
+        "quire.api.server.guard.hmac.compare_digest", lambda a, b: compared.append((len(a), len(b))) or a == b
+    )
     keys = Keys(ServerConfig(api_key=["short", "a-much-longer-key"]))
     for given in (b"short", b"x", b"a-much-longer-key-than-that"):
         compared.clear()
@@ -239,7 +295,9 @@ def test_keys_are_compared_in_constant_time(monkeypatch):
 
 def test_the_prefix_cache_is_partitioned_by_salt_and_a_salt_is_bounded(server):
     def cached(**fields) -> int:
-        return complete(server, prompt="One two three four five. " * 12, **fields).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return complete(server, prompt="One two three four five. " * 12, **fields).json()["usage"][
+            "prompt_tokens_details"
+        ]["cached_tokens"]
 
     first = [cached(), cached(cache_salt="a"), cached(cache_salt="b")]
     again = [cached(), cached(cache_salt="a"), cached(cache_salt="b")]
@@ -257,7 +315,10 @@ def test_a_recycled_row_carries_nothing_of_its_former_owner(server):
     }  # fmt: skip
     check(complete(server, n=4, **{**marks, "max_tokens": 8}).status_code == 200)
     check(complete(server, n=4, allowed_token_ids=[1000, 1001], stop_token_ids=[1001], max_tokens=8).status_code == 200)
-    check([choice["text"] for choice in complete(server, **plain).json()["choices"]] == before, "something of the former owner was left")
+    check(
+        [choice["text"] for choice in complete(server, **plain).json()["choices"]] == before,
+        "something of the former owner was left",
+    )
 
 
 def test_error_bodies_hold_no_internals(server):
@@ -284,7 +345,11 @@ def test_error_bodies_hold_no_internals(server):
 def test_cors_is_off_until_asked_for(server):
     origin = {"origin": "https://evil.example"}
     asked = {**origin, "access-control-request-method": "POST", "access-control-request-headers": "content-type"}
-    for response in (server.client.options(CHAT, headers=asked), server.get("/v1/models", headers=origin), server.get("/live", headers=origin)):
+    for response in (
+        server.client.options(CHAT, headers=asked),
+        server.get("/v1/models", headers=origin),
+        server.get("/live", headers=origin),
+    ):
         check(not [name for name in response.headers if name.startswith("access-control")], response.headers)
     page = server.client.post(COMPLETIONS, content=b'{"prompt": "a"}', headers={"content-type": "text/plain", **origin})
     refused(page, 415)  # what a browser sends across origins without asking
@@ -308,11 +373,17 @@ def test_no_prompt_and_no_key_is_logged_unless_told_to(server, locked):
 
 
 def test_the_body_size_is_checked_while_reading(server):
-    refused(server.client.post(COMPLETIONS, content=b" " * (1 << 20) + b"{}", headers=JSON), 413, says="--max-body-bytes")
+    refused(
+        server.client.post(COMPLETIONS, content=b" " * (1 << 20) + b"{}", headers=JSON), 413, says="--max-body-bytes"
+    )
     chunks = (b" " * 65536 for _ in range(64))  # does not say how much will come
     refused(server.client.post(COMPLETIONS, content=chunks, headers=JSON), 413, says="1,048,576")
-    with socket.create_connection(("127.0.0.1", server.port)) as sock:  # refused by its announcement, before a byte of it
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99999999999\r\n\r\n")
+    with socket.create_connection(
+        ("127.0.0.1", server.port)
+    ) as sock:  # refused by its announcement, before a byte of it
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99999999999\r\n\r\n"
+        )
         sock.settimeout(5)
         check(sock.recv(65536).startswith(b"HTTP/1.1 413"), "not refused before reading")
 
@@ -373,18 +444,25 @@ def test_too_many_messages_are_refused(server):
 
 def test_max_tokens_beyond_the_context_costs_no_more_than_the_context(fragile):
     answer = complete(fragile, max_tokens=10**9, ignore_eos=True).json()
-    check(answer["usage"]["total_tokens"] == 4096 and answer["choices"][0]["finish_reason"] == "length", answer["usage"])
+    check(
+        answer["usage"]["total_tokens"] == 4096 and answer["choices"][0]["finish_reason"] == "length", answer["usage"]
+    )
 
 
 FLOATS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "timeout_s"]
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "9" * 400], ids=lambda number: number[:9])
+@pytest.mark.parametrize(
+    "number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "9" * 400], ids=lambda number: number[:9]
+)
 def test_nan_and_infinities_are_refused_in_every_float(server, number):
     for name in FLOATS:
         content = f'{{"prompt": "a", "max_tokens": 1, "{name}": {number}}}'
         refused(server.client.post(COMPLETIONS, content=content, headers=JSON), 400)
-    refused(server.client.post(COMPLETIONS, content=f'{{"prompt": "a", "logit_bias": {{"5": {number}}}}}', headers=JSON), 400)
+    refused(
+        server.client.post(COMPLETIONS, content=f'{{"prompt": "a", "logit_bias": {{"5": {number}}}}}', headers=JSON),
+        400,
+    )
 
 
 @pytest.mark.parametrize(
@@ -402,7 +480,9 @@ def test_empty_prompts_are_refused(server, prompt):
     refused(complete(server, prompt=prompt), 400)
 
 
-@pytest.mark.parametrize("messages", [[], None, {}, "hello", [[]], [{}], [{"role": "user"}], [{"role": 7, "content": "x"}]])
+@pytest.mark.parametrize(
+    "messages", [[], None, {}, "hello", [[]], [{}], [{"role": "user"}], [{"role": 7, "content": "x"}]]
+)
 def test_empty_and_malformed_messages_are_refused(server, messages):
     refused(server.post(CHAT, {"messages": messages}), 400)
 
@@ -422,7 +502,10 @@ def test_message_content_that_spells_special_tokens_stays_text(server):
 @pytest.mark.parametrize("text", ["\\ud800", "a\\udfffb", "\\ud800\\ud800", "\\u0000", "a\\u0000b"])
 def test_lone_surrogates_and_null_characters_are_refused(server, text):
     refused(server.client.post(COMPLETIONS, content=f'{{"prompt": "{text}"}}', headers=JSON), 400)
-    refused(server.client.post(CHAT, content=f'{{"messages": [{{"role": "user", "content": "{text}"}}]}}', headers=JSON), 400)
+    refused(
+        server.client.post(CHAT, content=f'{{"messages": [{{"role": "user", "content": "{text}"}}]}}', headers=JSON),
+        400,
+    )
 
 
 def test_a_tiny_temperature_is_greedy_and_a_huge_one_refused(server):
@@ -433,14 +516,30 @@ def test_a_tiny_temperature_is_greedy_and_a_huge_one_refused(server):
         refused(complete(server, temperature=wrong), 400, says="temperature")
 
 
-@pytest.mark.parametrize("name", ["../../etc/passwd", "..%2f..%2fetc%2fpasswd", "/etc/passwd", "smollm2/../../../etc/passwd", "file:///etc/passwd", "C:\\\\x", "\x00"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../etc/passwd",
+        "..%2f..%2fetc%2fpasswd",
+        "/etc/passwd",
+        "smollm2/../../../etc/passwd",
+        "file:///etc/passwd",
+        "C:\\\\x",
+        "\x00",
+    ],
+)
 def test_names_from_users_never_become_paths(server, name):
     refused(complete(server, model=name), 404)
     url = httpx.URL(server.url).copy_with(raw_path=b"/v1/models/" + name.encode().replace(b"\0", b"%00"))
     refused(server.client.send(server.client.build_request("GET", url)), 404)
     response = complete(server, user=name, cache_salt=name)
     check(response.status_code == 200)
-    check(re.fullmatch(r"[A-Za-z0-9._-]+", server.get("/live", headers={"x-request-id": name.replace("\0", "/")}).headers["x-request-id"]))
+    check(
+        re.fullmatch(
+            r"[A-Za-z0-9._-]+",
+            server.get("/live", headers={"x-request-id": name.replace("\0", "/")}).headers["x-request-id"],
+        )
+    )
 
 
 def tools(*names: str) -> list[dict]:
@@ -466,7 +565,9 @@ GRAMMARS = {
     "from elsewhere": {"guided_json": {"$ref": "file:///etc/passwd"}},
     "from the network": {"guided_json": {"$ref": "http://169.254.169.254/"}},
     "endless": {"guided_json": {"type": "array", "minItems": 10**9}},
-    "combined": {"guided_json": {"allOf": [{"anyOf": [{"required": [f"p{i}{j}"]} for j in range(4)]} for i in range(12)]}},
+    "combined": {
+        "guided_json": {"allOf": [{"anyOf": [{"required": [f"p{i}{j}"]} for j in range(4)]} for i in range(12)]}
+    },
     "large": {"guided_json": {"enum": ["x" * 140_000]}},
     "no schema": {"guided_json": "(a+)+$"},
     "backtracking": {"guided_regex": "(a+)+$"},
@@ -544,7 +645,11 @@ def test_what_waits_is_refused_by_name(server, path, field, body):
 
 
 def ids(server: ServerProcess, prompt: list[int], **fields) -> httpx.Response:
-    return httpx.post(server.url + COMPLETIONS, json={"prompt": prompt, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields}, timeout=60)
+    return httpx.post(
+        server.url + COMPLETIONS,
+        json={"prompt": prompt, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields},
+        timeout=60,
+    )
 
 
 @pytest.mark.parametrize("mark", [RAISE, EXIT])
@@ -564,7 +669,9 @@ def test_a_request_that_makes_a_step_fail_fails_alone_and_is_remembered(fragile,
 
 
 def test_a_client_that_disconnects_frees_its_blocks_within_a_step(locked):
-    with locked.client.stream("POST", COMPLETIONS, json={"prompt": [1, 2, 3] * 20, "max_tokens": 5000, "ignore_eos": True, "stream": True}) as stream:
+    with locked.client.stream(
+        "POST", COMPLETIONS, json={"prompt": [1, 2, 3] * 20, "max_tokens": 5000, "ignore_eos": True, "stream": True}
+    ) as stream:
         lines = stream.iter_lines()
         next(lines)
         check(metric(locked, "num_requests_running") == 1)
@@ -578,7 +685,10 @@ def test_a_slow_reader_does_not_grow_memory_without_bound(fragile):
         return int(Path(f"/proc/{fragile.process.pid}/statm").read_text().split()[1]) * 4096
 
     body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 4000, "ignore_eos": True, "stream": True}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        % len(body)
+    )
     before = resident_bytes()
     with contextlib.ExitStack() as stack:
         for _ in range(8):
@@ -626,7 +736,11 @@ def test_sigterm_finishes_what_runs_and_exits_with_zero(smollm2):
         check(len(running.result().json()["choices"][0]["token_ids"]) == 20, "what ran was cut off")
 
 
-@pytest.mark.parametrize("flags", [["no-such-model-anywhere"], ["--executor", "echo:fast"], ["--executor", "tests.nothing"]])
+@pytest.mark.parametrize(
+    "flags", [["no-such-model-anywhere"], ["--executor", "echo:fast"], ["--executor", "tests.nothing"]]
+)
 def test_a_failure_never_exits_with_zero(smollm2, flags):
-    done = subprocess.run([sys.executable, "-m", "quire", "serve", "--port", "0", *flags], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-m", "quire", "serve", "--port", "0", *flags], capture_output=True, text=True, cwd=ROOT
+    )
     check(done.returncode > 0 and done.stderr.strip().splitlines()[-1].startswith("quire: "), done.stderr)

@@ -217,9 +217,7 @@ TOKENIZERS = {
 @pytest.mark.parametrize("made", TOKENIZERS.values(), ids=TOKENIZERS)
 def test_a_hostile_tokenizer_is_refused_when_it_is_opened(trial, tmp_path: Path, made):
     (tmp_path / "tokenizer.json").write_text(made())
-    said = refused(
-        trial.run(do="open_tokenizer", path=str(tmp_path), text="a" * 200), "BadModelFileError", seconds=6
-    )
+    said = refused(trial.run(do="open_tokenizer", path=str(tmp_path), text="a" * 200), "BadModelFileError", seconds=6)
     check("tokenizer.json" in said, said)
 
 

@@ -61,7 +61,7 @@ def test_a_monster_ends_alone_and_the_next_one_is_served(compiler):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("grammar", 'root ::= root'),
+        ("grammar", "root ::= root"),
         ("grammar", 'root ::= x\nx ::= x "a"'),
         ("regex", "[]"),
         ("json", '{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}'),

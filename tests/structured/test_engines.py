@@ -26,7 +26,9 @@ SPECS = {
     "gbnf": GrammarSpec("grammar", 'root ::= "a" x | "b"\nx ::= "b" | "bc" "c"?'),
 }
 LANGUAGES = {
-    "regex": {w for n in range(7) for w in map("".join, product("abc", repeat=n)) if re.fullmatch("(ab|a)(bc)?c{0,2}", w)},
+    "regex": {
+        w for n in range(7) for w in map("".join, product("abc", repeat=n)) if re.fullmatch("(ab|a)(bc)?c{0,2}", w)
+    },
     "choice": {"a", "abc", "bc", "cab", "aab"},
     "json": {'"a"', '"ab"', '"abc"', '"ca"'},
     "gbnf": {"b", "ab", "abc", "abcc"},
@@ -133,7 +135,10 @@ def test_a_batch_of_tokens_is_accepted_or_refused_one_by_one(engine):
     grammars = [engine.compile(spec) for spec in SPECS.values()]
     matchers = [grammar.matcher() for grammar in grammars for _ in range(TINY.size)]
     token_ids = list(range(TINY.size)) * len(grammars)
-    alone = [grammar.matcher().accept(token_id) for grammar, token_id in zip([g for g in grammars for _ in range(TINY.size)], token_ids)]
+    alone = [
+        grammar.matcher().accept(token_id)
+        for grammar, token_id in zip([g for g in grammars for _ in range(TINY.size)], token_ids)
+    ]
     refused = type(matchers[0]).accept_all(matchers, token_ids)
     assert refused == [idx for idx, accepted in enumerate(alone) if not accepted] and 0 < len(refused) < len(matchers)
     good = [idx for idx, accepted in enumerate(alone) if accepted]
@@ -174,7 +179,10 @@ def test_the_schema_inside_a_structural_tag_is_honoured():
 
 def test_a_special_token_can_be_written_only_where_a_structural_tag_spells_it():
     engine = XGrammar(TINY)
-    tag = {"type": "structural_tag", "format": {"type": "tag", "begin": "<s>", "content": {"type": "regex", "pattern": "a"}, "end": "b"}}
+    tag = {
+        "type": "structural_tag",
+        "format": {"type": "tag", "begin": "<s>", "content": {"type": "regex", "pattern": "a"}, "end": "b"},
+    }
     matcher = engine.compile(GrammarSpec("structural_tag", json.dumps(tag))).matcher()
     assert 10 in allowed(matcher) and matcher.accept(10) and allowed(matcher) == {0, 3}
     assert 10 not in allowed(engine.compile(GrammarSpec("regex", "<s>a")).matcher())

@@ -52,7 +52,9 @@ def test_most_of_what_the_suite_calls_valid_can_be_generated(grammars, vocabular
 def test_samples_validate(grammars, vocabulary):
     sampler = RandomSampler(vocabulary)
     outcomes = [
-        judged(Case(case["group"], case["name"], case["schema"]), [sampler.sample(grammars[named(case)]) for _ in range(3)])
+        judged(
+            Case(case["group"], case["name"], case["schema"]), [sampler.sample(grammars[named(case)]) for _ in range(3)]
+        )
         for case in ACCEPTED
     ]
     assert [outcome.violations for outcome in outcomes if outcome.violations] == []
@@ -112,7 +114,7 @@ def test_a_schema_that_no_value_satisfies_is_refused(schema):
 
 def test_many_branches_told_apart_by_a_constant_are_no_trouble():
     branches = [{"type": "object", "properties": {"kind": {"const": f"k{i}"}}, "required": ["kind"]} for i in range(60)]
-    assert json_grammar(json.dumps({"oneOf": branches})).count('\\u0022kind\\u0022') == 60
+    assert json_grammar(json.dumps({"oneOf": branches})).count("\\u0022kind\\u0022") == 60
 
 
 def test_properties_come_in_the_schemas_order_and_blanks_are_bounded(trial, vocabulary):

@@ -12,7 +12,22 @@ from quire.structured import formats, numbers
 from quire.structured.pattern import found_in, whole
 from quire.structured.regular import Node, automaton, both, derivative, either, is_empty, no
 
-PATTERNS = ["^a*$", "a+b", "^(ab|a)c?", "b$", "(^a|b)$", "[^ab]", "^.{2,3}$", "a{2}", "(a|b){1,3}c", "^a|b$", "", "^$", r"\d\w*", "a??b"]
+PATTERNS = [
+    "^a*$",
+    "a+b",
+    "^(ab|a)c?",
+    "b$",
+    "(^a|b)$",
+    "[^ab]",
+    "^.{2,3}$",
+    "a{2}",
+    "(a|b){1,3}c",
+    "^a|b$",
+    "",
+    "^$",
+    r"\d\w*",
+    "a??b",
+]
 texts = st.text(alphabet="abc1\n", max_size=6)
 decimals = st.decimals(min_value=-1000, max_value=1000, places=2, allow_nan=False)
 
@@ -84,7 +99,10 @@ def test_formats_have_words(name):
     assert not is_empty(formats.language(name))
 
 
-@pytest.mark.parametrize("pattern", ["(", ")", "[a", "a**", "*a", "a{3,2}", "(?=a)", r"\b", r"\1", r"\ud800", "(^a)*", "(a{200}){200}", "[b-a]", "\\"])
+@pytest.mark.parametrize(
+    "pattern",
+    ["(", ")", "[a", "a**", "*a", "a{3,2}", "(?=a)", r"\b", r"\1", r"\ud800", "(^a)*", "(a{200}){200}", "[b-a]", "\\"],
+)
 def test_patterns_that_are_not_understood_are_refused(pattern):
     with pytest.raises(RequestError):
         whole(pattern)

@@ -62,7 +62,10 @@ def test_ordinary_specs_pass(kind, text):
 
 
 def test_checking_is_cheap():
-    schema = {"type": "object", "properties": {f"field {i}": {"type": "string", "description": "what it is"} for i in range(90)}}
+    schema = {
+        "type": "object",
+        "properties": {f"field {i}": {"type": "string", "description": "what it is"} for i in range(90)},
+    }
     spec = GrammarSpec("json", json.dumps(schema))
     assert len(spec.text) > 5000
     started = time.process_time()

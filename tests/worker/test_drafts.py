@@ -15,8 +15,12 @@ __all__ = ["model"]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
     SamplingParams(temperature=0.9, seed=1, max_tokens=30, ignore_eos=True, logprobs=2),
-    SamplingParams(temperature=0.7, seed=2, max_tokens=35, ignore_eos=True, presence_penalty=0.5, repetition_penalty=1.2),
-    SamplingParams(temperature=0, max_tokens=50, min_tokens=20, logit_bias={5: 2.0}, allowed_token_ids=list(range(3, 250))),
+    SamplingParams(
+        temperature=0.7, seed=2, max_tokens=35, ignore_eos=True, presence_penalty=0.5, repetition_penalty=1.2
+    ),
+    SamplingParams(
+        temperature=0, max_tokens=50, min_tokens=20, logit_bias={5: 2.0}, allowed_token_ids=list(range(3, 250))
+    ),
 ]
 
 
@@ -46,7 +50,9 @@ def compared(model, prompts, params, **options):
 
 @pytest.mark.parametrize("blocks", [32, 9], ids=["room", "preemption"])
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("device", [{"device": "cpu"}, *([DEVICE] if ON_A_CARD else [])], ids=lambda device: device["device"])
+@pytest.mark.parametrize(
+    "device", [{"device": "cpu"}, *([DEVICE] if ON_A_CARD else [])], ids=lambda device: device["device"]
+)
 def test_tokens_and_logprobs_are_those_without_drafts(model, device, depth, blocks):
     options = {**device, "pipeline_depth": depth, "num_gpu_blocks_override": blocks}
     expected, found, num_steps, num_preemptions = compared(model, PROMPTS, PARAMS, **options)

@@ -40,7 +40,9 @@ def tiny(folder, **changes):
 
     torch.manual_seed(0)
     config = {**TINY, **changes}
-    net = Qwen3ForCausalLM(Qwen3Config(**{k: v for k, v in config.items() if k not in ("architectures", "model_type")})).float()
+    net = Qwen3ForCausalLM(
+        Qwen3Config(**{k: v for k, v in config.items() if k not in ("architectures", "model_type")})
+    ).float()
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -60,7 +62,9 @@ def ids(found):
     return [o.token_ids for o in found]
 
 
-MIXED = [SamplingParams(temperature=t, seed=i, max_tokens=5 + i, ignore_eos=True) for i, t in enumerate((0, 0.8, 0, 0.5))]
+MIXED = [
+    SamplingParams(temperature=t, seed=i, max_tokens=5 + i, ignore_eos=True) for i, t in enumerate((0, 0.8, 0, 0.5))
+]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -76,7 +80,9 @@ def test_blocks_pushed_out_of_the_pool_come_back_with_their_numbers(model, devic
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     others = [[100 + i] * 40 for i in range(2)]
     tier = ToyTier(100)
-    with LLM(str(model), **{**OPTIONS, **device, "num_gpu_blocks_override": 5, "max_num_seqs": 1, "max_model_len": 48}) as llm:
+    with LLM(
+        str(model), **{**OPTIONS, **device, "num_gpu_blocks_override": 5, "max_num_seqs": 1, "max_model_len": 48}
+    ) as llm:
         llm.client.engine = Engine(llm.client.engine.config, tier=tier)
         first, *_, again = llm.generate([prompt, *others, prompt], params, use_tqdm=False)
     assert again.num_cached_tokens == 32 and tier.num_found > 0
@@ -91,7 +97,9 @@ def test_prompts_that_skip_the_cache_give_the_same_tokens(model, monkeypatch):
     monkeypatch.setattr(fresh, "supports", lambda like, head_size, value_size: True)
     called = []
     run = fresh.fresh_attention
-    monkeypatch.setattr(fresh, "fresh_attention", lambda *args, **options: called.append(args[3]) or run(*args, **options))
+    monkeypatch.setattr(
+        fresh, "fresh_attention", lambda *args, **options: called.append(args[3]) or run(*args, **options)
+    )
     monkeypatch.setattr(fresh, "sdpa_kernel", lambda backend: contextlib.nullcontext())  # cuDNN itself takes no float32
     expected, _, _ = answers(model, MIXED, device="cpu")
     found, _, _ = answers(model, MIXED, **DEVICE, enable_prefix_caching=False)
@@ -134,7 +142,10 @@ def test_everything_a_request_can_ask_of_sampling_is_as_on_the_cpu(model):
     expected, _, expected_outputs = answers(model, params, prompts, device="cpu")
     found, _, found_outputs = answers(model, params, prompts, **DEVICE)
     assert ids(found) == ids(expected)
-    for mine, theirs in ((found[0].logprobs, expected[0].logprobs), (found_outputs[0].prompt_logprobs, expected_outputs[0].prompt_logprobs)):
+    for mine, theirs in (
+        (found[0].logprobs, expected[0].logprobs),
+        (found_outputs[0].prompt_logprobs, expected_outputs[0].prompt_logprobs),
+    ):
         assert len(mine) == len(theirs)
         for a, b in zip(mine, theirs):
             assert (a is None) == (b is None)
@@ -157,7 +168,12 @@ def test_a_triton_backend_without_a_card_is_refused(model):
     if ON_A_CARD:
         return
     program = f"from quire import LLM; LLM({str(model)!r}, device='cpu', attention_backend='triton', skip_tokenizer_init=True)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={"TRITON_INTERPRET": "0", "PATH": "/usr/bin:/bin"})
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={"TRITON_INTERPRET": "0", "PATH": "/usr/bin:/bin"},
+    )
     assert done.returncode and "needs an NVIDIA GPU" in done.stderr
 
 
@@ -173,7 +189,9 @@ def test_tokens_equal_the_cpus_with_the_librarys_attention(model, name, monkeypa
     monkeypatch.setattr(backend.BACKEND, "is_recordable", False)
     flash_attn._library.cache_clear()
     expected, _, _ = answers(model, MIXED, device="cpu")
-    found, _, _ = answers(model, MIXED, **DEVICE | {"attention_backend": backend.__name__.rsplit(".", 1)[1]}, pipeline_depth=2)
+    found, _, _ = answers(
+        model, MIXED, **DEVICE | {"attention_backend": backend.__name__.rsplit(".", 1)[1]}, pipeline_depth=2
+    )
     assert ids(found) == ids(expected)
     flash_attn._library.cache_clear()
 

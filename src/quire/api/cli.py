@@ -24,7 +24,9 @@ def main(argv: list[str] | None = None) -> None:
 def run(argv: list[str]) -> int:
     """Runs one command; the exit code. Errors meant for people are one line on stderr, others a traceback."""
     try:
-        logging.basicConfig(level=env.log_level(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s", datefmt="%H:%M:%S")
+        logging.basicConfig(
+            level=env.log_level(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s", datefmt="%H:%M:%S"
+        )
         args = parser(argv).parse_args(argv)
         if not hasattr(args, "run"):
             parser(argv).print_help()

@@ -194,7 +194,9 @@ class Client:
         self.ssl = ssl.create_default_context() if url.scheme == "https" else None
         self.port = port or (443 if self.ssl else 80)
         self.prefix = url.path
-        self.headers = f"Host: {url.netloc.rpartition('@')[2]}\r\n" + (f"Authorization: Bearer {api_key}\r\n" if api_key else "")
+        self.headers = f"Host: {url.netloc.rpartition('@')[2]}\r\n" + (
+            f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        )
         self.idle: list[Connection] = []
 
     async def __aenter__(self) -> "Client":
@@ -228,7 +230,9 @@ class Client:
                 return connection
             connection.transport.close()
         try:
-            _, connection = await asyncio.get_running_loop().create_connection(Connection, self.host, self.port, ssl=self.ssl)
+            _, connection = await asyncio.get_running_loop().create_connection(
+                Connection, self.host, self.port, ssl=self.ssl
+            )
         except OSError as error:
             raise Failure("no connection", f"no server answers at {self.host}:{self.port}") from error
         return connection

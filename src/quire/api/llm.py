@@ -142,7 +142,9 @@ class LLM:
         if self.client is None:
             raise RequestError("this LLM is closed: make a new one")
         if self.is_running:
-            raise RequestError("this LLM is in the middle of a stream: read it to its end, or close() it, before you ask for more")
+            raise RequestError(
+                "this LLM is in the middle of a stream: read it to its end, or close() it, before you ask for more"
+            )
         self.is_running = True
         live = {request.request_id: request for request in requests}
         num_tokens = 0
@@ -162,7 +164,9 @@ class LLM:
                             del live[change.request.request_id]
                         yield change.request
                     if bar is not None and num_tokens:
-                        bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False)
+                        bar.set_postfix_str(
+                            f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False
+                        )
         finally:
             self.is_running = False
             for request_id in live:  # stopped early: by Ctrl-C, an error, or a stream nobody reads any more

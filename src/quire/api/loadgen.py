@@ -23,7 +23,8 @@ PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 PROGRESS_S = 0.2
 
 # Common enough to be one token each in almost every vocabulary; `measured_words` makes sure.
-WORDS = tuple("""
+WORDS = tuple(
+    """
     the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one you were
     all her she there would their we him been has when who will no more if out so up said what its about than into them can only
     other time new some could these two may first then do any like my now over such our man me even most made after also did many
@@ -33,7 +34,8 @@ WORDS = tuple("""
     however found part school general once upon say every fact number until always away water hand head money night room side
     point almost enough course second city given early white local least light become better large power case public group order
     system music story market door young field paper table river north south east west king law book cost food game
-""".split())
+""".split()
+)
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -210,7 +212,9 @@ def _say(report: Report) -> None:
 # ---------------------------------------------------------------- the parent
 
 
-async def measure(load: Load, num_processes: int = 1, progress: Callable[[int], None] = lambda num_done: None) -> dict[str, Any]:
+async def measure(
+    load: Load, num_processes: int = 1, progress: Callable[[int], None] = lambda num_done: None
+) -> dict[str, Any]:
     """Runs a load from `num_processes` client processes; the figures. An empty model name becomes the server's first.
 
     `progress` is called with 0 right before the first request is sent.
@@ -229,7 +233,9 @@ async def measure(load: Load, num_processes: int = 1, progress: Callable[[int], 
         for process in processes:
             process.stdin.write(b"go\n")
         done = [0] * num_processes
-        reports = await asyncio.gather(*(_follow(process, idx, done, progress) for idx, process in enumerate(processes)))
+        reports = await asyncio.gather(
+            *(_follow(process, idx, done, progress) for idx, process in enumerate(processes))
+        )
     return summary(load, reports)
 
 
@@ -277,7 +283,9 @@ async def _report(process: asyncio.subprocess.Process) -> Report:
     return msgspec.json.decode(line, type=Report)
 
 
-async def _follow(process: asyncio.subprocess.Process, idx: int, done: list[int], progress: Callable[[int], None]) -> Report:
+async def _follow(
+    process: asyncio.subprocess.Process, idx: int, done: list[int], progress: Callable[[int], None]
+) -> Report:
     """Reads a process's reports to the last; `done` holds every process's count."""
     while True:
         report = await _report(process)
@@ -318,7 +326,9 @@ def summary(load: Load, reports: list[Report]) -> dict[str, Any]:
         "out_tok_s": num_output / duration_s,
         "ttft_ms": spread([(s.first_s - s.sent_s) * 1e3 for s in texts]),
         "itl_ms": spread([gap / 1e3 for s in good for gap in s.gaps_us]),
-        "tpot_ms": spread([(s.last_s - s.first_s) / (s.num_output_tokens - 1) * 1e3 for s in texts if s.num_output_tokens > 1]),
+        "tpot_ms": spread(
+            [(s.last_s - s.first_s) / (s.num_output_tokens - 1) * 1e3 for s in texts if s.num_output_tokens > 1]
+        ),
         "e2e_ms": spread([(s.end_s - s.sent_s) * 1e3 for s in good]),
         "num_client_processes": len(reports),
         "client_cpu_s": sum(report.cpu_s for report in reports),

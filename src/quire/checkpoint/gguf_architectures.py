@@ -104,7 +104,9 @@ class GGUFArchitecture:
     permutes_qk: bool = False  # rows of q and k are stored in another order: see `unpermute_rows`
     fuses_qkv: bool = False  # our model, too, has q, k and v in one
     routes_by_sigmoid: bool = False
-    window_period: int | None = None  # the last layer of so many sees everything, where the file has a window and no pattern
+    window_period: int | None = (
+        None  # the last layer of so many sees everything, where the file has a window and no pattern
+    )
     finish: Callable[[dict[str, Any], GGUFFile], None] | None = None  # what no table can say
     variants: tuple[tuple[Callable[[GGUFFile], bool], "GGUFArchitecture"], ...] = ()  # rows for files that are special
 
@@ -122,14 +124,18 @@ class GGUFArchitecture:
             f"the GGUF file holds a tensor {tensor_name!r:.80} that {self.model_type} models do not have: use another file."
         )
 
-    def pieces(self, tensor_name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Iterator[tuple[str, slice | list[int]]]:
+    def pieces(
+        self, tensor_name: str, shape: tuple[int, ...], config: Mapping[str, Any]
+    ) -> Iterator[tuple[str, slice | list[int]]]:
         """What to make of a stored tensor: our names, and which rows each gets. `config`: as `config_from_gguf` gives it."""
         layer = _LAYER.match(tensor_name)
         if config.get("num_nextn_predict_layers") and layer and int(layer[1]) >= config["num_hidden_layers"]:
             return  # layers past the last predict further tokens, which is not done here
         if (name := self.name(tensor_name)) is None:
             return
-        num_heads, num_kv_heads, head_dim = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+        num_heads, num_kv_heads, head_dim = (
+            config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
+        )
         permuted = {"q_proj": num_heads, "k_proj": num_kv_heads} if self.permutes_qk else {}
         start = 0
         for part, size in self._parts(name, shape, num_kv_heads * head_dim):
@@ -227,7 +233,12 @@ _MIXTRAL = GGUFArchitecture(
 _GPT_NEOX = {
     "architecture": "GPTNeoXForCausalLM",
     "model_type": "gpt_neox",
-    "keys": {**_SIZES, **_PART_ROTATES, "layer_norm_eps": _LAYER_NORM, "use_parallel_residual": "use_parallel_residual"},
+    "keys": {
+        **_SIZES,
+        **_PART_ROTATES,
+        "layer_norm_eps": _LAYER_NORM,
+        "use_parallel_residual": "use_parallel_residual",
+    },
     "unsaid": {"hidden_act": "gelu"},
     "fuses_qkv": True,
 }
@@ -277,7 +288,12 @@ GGUF_ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "qwen3moe": GGUFArchitecture(
         architecture="Qwen3MoeForCausalLM",
         model_type="qwen3_moe",
-        keys={**_KEYS, **_EXPERTS, "num_experts": "expert_count", "moe_intermediate_size": "expert_feed_forward_length"},
+        keys={
+            **_KEYS,
+            **_EXPERTS,
+            "num_experts": "expert_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+        },
         unsaid={"norm_topk_prob": True},
     ),
     "olmoe": GGUFArchitecture(
@@ -326,7 +342,12 @@ GGUF_ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "gemma3": GGUFArchitecture(
         architecture="Gemma3ForCausalLM",
         model_type="gemma3_text",
-        keys={**_KEYS, **_WINDOW, "rope_local_base_freq": "rope.freq_base_swa", "final_logit_softcapping": "final_logit_softcapping"},
+        keys={
+            **_KEYS,
+            **_WINDOW,
+            "rope_local_base_freq": "rope.freq_base_swa",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
         unsaid={"rope_local_base_freq": 10000.0, "hidden_activation": "gelu_pytorch_tanh"},
         tensors=_POST_NORMS,
         window_period=6,
@@ -341,13 +362,23 @@ GGUF_ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "phi3": GGUFArchitecture(
         architecture="Phi3ForCausalLM",
         model_type="phi3",
-        keys={**_KEYS, **_WINDOW, **_PART_ROTATES, "original_max_position_embeddings": SCALING + "original_context_length"},
+        keys={
+            **_KEYS,
+            **_WINDOW,
+            **_PART_ROTATES,
+            "original_max_position_embeddings": SCALING + "original_context_length",
+        },
         tensors=_FUSED_MLP,
         fuses_qkv=True,
     ),
-    "olmo2": GGUFArchitecture(architecture="Olmo2ForCausalLM", model_type="olmo2", tensors=_POST_NORMS, variants=((_has_window, _OLMO3),)),
+    "olmo2": GGUFArchitecture(
+        architecture="Olmo2ForCausalLM", model_type="olmo2", tensors=_POST_NORMS, variants=((_has_window, _OLMO3),)
+    ),
     "glm4": GGUFArchitecture(
-        architecture="Glm4ForCausalLM", model_type="glm4", keys={**_KEYS, **_PART_ROTATES}, tensors={**_POST_NORMS, **_FUSED_MLP}
+        architecture="Glm4ForCausalLM",
+        model_type="glm4",
+        keys={**_KEYS, **_PART_ROTATES},
+        tensors={**_POST_NORMS, **_FUSED_MLP},
     ),
     "cohere2": GGUFArchitecture(
         architecture="Cohere2ForCausalLM",
@@ -374,7 +405,12 @@ GGUF_ARCHITECTURES: dict[str, GGUFArchitecture] = {
     ),
     "falcon": GGUFArchitecture(
         **_FALCON,
-        variants=((_has_two_norms, GGUFArchitecture(**_FALCON, tensors={"attn_norm": "mlp_layernorm", "attn_norm_2": "input_layernorm"})),),
+        variants=(
+            (
+                _has_two_norms,
+                GGUFArchitecture(**_FALCON, tensors={"attn_norm": "mlp_layernorm", "attn_norm_2": "input_layernorm"}),
+            ),
+        ),
     ),
 }
 
@@ -385,7 +421,9 @@ def gguf_architecture(gguf: GGUFFile) -> GGUFArchitecture:
         raise BadModelFileError(f"{gguf.path.name} names no architecture: fetch it again or use another file.")
     if name not in GGUF_ARCHITECTURES:
         known = ", ".join(GGUF_ARCHITECTURES)
-        raise UnsupportedModelError(f"{gguf.path.name} has the architecture {name!r:.80}: Quire reads GGUF files of {known}.")
+        raise UnsupportedModelError(
+            f"{gguf.path.name} has the architecture {name!r:.80}: Quire reads GGUF files of {known}."
+        )
     if gguf.metadata.get("split.count", 0) not in (0, 1):
         raise UnsupportedModelError(f"{gguf.path.name} is one of several parts: join them, `llama-gguf-split --merge`.")
     row = GGUF_ARCHITECTURES[name]

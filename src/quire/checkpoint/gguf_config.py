@@ -45,7 +45,12 @@ def config_from_gguf(gguf: GGUFFile) -> dict[str, Any]:
     meta, prefix = gguf.metadata, f"{gguf.metadata['general.architecture']}."
     values = {key.removeprefix(prefix): value for key, value in meta.items() if key.startswith(prefix)}
     _refuse_what_is_not_understood(values, row, gguf)
-    config: dict[str, Any] = {"architectures": [row.architecture], "model_type": row.model_type, "hidden_act": "silu", **row.unsaid}
+    config: dict[str, Any] = {
+        "architectures": [row.architecture],
+        "model_type": row.model_type,
+        "hidden_act": "silu",
+        **row.unsaid,
+    }
     config |= {hf_key: _number(values[key], prefix + key, gguf) for hf_key, key in row.keys.items() if key in values}
     if missing := [key for key in _REQUIRED if key in row.keys and key not in config]:
         raise BadModelFileError(f"{gguf.path.name} lacks {prefix}{row.keys[missing[0]]}: use another file.")
@@ -123,7 +128,9 @@ def _layer_types(values: Mapping[str, Any], period: int, config: Mapping[str, An
     if type(pattern) is int and pattern > 0:
         pattern = [(layer_idx + 1) % pattern != 0 for layer_idx in range(num_layers)]
     if not isinstance(pattern, list) or len(pattern) != num_layers:
-        raise BadModelFileError(f"{gguf.path.name} does not say of each layer whether it has a window: use another file.")
+        raise BadModelFileError(
+            f"{gguf.path.name} does not say of each layer whether it has a window: use another file."
+        )
     return ["sliding_attention" if slides and config["sliding_window"] else "full_attention" for slides in pattern]
 
 
@@ -138,7 +145,9 @@ def _token_id(meta: Mapping[str, Any], key: str, vocab_size: int) -> int | None:
 
 def _rope(gguf: GGUFFile, values: Mapping[str, Any], row: GGUFArchitecture, head_dim: int) -> dict[str, Any]:
     if values.get("attention.value_length", head_dim) != head_dim:
-        raise UnsupportedModelError(f"{gguf.path.name} has values of another size than keys: Quire cannot read those yet.")
+        raise UnsupportedModelError(
+            f"{gguf.path.name} has values of another size than keys: Quire cannot read those yet."
+        )
     rotary_dim = values.get("rope.dimension_count", head_dim)
     if type(rotary_dim) is not int or not 0 < rotary_dim <= head_dim:
         raise BadModelFileError(f"{gguf.path.name} rotates {rotary_dim!r:.80} of {head_dim} dimensions.")
@@ -177,7 +186,11 @@ def _rope_scaling(gguf: GGUFFile, values: Mapping[str, Any], rotary_dim: int) ->
         raise UnsupportedModelError(f"{gguf.path.name} scales RoPE by {what}, which Quire does not read from GGUF yet.")
     if scaling.get("yarn_attn_factor") == 1.0:
         del scaling["yarn_attn_factor"]  # not the factor 1, but yarn's own
-    return {"rope_type": "yarn", "factor": factor, **{hf: scaling[key] for hf, key in _YARN_KEYS.items() if key in scaling}}
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        **{hf: scaling[key] for hf, key in _YARN_KEYS.items() if key in scaling},
+    }
 
 
 def _longrope(gguf: GGUFFile, scaling: Mapping[str, Any], rotary_dim: int) -> dict[str, Any]:

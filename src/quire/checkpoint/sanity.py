@@ -53,12 +53,18 @@ def checked(config: dict[str, Any], source: str) -> dict[str, Any]:
     scaling = config.get("rope_scaling") or {}
     for key in ("factor", "original_max_position_embeddings"):
         value = scaling.get(key)
-        if value is not None and (type(value) not in (int, float) or not 0 < value < _LIMITS["max_position_embeddings"]):
-            raise BadModelFileError(f"{source} gives the {key} of rope_scaling as {value!r:.80}, not a positive number.")
+        if value is not None and (
+            type(value) not in (int, float) or not 0 < value < _LIMITS["max_position_embeddings"]
+        ):
+            raise BadModelFileError(
+                f"{source} gives the {key} of rope_scaling as {value!r:.80}, not a positive number."
+            )
     full_layers, layer_types = config.get("max_window_layers"), config.get("layer_types")
     if full_layers is not None and (type(full_layers) is not int or full_layers < 0):
         raise BadModelFileError(f"{source} gives max_window_layers as {full_layers!r:.80}, not a whole number.")
-    if layer_types is not None and (type(layer_types) is not list or len(layer_types) < config.get("num_hidden_layers", 0)):
+    if layer_types is not None and (
+        type(layer_types) is not list or len(layer_types) < config.get("num_hidden_layers", 0)
+    ):
         raise BadModelFileError(f"{source} does not give every layer its own of the layer_types.")
     num_heads, num_kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if num_heads and num_kv_heads and num_heads % num_kv_heads:

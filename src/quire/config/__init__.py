@@ -8,4 +8,13 @@ from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, ModelCo
 from quire.config.fields import knob
 from quire.config.serving import ServingConfig
 
-__all__ = ["CacheConfig", "DeviceConfig", "EngineConfig", "ModelConfig", "SchedulerConfig", "ServingConfig", "StructuredConfig", "knob"]
+__all__ = [
+    "CacheConfig",
+    "DeviceConfig",
+    "EngineConfig",
+    "ModelConfig",
+    "SchedulerConfig",
+    "ServingConfig",
+    "StructuredConfig",
+    "knob",
+]

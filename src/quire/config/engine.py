@@ -25,9 +25,12 @@ class ModelConfig:
         "auto", "number type of weights and activations; auto: bfloat16, with quantized weights kept packed"
     )
     quantization: Literal["auto", "none", "gguf"] = knob(
-        "auto", "gguf keeps weights packed as the file has them, none turns them into dtype when loading; auto goes by dtype"
+        "auto",
+        "gguf keeps weights packed as the file has them, none turns them into dtype when loading; auto goes by dtype",
     )
-    max_model_len: int | None = knob(None, "longest prompt plus answer, in tokens (default: what the model allows)", low=1)
+    max_model_len: int | None = knob(
+        None, "longest prompt plus answer, in tokens (default: what the model allows)", low=1
+    )
     seed: int = knob(0, "seed for requests that bring none, and for dummy weights", low=0)
     chat_template: str | None = knob(None, "a Jinja template, or a file with one, instead of the model's own")
     skip_tokenizer_init: bool = knob(False, "load no tokenizer: prompts and answers are token ids only")
@@ -46,9 +49,14 @@ class CacheConfig:
     block_size: int = knob(16, "tokens per KV block", low=1, high=1024)
     enable_prefix_caching: bool = knob(True, "reuse the KV blocks of prompts that begin alike")
     gpu_memory_utilization: float = knob(
-        0.9, "share of the device's memory the engine may use (on a CPU: of what is free, for KV blocks)", low=0.01, high=1.0
+        0.9,
+        "share of the device's memory the engine may use (on a CPU: of what is free, for KV blocks)",
+        low=0.01,
+        high=1.0,
     )
-    kv_cache_memory_bytes: int | None = knob(None, "bytes for KV blocks, e.g. 4G (default: from gpu_memory_utilization)", low=1)
+    kv_cache_memory_bytes: int | None = knob(
+        None, "bytes for KV blocks, e.g. 4G (default: from gpu_memory_utilization)", low=1
+    )
     num_gpu_blocks_override: int | None = knob(None, "exactly this many KV blocks, for tests and experiments", low=2)
 
     def __post_init__(self) -> None:
@@ -60,9 +68,13 @@ class SchedulerConfig:
     """What runs in a step"""
 
     max_num_seqs: int = knob(256, "requests running at once", low=1, high=65536)
-    max_num_batched_tokens: int | None = knob(None, "tokens computed in one step (default: on a GPU 8192, on a CPU 2048; when serving 2048 and 512)", low=1)
+    max_num_batched_tokens: int | None = knob(
+        None, "tokens computed in one step (default: on a GPU 8192, on a CPU 2048; when serving 2048 and 512)", low=1
+    )
     scheduling_policy: Literal["fcfs", "priority"] = knob("fcfs", "order of requests: by arrival, or by priority first")
-    pipeline_depth: int | None = knob(None, "steps in flight: 1 waits for each, 2 plans ahead (default: by device)", low=1, high=2)
+    pipeline_depth: int | None = knob(
+        None, "steps in flight: 1 waits for each, 2 plans ahead (default: by device)", low=1, high=2
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -77,8 +89,12 @@ class SchedulerConfig:
 class DeviceConfig:
     """Where it runs"""
 
-    device: Literal["auto", "cpu", "cuda"] = knob("auto", "where to compute; auto: an NVIDIA GPU if there is one, else the CPU")
-    num_threads: int | None = knob(None, "threads for CPU kernels (default: the cores this process may use, when serving one less)", low=1)
+    device: Literal["auto", "cpu", "cuda"] = knob(
+        "auto", "where to compute; auto: an NVIDIA GPU if there is one, else the CPU"
+    )
+    num_threads: int | None = knob(
+        None, "threads for CPU kernels (default: the cores this process may use, when serving one less)", low=1
+    )
     executor: str = knob("inproc", "how the engine reaches its workers: a file of quire/executor")
     attention_backend: str = knob("auto", "how attention is computed: a file of quire/layers/attention")
     interpret_triton: bool = knob(False, "run what GPUs run on a CPU, in Triton's interpreter: for tests", hidden=True)
@@ -94,10 +110,15 @@ class StructuredConfig:
     structured_outputs_backend: Literal["auto", "xgrammar", "llguidance"] = knob(
         "auto", "grammar engine; auto: xgrammar, and llguidance for what only that one can do"
     )
-    grammar_timeout_s: float = knob(10.0, "longest CPU time one grammar or schema may take to compile, in seconds", low=0.1, high=600.0)
-    tool_call_parser: str = knob("auto", "format of tool calls: a file of quire/frontend/tools; auto: by the chat template; none: text")
+    grammar_timeout_s: float = knob(
+        10.0, "longest CPU time one grammar or schema may take to compile, in seconds", low=0.1, high=600.0
+    )
+    tool_call_parser: str = knob(
+        "auto", "format of tool calls: a file of quire/frontend/tools; auto: by the chat template; none: text"
+    )
     reasoning_parser: str = knob(
-        "auto", "how thinking is told from the answer: a file of quire/frontend/reasoning; auto: by the chat template; none: it is not"
+        "auto",
+        "how thinking is told from the answer: a file of quire/frontend/reasoning; auto: by the chat template; none: it is not",
     )
 
     logits_processors: list[str] = knob([], "your own processors of logits, as package.module:Class", metavar="CLASS")
@@ -133,5 +154,9 @@ class EngineConfig:
 
     def replace(self, **kwargs: Any) -> "EngineConfig":
         """A copy with some options changed, given flat."""
-        flat = {f.name: getattr(getattr(self, g.name), f.name) for g in dataclasses.fields(self) for f in dataclasses.fields(g.type)}
+        flat = {
+            f.name: getattr(getattr(self, g.name), f.name)
+            for g in dataclasses.fields(self)
+            for f in dataclasses.fields(g.type)
+        }
         return EngineConfig.from_kwargs(**{**flat, **kwargs})

@@ -28,7 +28,10 @@ def read_options(path: str, options: Iterable[type]) -> dict[str, Any]:
         name = str(key).lstrip("-").replace("-", "_")
         if name not in kinds:
             close = difflib.get_close_matches(name, kinds, 1)
-            raise ConfigError(f"{path}: unknown option {key!r:.100}" + (f": did you mean {close[0].replace('_', '-')!r}?" if close else ""))
+            raise ConfigError(
+                f"{path}: unknown option {key!r:.100}"
+                + (f": did you mean {close[0].replace('_', '-')!r}?" if close else "")
+            )
         if name in values:
             raise ConfigError(f"{path}: {key!r} is there twice, in two spellings")
         if value is not None:

@@ -71,7 +71,12 @@ def _add_flag(section: Any, field: dataclasses.Field, hint: Any) -> None:
     common["help"] = text
     if positional := field.metadata.get("positional"):
         common |= {"choices": choices} if choices is not None else {}
-        section.add_argument(field.name, nargs=None if positional is True else positional, metavar=field.metadata.get("metavar"), **common)
+        section.add_argument(
+            field.name,
+            nargs=None if positional is True else positional,
+            metavar=field.metadata.get("metavar"),
+            **common,
+        )
         return
     name = "--" + field.name.replace("_", "-")
     if kind is bool:

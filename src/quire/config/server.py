@@ -23,15 +23,25 @@ class ServerConfig:
     port: int = knob(8000, "port to listen on; 0 takes a free one", low=0, high=65535)
     served_model_name: list[str] = knob([], "names clients may ask for (default: MODEL as typed)", metavar="NAME")
     api_key: list[str] = knob([], "clients must send one of these keys; can be given several times", metavar="KEY")
-    api_key_file: str | None = knob(None, "a file with one such key per line, which keeps them out of process lists", metavar="FILE")
+    api_key_file: str | None = knob(
+        None, "a file with one such key per line, which keeps them out of process lists", metavar="FILE"
+    )
     admin_api_key: str | None = knob(None, "the key that endpoints for operators need", metavar="KEY")
     ssl_certfile: str | None = knob(None, "certificate: with it the server speaks HTTPS", metavar="FILE")
-    ssl_keyfile: str | None = knob(None, "the certificate's private key, where it is in a file of its own", metavar="FILE")
-    allowed_origins: list[str] = knob([], "web pages that may call from a browser, as https://host, or * (default: none)", metavar="ORIGIN")
+    ssl_keyfile: str | None = knob(
+        None, "the certificate's private key, where it is in a file of its own", metavar="FILE"
+    )
+    allowed_origins: list[str] = knob(
+        [], "web pages that may call from a browser, as https://host, or * (default: none)", metavar="ORIGIN"
+    )
     max_body_bytes: int = knob(4 << 20, "largest request body (default: 4M)", low=1)
-    max_held_bytes: int = knob(1 << 30, "bodies of all requests under way together; half of it for one address (default: 1G)", low=1)
+    max_held_bytes: int = knob(
+        1 << 30, "bodies of all requests under way together; half of it for one address (default: 1G)", low=1
+    )
     max_json_depth: int = knob(64, "deepest nesting of lists and objects in a request", low=4, high=500)
-    max_json_values: int = knob(262_144, "values in a request's JSON; a list counts as three, a member of an object as eight", low=1024)
+    max_json_values: int = knob(
+        262_144, "values in a request's JSON; a list counts as three, a member of an object as eight", low=1024
+    )
     body_timeout_s: float = knob(60.0, "seconds a client may take to send a request", low=0.1)
     keep_alive_s: float = knob(75.0, "seconds an idle connection is kept; should be longer than a proxy's own", low=0.1)
     max_connections: int = knob(4096, "clients connected at a time; more are answered 503", low=1)
@@ -50,10 +60,11 @@ class ServerConfig:
             check_key(key)
         for origin in self.allowed_origins:
             if not _ORIGIN.fullmatch(origin):
-                raise ConfigError(f"{origin!r:.100} is no origin: write https://host or https://host:port, without a path, or *")
+                raise ConfigError(
+                    f"{origin!r:.100} is no origin: write https://host or https://host:port, without a path, or *"
+                )
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("--ssl-keyfile needs --ssl-certfile")
-
 
     def open_doors(self) -> list[str]:
         """What anybody may do who reaches the server, where that may not be meant: sentences for the log."""
@@ -61,7 +72,9 @@ class ServerConfig:
             return []
         found = []
         if self.admin_api_key:
-            found.append("--admin-api-key is for operators' paths alone, all others need no key: give --api-key for those")
+            found.append(
+                "--admin-api-key is for operators' paths alone, all others need no key: give --api-key for those"
+            )
         if not _is_loopback(self.host):
             found.append(f"anybody who reaches {self.host} may use this server: give --api-key, or listen on 127.0.0.1")
         return found

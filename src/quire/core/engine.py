@@ -140,7 +140,9 @@ class Engine:
 
     def _add_choice(self, message: AddRequest, choice_idx: int) -> None:
         params = message.params
-        if choice_idx > 0 and params.prompt_logprobs is not None:  # the same for every choice: only the first computes them
+        if (
+            choice_idx > 0 and params.prompt_logprobs is not None
+        ):  # the same for every choice: only the first computes them
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         request = Request(message, choice_idx, params, self.config.model.max_model_len)
         if message.constraint is None or message.wants_vector:

@@ -48,7 +48,11 @@ class Guides:
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, config: StructuredConfig, executor: Executor) -> "Guides":
-        return cls(vocabulary, Compiler(config.structured_outputs_backend, vocabulary, timeout_s=config.grammar_timeout_s), executor)
+        return cls(
+            vocabulary,
+            Compiler(config.structured_outputs_backend, vocabulary, timeout_s=config.grammar_timeout_s),
+            executor,
+        )
 
     def add(self, request: Request, constraint: Constraint) -> None:
         ticket = self.compiler.submit(constraint.grammar) if constraint.grammar is not None else None
@@ -119,4 +123,6 @@ class Guides:
 def _guided(step: PlannedStep) -> list[tuple[int, Entry]]:
     """What somebody wants under a grammar, with its place among the rows that produce something."""
     producing = (entry for entry in step.entries if entry.produces)
-    return [(place, entry) for place, entry in enumerate(producing) if entry.request.guide is not None and entry.is_wanted]
+    return [
+        (place, entry) for place, entry in enumerate(producing) if entry.request.guide is not None and entry.is_wanted
+    ]

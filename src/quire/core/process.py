@@ -106,7 +106,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the frontend decides what it means
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL)
-    logging.basicConfig(level=env.log_level(), format="%(asctime)s %(levelname).1s core %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(
+        level=env.log_level(), format="%(asctime)s %(levelname).1s core %(name)s: %(message)s", datefmt="%H:%M:%S"
+    )
     with contextlib.suppress(QuireError):  # an executor that does not exist is told where errors are told
         for module in getattr(executor_module(sys.argv[1]), "PRELOAD", ()):
             importlib.import_module(module)

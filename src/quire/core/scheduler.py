@@ -140,7 +140,9 @@ class Scheduler:
 
     def _num_cached(self, request: Request) -> int:
         """Tokens that need not be computed; a prompt whose logprobs are owed is computed all the same."""
-        owes_logprobs = request.params.prompt_logprobs is not None and request.num_prompt_logprobs < request.num_prompt_tokens - 1
+        owes_logprobs = (
+            request.params.prompt_logprobs is not None and request.num_prompt_logprobs < request.num_prompt_tokens - 1
+        )
         return 0 if owes_logprobs else self.kv.find_prefix(request.blocks)
 
     def _start_row(self, step: PlannedStep, request: Request, num_cached: int) -> None:
@@ -168,7 +170,9 @@ class Scheduler:
             )
         )
 
-    def _give(self, step: PlannedStep, request: Request, start: int, num_tokens: int, new_blocks: list[list[int]]) -> None:
+    def _give(
+        self, step: PlannedStep, request: Request, start: int, num_tokens: int, new_blocks: list[list[int]]
+    ) -> None:
         num_missing = start + num_tokens - (len(request.token_ids) + request.num_sampling)
         if num_missing < 0:
             produces = NOTHING
@@ -198,7 +202,9 @@ class Scheduler:
 
     def _yield_to_priority(self) -> None:
         """Whoever waits with strictly better priority than the last in line gets that one's place."""
-        while (request := self.waiting.peek()) is not None and self.running and request.key[0] < self.running[-1].key[0]:
+        while (
+            (request := self.waiting.peek()) is not None and self.running and request.key[0] < self.running[-1].key[0]
+        ):
             if self.free_rows and self.kv.can_admit(request.blocks, self._num_cached(request), self.max_tokens):
                 return
             if self.free_rows and self.kv.num_limbo:

@@ -75,7 +75,9 @@ class AsyncLLM:
 
     async def start(self) -> None:
         """Starts the core and returns when it answers; raises what kept it from starting (ConfigError, ModelError…)."""
-        self.supervisor = Supervisor(self.model.config, self.serving, self.metrics, lambda: self.model.vocabulary, self.process)
+        self.supervisor = Supervisor(
+            self.model.config, self.serving, self.metrics, lambda: self.model.vocabulary, self.process
+        )
         await self.supervisor.start()
 
     async def drain(self, timeout_s: float) -> None:
@@ -137,7 +139,9 @@ class AsyncLLM:
         `wants_vector`: the stream's request gets the prompt's vector instead of an answer."""
         self._admit()
         request_id = request_id or uuid.uuid4().hex
-        make = functools.partial(self.inputs.request, request_id, prompt, params, priority, cache_salt, thinks, owner, wants_vector)
+        make = functools.partial(
+            self.inputs.request, request_id, prompt, params, priority, cache_salt, thinks, owner, wants_vector
+        )
         size = _size(prompt) + _size(params.bad_words)  # both are tokenized
         is_long = size > INLINE_CHARS or params.structured_outputs is not None
         request = await self.off_loop(make, size) if is_long else make()
@@ -157,7 +161,9 @@ class AsyncLLM:
         limit = self.serving.max_queued_requests
         if len(self.supervisor.live) >= limit:
             self.metrics.rejected("queue_full")
-            raise OverloadedError(f"{limit} requests are running or waiting, which is the limit: try again later or raise --max-queued-requests")
+            raise OverloadedError(
+                f"{limit} requests are running or waiting, which is the limit: try again later or raise --max-queued-requests"
+            )
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any

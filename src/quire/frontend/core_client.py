@@ -64,7 +64,9 @@ class CoreClient(Client):
         if self.killed:
             self.kill()
         setup = encode(CoreSetup(self.config, self.address, str(self.record_path)))
-        with contextlib.suppress(ConnectionError, RuntimeError):  # it is dead already (RuntimeError: uvloop's word for it): `exited` tells
+        with contextlib.suppress(
+            ConnectionError, RuntimeError
+        ):  # it is dead already (RuntimeError: uvloop's word for it): `exited` tells
             self.process.stdin.write(len(setup).to_bytes(4, "little") + setup)
             await self.process.stdin.drain()
 

@@ -46,7 +46,9 @@ class InputProcessor:
         text, token_ids = self.tokenize(prompt)
         self._check(token_ids, params, priority, cache_salt)
         constraint = self._constraint(params, token_ids, thinks)
-        complete = msgspec.structs.replace(params, max_tokens=self._max_tokens(params, len(token_ids)), structured_outputs=None)
+        complete = msgspec.structs.replace(
+            params, max_tokens=self._max_tokens(params, len(token_ids)), structured_outputs=None
+        )
         if complete.min_tokens > complete.max_tokens:
             complete.min_tokens = complete.max_tokens
         seed = params.seed if params.seed is not None else self.seeds.getrandbits(63)
@@ -91,7 +93,11 @@ class InputProcessor:
         _in_vocabulary("stop_token_ids", params.stop_token_ids, vocab_size)
         _in_vocabulary("logit_bias", params.logit_bias, vocab_size)
         _in_vocabulary("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
-        if not isinstance(priority, int) or isinstance(priority, bool) or not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT:
+        if (
+            not isinstance(priority, int)
+            or isinstance(priority, bool)
+            or not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT
+        ):
             raise RequestError("priority must be a whole number of 32 bits")
         if not isinstance(cache_salt, str) or len(cache_salt) > MAX_CACHE_SALT_CHARS:
             raise RequestError(f"cache_salt must be text of at most {MAX_CACHE_SALT_CHARS} characters")
@@ -101,12 +107,16 @@ class InputProcessor:
         if params.structured_outputs is not None:
             grammar = grammar_spec(params.structured_outputs)
             if params.min_tokens:
-                raise RequestError("min_tokens cannot be combined with structured output, whose grammar says when it ends: leave it out")
+                raise RequestError(
+                    "min_tokens cannot be combined with structured output, whose grammar says when it ends: leave it out"
+                )
             if not self.model.eos_ids:
                 raise RequestError("structured output needs a token that ends an answer, and this model names none")
         thinking = self.model.thinking(token_ids, budget) if thinks or budget is not None else None
         if budget is not None and thinking is None:
-            raise RequestError("thinking_token_budget is for models that think, which this one is not known to: see --reasoning-parser")
+            raise RequestError(
+                "thinking_token_budget is for models that think, which this one is not known to: see --reasoning-parser"
+            )
         if grammar is None and budget is None:
             return None
         _ = self.model.vocabulary  # made here, where it may take its time

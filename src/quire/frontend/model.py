@@ -142,7 +142,9 @@ class Model:
 
     def need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
-            raise RequestError(f"{what} needs a tokenizer, and skip_tokenizer_init is set: give token ids, or leave it out")
+            raise RequestError(
+                f"{what} needs a tokenizer, and skip_tokenizer_init is set: give token ids, or leave it out"
+            )
         return self.tokenizer
 
 
@@ -163,6 +165,10 @@ def _template_source(option: str | None) -> str | None:
         return option
     try:
         return read_file(Path(option).expanduser(), MAX_TEMPLATE_BYTES).decode()
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no such home; ValueError: bad UTF-8, a null character
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # RuntimeError: no such home; ValueError: bad UTF-8, a null character
         why = getattr(error, "strerror", None) or "it is not the path of a UTF-8 text"
         raise ConfigError(f"the chat template {option!r:.200} cannot be read: {why}") from None

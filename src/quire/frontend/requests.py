@@ -123,7 +123,12 @@ class ChoiceState:
     """One of a request's answers, as it grows."""
 
     def __init__(
-        self, index: int, params: SamplingParams, stops: StopStrings, tokenizer: Tokenizer | None, prompt_token_ids: list[int]
+        self,
+        index: int,
+        params: SamplingParams,
+        stops: StopStrings,
+        tokenizer: Tokenizer | None,
+        prompt_token_ids: list[int],
     ) -> None:
         self.index = index
         self.params = params
@@ -145,7 +150,9 @@ class ChoiceState:
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             )
             if params.stop:
-                self.stop_stream = StopStream(stops, include_stop=params.include_stop_str_in_output, min_tokens=params.min_tokens)
+                self.stop_stream = StopStream(
+                    stops, include_stop=params.include_stop_str_in_output, min_tokens=params.min_tokens
+                )
 
     def take(self, delta: ChoiceDelta) -> None:
         detokenizer, stops = self.detokenizer, self.stop_stream

@@ -54,7 +54,9 @@ class Stream:
 
     def _raise_error(self) -> None:
         if self.error is not None:
-            raise copy.copy(self.error)  # a traceback leads back here: ours stays without, else the request would be in a cycle
+            raise copy.copy(
+                self.error
+            )  # a traceback leads back here: ours stays without, else the request would be in a cycle
 
     def abort(self) -> None:
         """Ends the request with what it has; harmless when it is over."""

@@ -127,7 +127,9 @@ class Supervisor:
             raise RequestError(f"there is a request {request.request_id!r:.100} already: choose another request_id")
         message = encode(request.message)
         if len(message) > MAX_REQUEST_BYTES:
-            raise RequestError(f"the request takes {len(message):,} bytes, and {MAX_REQUEST_BYTES:,} are the limit: send less")
+            raise RequestError(
+                f"the request takes {len(message):,} bytes, and {MAX_REQUEST_BYTES:,} are the limit: send less"
+            )
         if self.refused:
             self._refuse_poison(request)
         self.live[request.request_id] = stream
@@ -352,7 +354,9 @@ class Supervisor:
         if guilty is not None:
             self._convict(guilty)
         if self.blame.hopeless:
-            self.failure = EngineError(f"the engine died {MAX_DEATHS} times in a row without producing a token: giving up")
+            self.failure = EngineError(
+                f"the engine died {MAX_DEATHS} times in a row without producing a token: giving up"
+            )
             log.critical("%s", self.failure)
         elif self.blame.num_deaths > 1 and not was_ready:
             await asyncio.sleep(min(0.1 * 2**self.blame.num_deaths, 5.0))  # it does not even start: no hurry

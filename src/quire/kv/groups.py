@@ -133,4 +133,3 @@ def _blocks_needed(layout: KVLayout, num_tokens: int, chunk_tokens: int) -> list
     for group in layout.groups:
         needed[group.pool_idx] += group.spec.most_blocks(num_tokens, chunk_tokens, group.block_size)
     return needed
-

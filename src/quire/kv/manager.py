@@ -40,9 +40,7 @@ class KVManager:
         self.groups = layout.groups
         self.block_sizes = [group.block_size for group in layout.groups]
         self.pool_layouts = layout.pools
-        self.pools = [
-            BlockPool(pool.num_blocks, self._before_forgetting) for pool in layout.pools
-        ]
+        self.pools = [BlockPool(pool.num_blocks, self._before_forgetting) for pool in layout.pools]
         self.pool_of = [self.pools[group.pool_idx] for group in layout.groups]
         self.prefix_caching = enable_prefix_caching
         self.tier = tier
@@ -112,7 +110,8 @@ class KVManager:
         for group_idx, size in enumerate(self.block_sizes):
             needed = self._needed(group_idx, length)
             table = [
-                block if idx in needed else NULL_BLOCK for idx, block in enumerate(parent.tables[group_idx][: length // size])
+                block if idx in needed else NULL_BLOCK
+                for idx, block in enumerate(parent.tables[group_idx][: length // size])
             ]
             self.pool_of[group_idx].share(table)
             self._adopt(child, group_idx, table, length)

@@ -93,7 +93,9 @@ class Layer(nn.Module):
         for part in parts:
             name = f"{part.path}.bias" if part.end else f"{part.path}_bias"
             split = None if part.split is None or part.split.axis == "inputs" else part.split
-            yield Weight(name, part.shape[:-1], partial(self._take_bias, attribute, start), split, AXES[len(part.shape)][:-1])
+            yield Weight(
+                name, part.shape[:-1], partial(self._take_bias, attribute, start), split, AXES[len(part.shape)][:-1]
+            )
             start += part.num_rows
 
     def _take_bias(self, attribute: str, start: int, tensor: RawTensor) -> None:

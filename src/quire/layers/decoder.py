@@ -102,7 +102,9 @@ class ParallelLayer(nn.Module):
 
 
 class Decoder(Layer):
-    def __init__(self, embed_tokens: Embedding, layers: Iterable[nn.Module], norm: nn.Module, embed_scale: float) -> None:
+    def __init__(
+        self, embed_tokens: Embedding, layers: Iterable[nn.Module], norm: nn.Module, embed_scale: float
+    ) -> None:
         super().__init__()
         self.embed_tokens = embed_tokens
         self.layers = nn.ModuleList(layers)

@@ -62,8 +62,12 @@ class GatedLinear(Linear):
     """act(gate) * up: both projections, and what is between them and the next one. SiLU has kernels of its own. `fused`: checkpoints
     have both in one."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False, act: str = "silu", fused: bool = False) -> None:
-        super().__init__(in_features, out_features, out_features, bias=bias, parts=None if fused else ("gate_proj", "up_proj"))
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = False, act: str = "silu", fused: bool = False
+    ) -> None:
+        super().__init__(
+            in_features, out_features, out_features, bias=bias, parts=None if fused else ("gate_proj", "up_proj")
+        )
         self.act = None if act == "silu" else activation(act)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -39,7 +39,9 @@ class MLAConfig(DecoderConfig):
     v_head_dim: int | None = 128  # None: heads share the hidden size
 
     def rope(self, interleaved: bool = False) -> Rope:
-        return Rope(self.qk_rope_head_dim, self.rope_theta, self.rope_scaling, self.max_position_embeddings, interleaved)
+        return Rope(
+            self.qk_rope_head_dim, self.rope_theta, self.rope_scaling, self.max_position_embeddings, interleaved
+        )
 
 
 class UpProjection(Layer):

@@ -9,7 +9,9 @@ from quire.layers.linear import GatedLinear, Linear
 class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x)). `fused`: checkpoints have gate and up in one."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False, act: str = "silu", fused: bool = False) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, bias: bool = False, act: str = "silu", fused: bool = False
+    ) -> None:
         super().__init__()
         self.gate_up_proj = GatedLinear(hidden_size, intermediate_size, bias, act, fused)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, split="inputs")

@@ -31,10 +31,14 @@ class Experts(Layer):
     gate_up: Tensor  # [E, 2F, D], when loaded
     down: Tensor  # [E, D, F], likewise
 
-    def __init__(self, num_experts: int, hidden_size: int, expert_size: int, activation: str, bias: bool, names: tuple[str, ...]) -> None:
+    def __init__(
+        self, num_experts: int, hidden_size: int, expert_size: int, activation: str, bias: bool, names: tuple[str, ...]
+    ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
-            raise UnsupportedModelError(f"experts with the activation {activation!r:.40} are not supported: {', '.join(ACTIVATIONS)} are")
+            raise UnsupportedModelError(
+                f"experts with the activation {activation!r:.40} are not supported: {', '.join(ACTIVATIONS)} are"
+            )
         self.activation, self.names = activation, names
         self.num_experts, self.hidden_size, self.expert_size = num_experts, hidden_size, expert_size
         self.gate_up_bias = frozen(torch.empty(num_experts, 2 * expert_size)) if bias else None
@@ -70,7 +74,9 @@ class Experts(Layer):
         self.down = frozen(down.view(self.num_experts, -1, self.expert_size))
         self.methods.clear()
 
-    def forward(self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor, added_TD: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor, added_TD: Tensor | None = None
+    ) -> Tensor:
         return self.backend.run(
             x_TD, weights_TK, expert_ids_TK, self.gate_up, self.down, activation=self.activation,
             gate_up_bias_E2F=self.gate_up_bias, down_bias_ED=self.down_bias, added_TD=added_TD,
@@ -104,8 +110,13 @@ class MoE(Layer):
         shared: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        if routing.num_experts_per_token > num_experts // routing.num_groups * routing.num_groups_kept or num_experts % routing.num_groups:
-            raise BadModelFileError(f"tokens cannot choose {routing.num_experts_per_token} of {num_experts} experts as the model's config.json says")
+        if (
+            routing.num_experts_per_token > num_experts // routing.num_groups * routing.num_groups_kept
+            or num_experts % routing.num_groups
+        ):
+            raise BadModelFileError(
+                f"tokens cannot choose {routing.num_experts_per_token} of {num_experts} experts as the model's config.json says"
+            )
         self.routing, self.correction_name = routing, correction_bias
         self.gate = Router(hidden_size, num_experts, bias)
         self.correction_bias = frozen(torch.empty(num_experts)) if correction_bias else None
@@ -137,7 +148,9 @@ class SharedExpertsConfig:
     moe_intermediate_size: int
     first_k_dense_replace: int  # so many layers have one MLP instead of experts
 
-    def feed_forward(self, layer_idx: int, routing: Routing, *, bias: bool = False, correction_bias: str | None = None) -> nn.Module:
+    def feed_forward(
+        self, layer_idx: int, routing: Routing, *, bias: bool = False, correction_bias: str | None = None
+    ) -> nn.Module:
         """What layer `layer_idx` has behind its attention; `bias` is the MLPs'."""
         if layer_idx < self.first_k_dense_replace:
             return GatedMLP(self.hidden_size, self.intermediate_size, bias, self.hidden_act)

@@ -21,12 +21,22 @@ class Rope(Layer):
     cos_sin: Tensor
 
     def __init__(
-        self, rotary_dim: int, theta: float, scaling: dict[str, Any] | None, max_positions: int, interleaved: bool = False
+        self,
+        rotary_dim: int,
+        theta: float,
+        scaling: dict[str, Any] | None,
+        max_positions: int,
+        interleaved: bool = False,
     ) -> None:
         """`max_positions`: what the model was trained for (config.json's max_position_embeddings). `interleaved`: neighbours
         rotate together, not the halves of a head."""
         super().__init__()
-        self.rotary_dim, self.theta, self.max_positions, self.interleaved = rotary_dim, theta, max_positions, interleaved
+        self.rotary_dim, self.theta, self.max_positions, self.interleaved = (
+            rotary_dim,
+            theta,
+            max_positions,
+            interleaved,
+        )
         self.scaling = scaling or {"rope_type": "default"}
         if self.scaling.get("rope_type") not in SCALINGS:
             raise UnsupportedModelError(
@@ -42,7 +52,9 @@ class Rope(Layer):
         try:
             angles, magnitude = SCALINGS[self.scaling["rope_type"]](self, positions)
         except KeyError as error:
-            raise UnsupportedModelError(f"rope_scaling lacks {error.args[0]!r}: the model's config.json is incomplete") from None
+            raise UnsupportedModelError(
+                f"rope_scaling lacks {error.args[0]!r}: the model's config.json is incomplete"
+            ) from None
         except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
             raise UnsupportedModelError(f"rope_scaling makes no sense: {str(error).splitlines()[0]:.200}") from None
         table = torch.cat((angles.cos() * magnitude, angles.sin() * magnitude), 1)

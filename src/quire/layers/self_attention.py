@@ -43,7 +43,9 @@ class SelfAttention(nn.Module):
         self.o_proj = Linear(q_size, config.hidden_size, bias=out_bias, split="inputs", units=(q_units,))
         self.q_norm = RMSNorm(head_size, config.rms_norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(head_size, config.rms_norm_eps) if qk_norm else None
-        self.attn = Attention(num_heads, num_kv_heads, head_size, rope, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        self.attn = Attention(
+            num_heads, num_kv_heads, head_size, rope, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
 
     def forward(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
         return self.o_proj(self.attn(self.qkv_proj(x_TD), positions_T, self.q_norm, self.k_norm))

@@ -22,7 +22,9 @@ def plain(values: Tensor) -> RawTensor:
 def pick_rows(tensor: RawTensor, rows: Sequence[int] | Tensor) -> RawTensor:
     """The tensor's rows in another order, or some of them; packed weights too: a row is a whole number of their blocks."""
     rows = torch.as_tensor(rows, device=tensor.raw.device)
-    return RawTensor(tensor.type_name, tensor.raw.view(tensor.shape[0], -1)[rows].flatten(), (len(rows), *tensor.shape[1:]))
+    return RawTensor(
+        tensor.type_name, tensor.raw.view(tensor.shape[0], -1)[rows].flatten(), (len(rows), *tensor.shape[1:])
+    )
 
 
 def q_k_v_rows(num_heads: int, num_kv_heads: int, head_size: int) -> Tensor:

@@ -47,7 +47,10 @@ LABELLED_COUNTERS = {  # name: (label, help)
 }
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("From a request's arrival to its first token.", FIRST_TOKEN_S),
-    "inter_token_latency_seconds": ("Between two tokens of a request; all tokens of a step count the step's time.", STEP_S),
+    "inter_token_latency_seconds": (
+        "Between two tokens of a request; all tokens of a step count the step's time.",
+        STEP_S,
+    ),
     "request_time_per_output_token_seconds": ("A request's mean time per token after its first.", STEP_S),
     "e2e_request_latency_seconds": ("From a request's arrival to its end.", REQUEST_S),
     "request_queue_time_seconds": ("How long a request waited for its first step.", REQUEST_S),

@@ -27,7 +27,15 @@ ATTENTION = "quire"  # our name among transformers' attention functions; it know
 REHEARSED_TOKENS = 3
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 # What layers hand on to attention functions that changes nothing here.
-IMMATERIAL = {"dropout", "position_ids", "position_embeddings", "use_cache", "cache_position", "output_attentions", "past_key_values"}
+IMMATERIAL = {
+    "dropout",
+    "position_ids",
+    "position_embeddings",
+    "use_cache",
+    "cache_position",
+    "output_attentions",
+    "past_key_values",
+}
 
 
 class _Refusal(Exception):
@@ -105,7 +113,9 @@ class TransformersModel(Layer):
                 self.hf._init_weights(module)
             for name in derived:
                 if module._buffers[name].isnan().any():
-                    raise UnsupportedModelError(f"transformers does not derive {name} of its {type(module).__name__} without a checkpoint")
+                    raise UnsupportedModelError(
+                        f"transformers does not derive {name} of its {type(module).__name__} without a checkpoint"
+                    )
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         """Final hidden states of the tokens the step's context wants; the runner asks `logits` for the rows it needs."""
@@ -173,7 +183,9 @@ def _check_model(model: nn.Module) -> None:
         raise _Refusal(f"it has layers of type {min(odd)!r}")
     ropes = {str(module.rope_type) for module in model.modules() if hasattr(module, "rope_type")}
     if any("dynamic" in rope or "longrope" in rope for rope in ropes):
-        raise _Refusal(f"they scale RoPE ({', '.join(sorted(ropes))}) by the longest request of a step, not by each one's length")
+        raise _Refusal(
+            f"they scale RoPE ({', '.join(sorted(ropes))}) by the longest request of a step, not by each one's length"
+        )
     if get_model_conversion_mapping(model, add_legacy=False):
         raise _Refusal("they hold weights in another form than its checkpoints")
 
@@ -227,7 +239,9 @@ def _replace_linears(model: nn.Module, tied: dict[str, str]) -> None:
             if type(child) is nn.Linear:
                 options = {"tied_to": tied_to} if child is head else {"split": "nowhere"}
                 ours = AnyShapeHead if child is head else AnyShapeLinear
-                setattr(parent, name, ours(child.in_features, child.out_features, bias=child.bias is not None, **options))
+                setattr(
+                    parent, name, ours(child.in_features, child.out_features, bias=child.bias is not None, **options)
+                )
 
 
 class PagedAttention(Attention):
@@ -241,7 +255,9 @@ class PagedAttention(Attention):
         value_size = v_1KTE.shape[-1]
         v_1KTD = functional.pad(v_1KTE, (0, self.head_size - value_size))
         qkv_THD = torch.cat([x[0].transpose(0, 1) for x in (q_1HTD, k_1KTD, v_1KTD)], 1)
-        nowhere_T = torch.zeros(len(qkv_THD), dtype=torch.int64, device=qkv_THD.device)  # positions: all the same without RoPE
+        nowhere_T = torch.zeros(
+            len(qkv_THD), dtype=torch.int64, device=qkv_THD.device
+        )  # positions: all the same without RoPE
         out_TX = super().forward(qkv_THD.flatten(1), nowhere_T)
         return out_TX.view(1, len(qkv_THD), self.num_heads, self.head_size)[..., :value_size]
 
@@ -263,7 +279,9 @@ def _paged(
     scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None, is_causal: bool | None = None,
     **others: Any,
 ) -> PagedAttention:  # fmt: skip
-    odd = [name for name, given in others.items() if name not in IMMATERIAL and given is not None and given is not False]
+    odd = [
+        name for name, given in others.items() if name not in IMMATERIAL and given is not None and given is not False
+    ]
     if odd:
         raise _Refusal(f"its attention is given {odd[0]!r}")
     if attention_mask is not None:
@@ -271,14 +289,21 @@ def _paged(
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise _Refusal("its tokens attend to later ones")
     (_, num_heads, _, head_size), (_, num_kv_heads, num_keys, _) = query.shape, key.shape
-    if num_keys != REHEARSED_TOKENS or num_heads % num_kv_heads or value.shape[1] != num_kv_heads or value.shape[3] > head_size:
+    if (
+        num_keys != REHEARSED_TOKENS
+        or num_heads % num_kv_heads
+        or value.shape[1] != num_kv_heads
+        or value.shape[3] > head_size
+    ):
         raise _Refusal("its queries, keys and values do not have the shapes of ordinary attention")
     return PagedAttention(num_heads, num_kv_heads, head_size, scale=scaling, window=sliding_window, softcap=softcap)
 
 
 def _check_layers(config: Any, layers: list[PagedAttention]) -> None:
     if len(layers) != config.num_hidden_layers:
-        raise _Refusal(f"only {len(layers)} of its {config.num_hidden_layers} layers attend through transformers' registry")
+        raise _Refusal(
+            f"only {len(layers)} of its {config.num_hidden_layers} layers attend through transformers' registry"
+        )
     # Windows that are told to masks only would be lost.
     slides = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
     types = getattr(config, "layer_types", None) or [f"{'sliding' if slides else 'full'}_attention"] * len(layers)

@@ -55,7 +55,9 @@ class DeepseekV2(CausalLM):
     def __init__(self, config: Config) -> None:
         rope = config.rope(interleaved=True)
         feed_forward = partial(config.feed_forward, routing=config.routing(), bias=config.mlp_bias)
-        layers = [PreNormLayer(MLA(config, rope), feed_forward(i), config.norm) for i in range(config.num_hidden_layers)]
+        layers = [
+            PreNormLayer(MLA(config, rope), feed_forward(i), config.norm) for i in range(config.num_hidden_layers)
+        ]
         super().__init__(config, layers, config.norm())
 
 

@@ -41,7 +41,9 @@ class DeepseekV3(CausalLM):
 
     def __init__(self, config: Config) -> None:
         rope = config.rope(interleaved=config.rope_interleave)
-        layers = [PreNormLayer(MLA(config, rope), config.balanced(i), config.norm) for i in range(config.num_hidden_layers)]
+        layers = [
+            PreNormLayer(MLA(config, rope), config.balanced(i), config.norm) for i in range(config.num_hidden_layers)
+        ]
         super().__init__(config, layers, config.norm())
 
 

@@ -47,7 +47,9 @@ class Falcon(CausalLM):
 
     def __init__(self, config: Config) -> None:
         if config.alibi:
-            raise UnsupportedModelError("this Falcon knows positions by ALiBi, which is not supported: use one with rotary positions")
+            raise UnsupportedModelError(
+                "this Falcon knows positions by ALiBi, which is not supported: use one with rotary positions"
+            )
         norm = partial(LayerNorm, config.hidden_size, config.layer_norm_epsilon)
         if config.new_decoder_architecture:
             layer = ParallelLayer if config.num_ln_in_parallel_attn == 1 else partial(ParallelLayer, mlp_norm=norm)
@@ -59,7 +61,9 @@ class Falcon(CausalLM):
         layers = [
             layer(
                 SelfAttention(config, rope, bias=config.bias, out_bias=config.bias, fused=True),
-                MLP(config.hidden_size, config.ffn_hidden_size or 4 * config.hidden_size, config.bias, config.activation),
+                MLP(
+                    config.hidden_size, config.ffn_hidden_size or 4 * config.hidden_size, config.bias, config.activation
+                ),
                 norm,
             )
             for _ in range(config.num_hidden_layers)
@@ -68,7 +72,9 @@ class Falcon(CausalLM):
 
     def translate(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, RawTensor]]:
         if ".query_key_value." in name:
-            tensor = pick_rows(tensor, q_k_v_rows(self.config.num_attention_heads, self.config.num_kv_heads, self.config.head_size))
+            tensor = pick_rows(
+                tensor, q_k_v_rows(self.config.num_attention_heads, self.config.num_kv_heads, self.config.head_size)
+            )
         yield from super().translate(name, tensor)
 
 

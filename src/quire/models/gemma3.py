@@ -54,7 +54,11 @@ class Gemma3(CausalLM):
             for layer_idx in range(config.num_hidden_layers)
         ]
         super().__init__(
-            config, layers, config.norm(), embed_scale=config.hidden_size**0.5, logit_softcap=config.final_logit_softcapping
+            config,
+            layers,
+            config.norm(),
+            embed_scale=config.hidden_size**0.5,
+            logit_softcap=config.final_logit_softcapping,
         )
 
     def translate(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, RawTensor]]:

@@ -73,7 +73,9 @@ class Config(DecoderConfig):
         else:
             num_kv_heads = self.num_global_key_value_heads if self.attention_k_eq_v else None
             sizes = {"head_dim": self.global_head_dim, "num_key_value_heads": num_kv_heads or self.num_key_value_heads}
-        return dataclasses.replace(self, **{key: sizes[key] for key in ("head_dim", "num_key_value_heads") if key in sizes})
+        return dataclasses.replace(
+            self, **{key: sizes[key] for key in ("head_dim", "num_key_value_heads") if key in sizes}
+        )
 
     def owner(self, layer_idx: int) -> int | None:
         """The layer whose cache this one reads; None: its own."""
@@ -82,7 +84,9 @@ class Config(DecoderConfig):
             return None
         alike = [i for i in range(num_owners) if self.layer_type(i) == self.layer_type(layer_idx)]
         if not alike:
-            raise UnsupportedModelError(f"no layer before {num_owners} has a cache of the type that layer {layer_idx} is to share")
+            raise UnsupportedModelError(
+                f"no layer before {num_owners} has a cache of the type that layer {layer_idx} is to share"
+            )
         return alike[-1]
 
 
@@ -158,13 +162,17 @@ class Gemma4Layer(SandwichLayer, Layer):
         self.act = activation(config.hidden_activation)
         self.layer_scalar = frozen(torch.empty(1))
 
-    def forward(self, stream_TD: Tensor, input_TP: Tensor | None, positions_T: Tensor, context: StepContext | None = None) -> Tensor:
+    def forward(
+        self, stream_TD: Tensor, input_TP: Tensor | None, positions_T: Tensor, context: StepContext | None = None
+    ) -> Tensor:
         x_TD = self.self_attn(self.input_layernorm(stream_TD)[0], positions_T)
         x_TD, stream_TD = only_wanted(context, x_TD, stream_TD)
         x_TD, stream_TD = self.pre_feedforward_layernorm(self.post_attention_layernorm(x_TD)[0], stream_TD)
         x_TD = self.mlp(x_TD)
         if self.router is not None:
-            routed_TD = self.experts(self.pre_feedforward_layernorm_2(stream_TD)[0], *self.router(stream_TD, self.experts))
+            routed_TD = self.experts(
+                self.pre_feedforward_layernorm_2(stream_TD)[0], *self.router(stream_TD, self.experts)
+            )
             x_TD = self.post_feedforward_layernorm_1(x_TD)[0] + self.post_feedforward_layernorm_2(routed_TD)[0]
         stream_TD = stream_TD + self.post_feedforward_layernorm(x_TD)[0]
         if input_TP is not None:
@@ -188,7 +196,9 @@ class LayerInputs(nn.Module):
 
     def forward(self, token_ids_T: Tensor, x_TD: Tensor) -> Iterable[Tensor]:
         found_TX = self.embed_tokens(token_ids_T) * self.size**0.5
-        projected_TX = self.norm((self.projection(x_TD) * self.projection_scale).view(-1, self.size))[0].view(found_TX.shape)
+        projected_TX = self.norm((self.projection(x_TD) * self.projection_scale).view(-1, self.size))[0].view(
+            found_TX.shape
+        )
         return ((projected_TX + found_TX) * 2**-0.5).split(self.size, 1)
 
 
@@ -214,15 +224,24 @@ class Gemma4(CausalLM):
 
     def __init__(self, config: Config) -> None:
         if config.use_bidirectional_attention == "all":
-            raise UnsupportedModelError("tokens of this model see those after them: only models that generate text are supported")
+            raise UnsupportedModelError(
+                "tokens of this model see those after them: only models that generate text are supported"
+            )
         ropes: dict[str, Rope] = {}
         for layer_idx in range(config.num_hidden_layers):
             kind, size = config.layer_type(layer_idx), config.of_layer(layer_idx).head_size
             rope = (config.rope_parameters or ROPES)[kind]
             ropes.setdefault(kind, Rope(size, rope["rope_theta"], rope, config.max_position_embeddings))
-        layers = [Gemma4Layer(config, layer_idx, ropes[config.layer_type(layer_idx)]) for layer_idx in range(config.num_hidden_layers)]
+        layers = [
+            Gemma4Layer(config, layer_idx, ropes[config.layer_type(layer_idx)])
+            for layer_idx in range(config.num_hidden_layers)
+        ]
         super().__init__(
-            config, layers, config.norm(), embed_scale=config.hidden_size**0.5, logit_softcap=config.final_logit_softcapping
+            config,
+            layers,
+            config.norm(),
+            embed_scale=config.hidden_size**0.5,
+            logit_softcap=config.final_logit_softcapping,
         )
         self.model.inputs = LayerInputs(config) if config.hidden_size_per_layer_input else None
         # Checkpoints hold keys and values also of layers that have none.

@@ -67,7 +67,11 @@ class GPT2(CausalLM):
         layers = [
             PreNormLayer(
                 SelfAttention(config, None, bias=True, out_bias=True, scale=config.scale(layer_idx), fused=True),
-                MLP(config.hidden_size, config.intermediate_size or 4 * config.hidden_size, act=config.activation_function),
+                MLP(
+                    config.hidden_size,
+                    config.intermediate_size or 4 * config.hidden_size,
+                    act=config.activation_function,
+                ),
                 norm,
             )
             for layer_idx in range(config.num_hidden_layers)

@@ -49,7 +49,9 @@ class GPTNeoX(CausalLM):
             layer = partial(ParallelLayer, mlp_norm=norm)
             self.renames = (*self.renames, (".post_attention_layernorm.", ".mlp_layernorm."))
         rotary_dim = int(config.head_size * (config.partial_rotary_factor or config.rotary_pct))
-        rope = Rope(rotary_dim, config.rope_theta or config.rotary_emb_base, config.rope_scaling, config.max_position_embeddings)
+        rope = Rope(
+            rotary_dim, config.rope_theta or config.rotary_emb_base, config.rope_scaling, config.max_position_embeddings
+        )
         layers = [
             layer(
                 SelfAttention(config, rope, bias=config.attention_bias, out_bias=config.attention_bias, fused=True),
@@ -62,7 +64,9 @@ class GPTNeoX(CausalLM):
 
     def translate(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, RawTensor]]:
         if ".query_key_value." in name:
-            tensor = pick_rows(tensor, q_k_v_rows(self.config.num_attention_heads, self.config.num_kv_heads, self.config.head_size))
+            tensor = pick_rows(
+                tensor, q_k_v_rows(self.config.num_attention_heads, self.config.num_kv_heads, self.config.head_size)
+            )
         yield from super().translate(name, tensor)
 
 

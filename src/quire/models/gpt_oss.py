@@ -50,7 +50,9 @@ class GptOss(CausalLM):
 
     def __init__(self, config: Config) -> None:
         if (config.swiglu_alpha, config.swiglu_limit) != (1.702, 7.0):
-            raise UnsupportedModelError("experts with a swiglu_alpha other than 1.702 or a swiglu_limit other than 7 are not supported")
+            raise UnsupportedModelError(
+                "experts with a swiglu_alpha other than 1.702 or a swiglu_limit other than 7 are not supported"
+            )
         rope, bias = config.rope(), config.attention_bias
         routing = Routing(config.num_experts_per_tok, renormalize=True)
         layers = [

@@ -39,7 +39,11 @@ class Granite(CausalLM):
             for _ in range(config.num_hidden_layers)
         ]
         super().__init__(
-            config, layers, config.norm(), embed_scale=config.embedding_multiplier, logit_scale=1 / config.logits_scaling
+            config,
+            layers,
+            config.norm(),
+            embed_scale=config.embedding_multiplier,
+            logit_scale=1 / config.logits_scaling,
         )
 
 

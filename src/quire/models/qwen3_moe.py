@@ -42,7 +42,14 @@ class Qwen3Moe(CausalLM):
         window = config.sliding_window if config.use_sliding_window else None
         routing = Routing(config.num_experts_per_tok, renormalize=config.norm_topk_prob)
         dense = partial(GatedMLP, config.hidden_size, config.intermediate_size, act=config.hidden_act)
-        sparse = partial(MoE, config.hidden_size, config.moe_intermediate_size, config.num_experts, routing, activation=config.hidden_act)
+        sparse = partial(
+            MoE,
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.num_experts,
+            routing,
+            activation=config.hidden_act,
+        )
         layers = [
             PreNormLayer(
                 SelfAttention(config, rope, bias=bias, out_bias=bias, qk_norm=True, window=window),

@@ -387,7 +387,9 @@ def _merge(
                 maxima += (tl.load(stats_X, mask=there_X, other=LOWEST, cache_modifier=".cg"),)
                 sums += (tl.load(stats_X + TILE_M, mask=there_X, other=0.0, cache_modifier=".cg"),)
                 partial_XD = partials + place * (TILE_M * D) + m_X[:, None] * D + d_D[None, :]
-                accs += (tl.load(partial_XD, mask=there_X[:, None] & (d_D < D)[None, :], other=0.0, cache_modifier=".cg"),)
+                accs += (
+                    tl.load(partial_XD, mask=there_X[:, None] & (d_D < D)[None, :], other=0.0, cache_modifier=".cg"),
+                )
             new_max_X = max_X
             for s in tl.static_range(SPLITS):
                 new_max_X = tl.maximum(new_max_X, maxima[s])

@@ -39,7 +39,9 @@ def _words(cache: Tensor) -> Tensor:
 
 
 @triton.jit
-def _copy_kernel(source, target, pairs, source_stride, target_stride, W: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr):
+def _copy_kernel(
+    source, target, pairs, source_stride, target_stride, W: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr
+):
     wait_turn(PDL)
     pair = pairs + 2 * tl.program_id(0)
     source_id, target_id = tl.load(pair).to(tl.int64), tl.load(pair + 1).to(tl.int64)

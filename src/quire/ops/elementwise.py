@@ -133,7 +133,14 @@ def silu_mul(x_T2F: Tensor) -> Tensor:
     out = x_T2F.new_empty(num_rows, width)
     if num_rows:
         _silu_mul_kernel[num_rows, triton.cdiv(width, SILU_MUL_TILE)](
-            out, x_T2F, x_T2F.stride(0), F=width, N=SILU_MUL_TILE, PDL=pdl(x_T2F), num_warps=SILU_MUL_WARPS, **options(pdl(x_T2F))
+            out,
+            x_T2F,
+            x_T2F.stride(0),
+            F=width,
+            N=SILU_MUL_TILE,
+            PDL=pdl(x_T2F),
+            num_warps=SILU_MUL_WARPS,
+            **options(pdl(x_T2F)),
         )
     return out
 

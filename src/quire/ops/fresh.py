@@ -18,7 +18,9 @@ STEP = 512  # cuDNN prepares itself for every length it has not seen: only multi
 def supports(like: Tensor, head_size: int, value_size: int | None = None) -> bool:
     """`value_size`: where it is not the keys'."""
     sizes = (head_size <= 128 and head_size % 8 == 0) or (head_size, value_size) == (192, 128)
-    return like.is_cuda and like.dtype in (torch.bfloat16, torch.float16) and sizes and torch.backends.cudnn.is_available()
+    return (
+        like.is_cuda and like.dtype in (torch.bfloat16, torch.float16) and sizes and torch.backends.cudnn.is_available()
+    )
 
 
 def fresh_attention(

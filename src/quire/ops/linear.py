@@ -52,7 +52,12 @@ def config(N: int, K: int, dtype: torch.dtype, gated: bool = False) -> Config:
 
 
 def linear(
-    x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None, *, cut: Config | None = None
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    cut: Config | None = None,
 ) -> Tensor:
     """x W^T + b, rounded to x's dtype and then given as `out_dtype`."""
     y_MN = torch.empty(len(x_MK), len(weight_NK), dtype=out_dtype or x_MK.dtype, device=x_MK.device)
@@ -60,7 +65,9 @@ def linear(
     return y_MN
 
 
-def linear_silu_mul(x_MK: Tensor, weight_2F_K: Tensor, bias_2F: Tensor | None = None, *, cut: Config | None = None) -> Tensor:
+def linear_silu_mul(
+    x_MK: Tensor, weight_2F_K: Tensor, bias_2F: Tensor | None = None, *, cut: Config | None = None
+) -> Tensor:
     """silu(gate) * up; gate is the first half of the weight's rows, up the second."""
     y_MF = torch.empty(len(x_MK), len(weight_2F_K) // 2, dtype=x_MK.dtype, device=x_MK.device)
     _launch(x_MK, weight_2F_K, bias_2F, y_MF, True, cut)

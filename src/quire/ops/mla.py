@@ -51,7 +51,9 @@ def config(dtype: torch.dtype, latent_size: int, group_size: int, *, decode: boo
         return Tile(lowest, 64, 4, 2, 2)
     if decode and lowest == 32:
         return Tile(lowest, 32, 8, 3, 2)
-    return Tile(max(64, lowest), 64 if capability() < (10, 0) else 32, 8, 2, 1)  # Blackwell's products keep more in shared memory
+    return Tile(
+        max(64, lowest), 64 if capability() < (10, 0) else 32, 8, 2, 1
+    )  # Blackwell's products keep more in shared memory
 
 
 def work_shape(dtype: torch.dtype, num_heads: int, latent_size: int, *, decode: bool) -> WorkShape:

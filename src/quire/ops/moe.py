@@ -47,7 +47,9 @@ class Config(NamedTuple):
     down: Tile
 
 
-def config(num_tokens: int, top_k: int, num_experts: int, hidden_size: int, expert_size: int, dtype: torch.dtype) -> Config:
+def config(
+    num_tokens: int, top_k: int, num_experts: int, hidden_size: int, expert_size: int, dtype: torch.dtype
+) -> Config:
     """By shapes and the kind of card. All tiles of tensor cores add up inputs from the first to the last: company hardly changes a row's sums."""
     mean = num_tokens * top_k / num_experts  # rows of an expert
     if num_tokens == 1 or (num_tokens <= MAX_FEW_ROWS and mean <= 0.5):
@@ -59,13 +61,17 @@ def config(num_tokens: int, top_k: int, num_experts: int, hidden_size: int, expe
     if dtype == torch.float32:  # exactness checks: no tensor cores, speed does not matter
         return Config(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
     largest = 64 if has_little_shared_memory() else 128
-    block_m = min(max(16, triton.next_power_of_2(int(1.5 * mean))), largest)  # most experts have one tile, until they fill several
+    block_m = min(
+        max(16, triton.next_power_of_2(int(1.5 * mean))), largest
+    )  # most experts have one tile, until they fill several
     if block_m <= 32:
         return Config(block_m, Tile(64, 64, 4, 4, swap=True), Tile(128, 64, 4, 4, swap=True))
     if block_m == 64:
         return Config(block_m, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))
     if hidden_size % 256 or expert_size % 128:
-        return Config(block_m, Tile(128, 64, 8, 4), Tile(256, 64, 8, 3) if hidden_size % 256 == 0 else Tile(128, 64, 8, 4))
+        return Config(
+            block_m, Tile(128, 64, 8, 4), Tile(256, 64, 8, 3) if hidden_size % 256 == 0 else Tile(128, 64, 8, 4)
+        )
     bulk = capability() >= (9, 0)
     return Config(block_m, Tile(128, 64, 8, 4, bulk=bulk), Tile(256, 64, 8, 3, bulk=bulk))
 
@@ -74,7 +80,9 @@ def _few_rows_tile(output_bytes: int, num_inputs: int, tile_bytes: int, dtype: t
     """`output_bytes`: of weights behind one output. 64 registers of a thread hold weights at most, loaded 16 bytes at a time."""
     block_n = 1 << max(1, tile_bytes // output_bytes).bit_length() - 1
     num_warps = min(16, max(4, triton.next_power_of_2(block_n * output_bytes // (32 * 64 * 4))))
-    return Tile(block_n, min(triton.next_power_of_2(num_inputs), num_warps * 32 * 16 // dtype.itemsize // block_n), num_warps)
+    return Tile(
+        block_n, min(triton.next_power_of_2(num_inputs), num_warps * 32 * 16 // dtype.itemsize // block_n), num_warps
+    )
 
 
 def experts(
@@ -118,7 +126,9 @@ def experts(
     _grouped(h_AF, x_TD, gate_up_E2FD, gate_up_bias_E2F, plan, cut.gate_up, GATED=True, ACTIVATION=activation, **common)
     _grouped(y_AD, h_AF, down_EDF, down_bias_ED, plan, cut.down, GATED=False, ACTIVATION=activation, **common)
     block = min(triton.next_power_of_2(D), 1024)
-    _add_up_kernel[T, triton.cdiv(D, block)](out_TD, y_AD, weights_TK, added_TD, D=D, BLOCK=block, num_warps=4, **common)
+    _add_up_kernel[T, triton.cdiv(D, block)](
+        out_TD, y_AD, weights_TK, added_TD, D=D, BLOCK=block, num_warps=4, **common
+    )
     return out_TD
 
 
@@ -155,7 +165,9 @@ def sort_by_expert(expert_ids_TK: Tensor, num_experts: int, block_m: int) -> Pla
 
 
 @triton.jit
-def _count_kernel(counts_ptr, ids_ptr, num_assignments, PART: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def _count_kernel(
+    counts_ptr, ids_ptr, num_assignments, PART: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+):
     """How many assignments of a part each expert has."""
     wait_turn(PDL)
     part = tl.program_id(0)
@@ -258,7 +270,9 @@ def _grouped_kernel(
         if weight_bulk is None:
             acc = _multiply(x, _load(weight_NK + start, start + k_K[None, :], J, BLOCK_K), acc, SWAP)
             if GATED:
-                acc_up = _multiply(x, _load(weight_NK + (N * J + start), start + k_K[None, :], J, BLOCK_K), acc_up, SWAP)
+                acc_up = _multiply(
+                    x, _load(weight_NK + (N * J + start), start + k_K[None, :], J, BLOCK_K), acc_up, SWAP
+                )
         else:  # past an expert's end the next one's rows, past an input's end zeros
             acc = _multiply(x, weight_bulk.load([first_row, start]), acc, SWAP)
             if GATED:
@@ -308,7 +322,9 @@ def _gated(gate, up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _add_up_kernel(out_ptr, y_ptr, weights_ptr, added_ptr, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _add_up_kernel(
+    out_ptr, y_ptr, weights_ptr, added_ptr, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """What a token's experts gave, by weight."""
     wait_turn(PDL)
     token = tl.program_id(0).to(tl.int64)

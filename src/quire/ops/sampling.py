@@ -152,7 +152,9 @@ def sample(
 def _is_restricted(columns, float_at, int_at, vocab_size):
     top_k = tl.load(columns.top_k + int_at)
     limited = (tl.load(columns.top_p + float_at) < 1.0) | (tl.load(columns.min_p + float_at) > 0.0)
-    return (limited | ((top_k > 0) & (top_k < vocab_size))) & (tl.load(columns.temperature + float_at) >= _MIN_TEMPERATURE)
+    return (limited | ((top_k > 0) & (top_k < vocab_size))) & (
+        tl.load(columns.temperature + float_at) >= _MIN_TEMPERATURE
+    )
 
 
 @triton.jit
@@ -415,7 +417,18 @@ def _choose_restricted_kernel(
 
     if top_k < vocab_size:
         floor = _kth_floor(
-            logits, edited, use_edited, temperature, opened, num_open, vocab_size, largest, floor, top_k, TILE, PENALIZED
+            logits,
+            edited,
+            use_edited,
+            temperature,
+            opened,
+            num_open,
+            vocab_size,
+            largest,
+            floor,
+            top_k,
+            TILE,
+            PENALIZED,
         )
     low, high = _row_key(columns, int_at, position)
     given = logits, edited, use_edited, temperature, low, high, opened, num_open, vocab_size
@@ -516,7 +529,9 @@ def _draw_before(
     mass = tl.zeros([TILE, _SLOT], tl.float32)
     best, best_id, best_y = float("-inf"), _NO_ID, float("-inf")
     for first in range(0, num_open, TILE):
-        ids, y = _load_open(first, logits, edited, use_edited, temperature, opened, num_open, vocab_size, TILE, PENALIZED)
+        ids, y = _load_open(
+            first, logits, edited, use_edited, temperature, opened, num_open, vocab_size, TILE, PENALIZED
+        )
         is_before = (y >= floor) & ((y > last_y) | ((y == last_y) & (ids < last_id)))
         y = tl.where(is_before, y, float("-inf"))
         mass += tl.exp(y - largest)

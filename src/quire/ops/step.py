@@ -63,7 +63,13 @@ def _place_tokens(rows, starts, query_starts, tokens, row_stride, token_ids, pos
 
 
 def place_slots(
-    rows_R: Tensor, starts_R: Tensor, query_starts: Tensor, block_table: Tensor, block_size: int, slots_T: Tensor, longest: int
+    rows_R: Tensor,
+    starts_R: Tensor,
+    query_starts: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    slots_T: Tensor,
+    longest: int,
 ) -> None:
     """The slot of each of the step's tokens; -1 for padding."""
     block = BLOCK if longest > 1 else 1
@@ -89,7 +95,9 @@ def correct_starts(
     rows_R: Tensor, starts_R: Tensor, query_starts: Tensor, lengths: Tensor, context_lens_R: Tensor, shifts: Tensor
 ) -> None:
     """As the twin."""
-    _correct_starts[(rows_R.shape[0],)](rows_R, starts_R, query_starts, lengths, lengths.stride(0), context_lens_R, shifts, num_warps=1)
+    _correct_starts[(rows_R.shape[0],)](
+        rows_R, starts_R, query_starts, lengths, lengths.stride(0), context_lens_R, shifts, num_warps=1
+    )
 
 
 @triton.jit
@@ -107,7 +115,9 @@ def _correct_starts(rows, starts, query_starts, lengths, length_stride, context_
 def place_samples(sample_at_S: Tensor, positions_T: Tensor, sample_positions_S: Tensor) -> None:
     """Where the tokens go that are chosen at tokens `sample_at_S`: behind them."""
     count = sample_at_S.shape[0]
-    _place_samples[(triton.cdiv(count, BLOCK),)](sample_at_S, positions_T, sample_positions_S, count, BLOCK=BLOCK, num_warps=1)
+    _place_samples[(triton.cdiv(count, BLOCK),)](
+        sample_at_S, positions_T, sample_positions_S, count, BLOCK=BLOCK, num_warps=1
+    )
 
 
 @triton.jit

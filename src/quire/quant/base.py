@@ -85,7 +85,9 @@ class Split:
             *bounds, count = section.share(rank, num_ranks)
             places = [(start * count + section.size * bound) * length for bound in bounds]
             if any(place % (whole * count) for place in places):
-                raise UnsupportedModelError(f"weights of {whole} {self.axis} in packs of {whole // length} do not divide over {num_ranks} ranks")
+                raise UnsupportedModelError(
+                    f"weights of {whole} {self.axis} in packs of {whole // length} do not divide over {num_ranks} ranks"
+                )
             found.append(slice(*(place // (whole * count) for place in places)))
             start += section.size
         return found
@@ -156,7 +158,13 @@ class Method(ABC):
 
     def declare(self, part_idx: int, part: Part) -> Iterator[Weight]:
         """The tensors that a part consists of: here the plain one."""
-        yield Weight(f"{part.path}{part.end}", part.shape, partial(self.take, part_idx), part.split, stays_packed=self.stays_packed)
+        yield Weight(
+            f"{part.path}{part.end}",
+            part.shape,
+            partial(self.take, part_idx),
+            part.split,
+            stays_packed=self.stays_packed,
+        )
 
     def take(self, part_idx: int, tensor: RawTensor) -> None:
         """A part's plain tensor, of a method that declares it."""

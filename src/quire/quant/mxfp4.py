@@ -18,7 +18,10 @@ class Mxfp4(Dense):
         arrived: dict[str, RawTensor] = {}
         *rows, columns = part.shape
         scales = *rows, columns // BLOCK_VALUES
-        for end, shape, num_values in (("_blocks", (*scales, BLOCK_BYTES), math.prod(part.shape)), ("_scales", scales, 0)):
+        for end, shape, num_values in (
+            ("_blocks", (*scales, BLOCK_BYTES), math.prod(part.shape)),
+            ("_scales", scales, 0),
+        ):
             take, axes = partial(self.take_one, part_idx, arrived, end), (*AXES[len(part.shape)], None)[: len(shape)]
             yield Weight(f"{part.path}{end}", shape, take, part.split, axes, types=("U8",), num_values=num_values)
 

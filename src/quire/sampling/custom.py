@@ -46,7 +46,9 @@ def _class(path: str) -> type[LogitsProcessor]:
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"the logits processor {path!r} cannot be loaded ({error}): write package.module:Class") from None
+        raise ConfigError(
+            f"the logits processor {path!r} cannot be loaded ({error}): write package.module:Class"
+        ) from None
     if not isinstance(found, type) or not issubclass(found, LogitsProcessor):
         raise ConfigError(f"the logits processor {path!r} is no subclass of quire.LogitsProcessor")
     return found

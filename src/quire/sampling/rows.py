@@ -20,7 +20,9 @@ from quire.sampling.custom import LogitsProcessor
 from quire.step import RowStart
 
 FLOATS, INTS = SamplerColumns._fields[:6], (*SamplerColumns._fields[6:], "min_tokens")  # in the order of a row's record
-MIN_TOP_P = 1e-30  # in float32 a smaller one could be 0, which no set of tokens satisfies; this one keeps the most likely token
+MIN_TOP_P = (
+    1e-30  # in float32 a smaller one could be 0, which no set of tokens satisfies; this one keeps the most likely token
+)
 
 
 class Table(NamedTuple):
@@ -125,7 +127,10 @@ class SamplingRows:
         """Whether any of the rows names tokens (to allow, favour or forbid), or wants an operator's processor."""
         if any(not wanted_by.isdisjoint(rows) for _, wanted_by in self.custom):
             return True
-        return any(table and not table.keys().isdisjoint(rows) for table in (self.allowed, self.bias, self.bad_words, self.late))
+        return any(
+            table and not table.keys().isdisjoint(rows)
+            for table in (self.allowed, self.bias, self.bad_words, self.late)
+        )
 
     def _valid(self, token_id: int) -> bool:
         return 0 <= token_id < self.vocab_size

@@ -145,7 +145,9 @@ def product(parts: list[list[Alternative]]) -> list[Alternative]:
     for part in parts:
         result = [merged for a in result for b in part if (merged := a.merge(b)) is not None]
         if len(result) > MAX_ALTERNATIVES:
-            raise RequestError("anyOf, oneOf, not or if/then/else of the schema combine into too many cases: simplify them.")
+            raise RequestError(
+                "anyOf, oneOf, not or if/then/else of the schema combine into too many cases: simplify them."
+            )
     return result
 
 

@@ -69,7 +69,9 @@ class Compiler:
             raise ConfigError(f"grammar engine {engine!r} is unknown: use one of {', '.join(ENGINES)}.")
         self._setup = Setup(engine, vocabulary, timeout_s, compact)
         self._lock = threading.Lock()
-        self._tickets: OrderedDict[GrammarSpec, Ticket] = OrderedDict()  # in flight and cached; the least used come first
+        self._tickets: OrderedDict[GrammarSpec, Ticket] = (
+            OrderedDict()
+        )  # in flight and cached; the least used come first
         self._queue: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self._engines: dict[str, Engine] = {}
         self._workers = [_Worker(self) for _ in range(workers)]
@@ -155,7 +157,9 @@ class _Worker:
         if self._process is None:
             self._start()
         process, timeout_s = self._process, self._owner._setup.timeout_s
-        watchdog = threading.Timer(longest_wait(timeout_s) + GRACE_S, process.kill)  # it kills its own child before that
+        watchdog = threading.Timer(
+            longest_wait(timeout_s) + GRACE_S, process.kill
+        )  # it kills its own child before that
         watchdog.start()
         try:
             send(process.stdin, spec)
@@ -164,7 +168,9 @@ class _Worker:
             self._kill()  # what it says next may be about another spec
             if not isinstance(error, (EOFError, OSError, ValueError)):
                 raise
-            raise RequestError(f"the {spec.kind} is too complex: it needs more time ({timeout_s:g} s) or memory than allowed.") from None
+            raise RequestError(
+                f"the {spec.kind} is too complex: it needs more time ({timeout_s:g} s) or memory than allowed."
+            ) from None
         finally:
             watchdog.cancel()
 

@@ -66,10 +66,14 @@ class Document:
     def follow(self, reference: Any, near: Subschema, keyword: str = "$ref") -> Subschema:
         if not isinstance(reference, str):
             raise RequestError(f"{keyword} must be a string.")
-        address, fragment = urldefrag(urljoin(near.base, reference) if not reference.startswith("#") else near.base + reference)
+        address, fragment = urldefrag(
+            urljoin(near.base, reference) if not reference.startswith("#") else near.base + reference
+        )
         resource = self._resources.get(address)
         if resource is None:
-            raise RequestError(f"{keyword} {reference[:80]!r} leads outside the schema, and nothing is fetched: put it into $defs.")
+            raise RequestError(
+                f"{keyword} {reference[:80]!r} leads outside the schema, and nothing is fetched: put it into $defs."
+            )
         if not fragment:
             return resource
         if not fragment.startswith("/"):

@@ -16,7 +16,9 @@ from quire.structured.base import Matcher
 
 log = logging.getLogger(__name__)
 
-CONTRADICTION = "no token satisfies both the answer's grammar and logit_bias, bad_words or allowed_token_ids: drop one of them"
+CONTRADICTION = (
+    "no token satisfies both the answer's grammar and logit_bias, bad_words or allowed_token_ids: drop one of them"
+)
 FAILED = "the grammar engine failed on this request: simplify the grammar, or choose another engine with --structured-outputs-backend"
 TOO_SLOW = "following this grammar takes too long: make it simpler"
 MAX_PAUSE = 7
@@ -30,7 +32,9 @@ class Guide:
         self.thinking = thinking
         self.stop_ids = stop_ids
         self.is_thinking = thinking is not None and thinking.is_open
-        self.may_think = thinking is not None and not thinking.is_open and bool(thinking.start_ids)  # it may begin, or has half begun
+        self.may_think = (
+            thinking is not None and not thinking.is_open and bool(thinking.start_ids)
+        )  # it may begin, or has half begun
         self.num_opening = 0  # tokens of what opens it
         self.num_undone = 0  # of these, seen by the matcher as well: they may be the answer's
         self.num_thought = 0  # tokens

@@ -33,13 +33,13 @@ def _basics(compact: bool) -> dict[str, str]:
         "blank": '""' if compact else '"" | " " | "\\n" [ \\t]{0,16}',
         "colon": '":"' if compact else '":" " "?',
         "escape": _ESCAPE,
-        "string": r'''"\"" characters''',
+        "string": r""""\"" characters""",
         # What follows a string is said ahead: else every token with a quote in it is tried whenever a mask is made.
         "characters": f"({characters('characters')}) (= [ \\n\\t]* [,}}\\]:])",
         "number": _NUMBER,
         "integer": _INTEGER,
         "value": 'string | number | object | array | "true" | "false" | "null"',
-        "member": r'''"\"" name colon value''',
+        "member": r""""\"" name colon value""",
         "name": characters("name"),
         "object": '"{" (blank member ("," blank member)* blank)? "}"',
         "array": '"[" (blank value ("," blank value)* blank)? "]"',
@@ -48,7 +48,7 @@ def _basics(compact: bool) -> dict[str, str]:
 
 def characters(rule: str) -> str:
     """The body of a rule for the rest of a string."""
-    return rf'''"\"" | [\u0020-\u0021\u0023-\u005b\u005d-\ud7ff\ue000-\U0010ffff] {rule} | "\\" escape {rule}'''
+    return rf""""\"" | [\u0020-\u0021\u0023-\u005b\u005d-\ud7ff\ue000-\U0010ffff] {rule} | "\\" escape {rule}"""
 
 
 def json_grammar(schema_text: str, compact: bool = False) -> str:
@@ -61,7 +61,9 @@ def json_grammar(schema_text: str, compact: bool = False) -> str:
     except RecursionError:
         raise RequestError("the schema is nested too deeply.") from None
     if text is None:
-        raise RequestError("no JSON value satisfies the schema: look for false, empty enums and keywords that contradict.")
+        raise RequestError(
+            "no JSON value satisfies the schema: look for false, empty enums and keywords that contradict."
+        )
     return text
 
 
@@ -125,11 +127,15 @@ class _Grammar:
         goals = {name: self._goal_of(shape, name) for name in named}
         free = [] if self._is_closed(shape, goals) else self._free(shape, list(named))
         if free and shape.low > len(named) + 1:
-            raise RequestError(f"minProperties {shape.low} asks for more properties than are named: list them under properties.")
+            raise RequestError(
+                f"minProperties {shape.low} asks for more properties than are named: list them under properties."
+            )
         counts = shape.low > 0 or shape.high is not None
         cap = max(shape.low, shape.high or 0, 1) if counts else 1
         if len(named) * min(cap, len(named) + 1) > MAX_STATES:
-            raise RequestError("minProperties and maxProperties over so many properties are not supported: remove them.")
+            raise RequestError(
+                "minProperties and maxProperties over so many properties are not supported: remove them."
+            )
         stem = self.rules.new("o")
         for position in reversed(range(len(named) + 1)):
             for count in range(min(position, cap) + 1):
@@ -233,7 +239,9 @@ class _Grammar:
         for limit in limits:
             size *= limit + 1
         if size > MAX_STATES or len(limits) > 3:
-            raise RequestError("contains with counts this large is not supported: lower minContains, maxContains or maxItems.")
+            raise RequestError(
+                "contains with counts this large is not supported: lower minContains, maxContains or maxItems."
+            )
         stem = self.rules.new("c")
         for position in range(last + 1):
             for counts in pairs(*(range(limit + 1) for limit in limits)):
@@ -249,11 +257,15 @@ class _Grammar:
     def _unique(self, shape: Array, high: int | None) -> Ref:
         positions = [self._values(goal) for goal in (*shape.prefix, shape.items)]
         if shape.contains or any(values is None for values in positions):
-            raise RequestError("uniqueItems is only supported where the items are an enum, constants or booleans: remove it.")
+            raise RequestError(
+                "uniqueItems is only supported where the items are an enum, constants or booleans: remove it."
+            )
         values = list(dict.fromkeys(v for position in positions for v in position))
         any_order = len(values) <= MAX_ANY_ORDER
         if not any_order and shape.prefix:
-            raise RequestError(f"uniqueItems with prefixItems of more than {MAX_ANY_ORDER} values is not supported: remove it.")
+            raise RequestError(
+                f"uniqueItems with prefixItems of more than {MAX_ANY_ORDER} values is not supported: remove it."
+            )
         stem = self.rules.new("u")
         start = (0, frozenset())
         names, queue = {start: f"{stem}_0"}, [start]

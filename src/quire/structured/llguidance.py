@@ -63,7 +63,9 @@ class LLGuidance(Engine):
         if matcher.is_error():
             raise RequestError(f"the {spec.kind} cannot be compiled: {_sentence(matcher.get_error())}.")
         if matcher.get_grammar_warnings():
-            raise RequestError(f"the {spec.kind} would not be honoured: {_sentence(matcher.get_grammar_warnings()[0])}.")
+            raise RequestError(
+                f"the {spec.kind} would not be honoured: {_sentence(matcher.get_grammar_warnings()[0])}."
+            )
         return _Grammar(matcher, self.vocabulary, len(spec.text))
 
 

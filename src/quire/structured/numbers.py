@@ -77,7 +77,9 @@ def _scaled(divisor: int | Decimal) -> tuple[int, int]:
         raise RequestError("multipleOf must be greater than 0.")
     places = max(0, -divisor.normalize().as_tuple().exponent)
     if places > 12 or divisor.scaleb(places) > MAX_DIVISOR:
-        raise RequestError(f"multipleOf {divisor} is not supported: its digits without the point must not exceed {MAX_DIVISOR}.")
+        raise RequestError(
+            f"multipleOf {divisor} is not supported: its digits without the point must not exceed {MAX_DIVISOR}."
+        )
     return int(divisor.scaleb(places)), places
 
 
@@ -89,7 +91,10 @@ def _split(bound: Decimal) -> tuple[str, str]:
 def _above(bound: Decimal, strict: bool) -> Node:
     """Unsigned spellings of numbers not below (strict: above) an unsigned bound."""
     whole, fraction = _split(bound)
-    larger = [cat(text(whole[:i]), _from_to(int(d) + 1, 9), repeat(_DIGIT, rest := len(whole) - i - 1, rest)) for i, d in enumerate(whole)]
+    larger = [
+        cat(text(whole[:i]), _from_to(int(d) + 1, 9), repeat(_DIGIT, rest := len(whole) - i - 1, rest))
+        for i, d in enumerate(whole)
+    ]
     larger.append(cat(_NONZERO, repeat(_DIGIT, len(whole), None)))
     return either(
         cat(both(either(*larger), _WHOLE), _FRACTION),
@@ -99,7 +104,10 @@ def _above(bound: Decimal, strict: bool) -> Node:
 
 def _below(bound: Decimal, strict: bool) -> Node:
     whole, fraction = _split(bound)
-    smaller = [cat(text(whole[:i]), _from_to(0, int(d) - 1), repeat(_DIGIT, rest := len(whole) - i - 1, rest)) for i, d in enumerate(whole)]
+    smaller = [
+        cat(text(whole[:i]), _from_to(0, int(d) - 1), repeat(_DIGIT, rest := len(whole) - i - 1, rest))
+        for i, d in enumerate(whole)
+    ]
     if len(whole) > 1:
         smaller.append(repeat(_DIGIT, 1, len(whole) - 1))
     return either(

@@ -79,7 +79,9 @@ class _Parser:
         return alternatives
 
     def _error(self, what: str) -> PatternError:
-        return PatternError(f"the regular expression {self.pattern[:60]!r} {what} (at character {self.at}): change the pattern.")
+        return PatternError(
+            f"the regular expression {self.pattern[:60]!r} {what} (at character {self.at}): change the pattern."
+        )
 
     def _peek(self, count: int = 1) -> str:
         return self.pattern[self.at : self.at + count]
@@ -189,7 +191,12 @@ class _Parser:
             width = 2 if kind == "x" else 4
             digits = self._peek(width) if len(self._peek(width)) == width else ""
             self.at += width
-        if not digits or len(digits) > 6 or any(d not in "0123456789abcdefABCDEF" for d in digits) or int(digits, 16) > LAST:
+        if (
+            not digits
+            or len(digits) > 6
+            or any(d not in "0123456789abcdefABCDEF" for d in digits)
+            or int(digits, 16) > LAST
+        ):
             raise self._error(f"has a bad \\{kind} escape")
         if 0xD800 <= int(digits, 16) <= 0xDFFF:
             raise self._error("names half of a surrogate pair: write \\u{…}")

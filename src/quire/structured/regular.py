@@ -128,7 +128,9 @@ def repeat(node: Node, low: int, high: int | None) -> Node:
 def remainder(divisor: int, places: int, rest: int = 0, fraction: int = -1, started: bool = False) -> Node:
     """Unsigned decimals with up to `places` digits after the point that are multiples of divisor / 10**places."""
     left = places - max(fraction, 0)
-    return _node("mod", (divisor, places, rest, fraction, started), started and fraction != 0 and rest * 10**left % divisor == 0)
+    return _node(
+        "mod", (divisor, places, rest, fraction, started), started and fraction != 0 and rest * 10**left % divisor == 0
+    )
 
 
 def before_end(node: Node) -> Node:
@@ -212,7 +214,9 @@ def automaton(node: Node) -> Automaton:
                 continue
             if after not in number:
                 if len(number) >= MAX_STATES:
-                    raise RequestError("a pattern or length of the schema is too complex: simplify it or lower its counts.")
+                    raise RequestError(
+                        "a pattern or length of the schema is too complex: simplify it or lower its counts."
+                    )
                 number[after] = len(queue)
                 queue.append(after)
             row.append((low, high - 1, number[after]))
@@ -252,7 +256,9 @@ def _minimal(moves: list[list[tuple[int, int, int]]], accepting: list[bool]) -> 
     while True:  # states that differ in where their characters lead are told apart until none are
         signature: dict[tuple, int] = {}
         refined = [
-            signature.setdefault((block[s], _joined((low, high, block[t]) for low, high, t in row if t in alive)), len(signature))
+            signature.setdefault(
+                (block[s], _joined((low, high, block[t]) for low, high, t in row if t in alive)), len(signature)
+            )
             for s, row in enumerate(moves)
         ]
         if len(set(refined)) == len(set(block)):
@@ -262,7 +268,9 @@ def _minimal(moves: list[list[tuple[int, int, int]]], accepting: list[bool]) -> 
     for state in sorted(alive):
         first.setdefault(block[state], state)
     number = {b: i for i, b in enumerate(first)}
-    rows = [list(_joined((low, high, number[block[t]]) for low, high, t in moves[s] if t in alive)) for s in first.values()]
+    rows = [
+        list(_joined((low, high, number[block[t]]) for low, high, t in moves[s] if t in alive)) for s in first.values()
+    ]
     return Automaton(rows, [accepting[s] for s in first.values()])
 
 

@@ -60,7 +60,9 @@ class Rules:
     def _states(self, node: Node, spell: Callable[[tuple[tuple[int, int], ...]], str], end: Alternative) -> Ref:
         machine = automaton(node)
         if end and len(machine.moves) > MAX_STRING_STATES:
-            raise RequestError("minLength, maxLength or the counts of a pattern are too large in this schema: lower them, or drop oneOf, not and if.")
+            raise RequestError(
+                "minLength, maxLength or the counts of a pattern are too large in this schema: lower them, or drop oneOf, not and if."
+            )
         stem = self.new("s")
         if not machine.moves:
             return self.add(stem, [])
@@ -155,7 +157,9 @@ def _is_plain(node: Node) -> bool:
         node = node.args[1]
     if node.kind == "repeat" and (node.args[1] > 1 or node.args[2] not in (None, 1)):
         return False
-    return node.kind not in ("and", "not", "mod", "ends", "none") and all(_is_plain(a) for a in node.args if isinstance(a, Node))
+    return node.kind not in ("and", "not", "mod", "ends", "none") and all(
+        _is_plain(a) for a in node.args if isinstance(a, Node)
+    )
 
 
 def _structured(node: Node, spell: Callable[[tuple[tuple[int, int], ...]], str]) -> str:
@@ -195,7 +199,9 @@ def quoted_class(ranges: Iterable[tuple[int, int]]) -> str:
     ranges = tuple(ranges)
     plain = without(ranges, _ESCAPED)
     parts = [plain_class(plain)] if plain else []
-    parts += [literal(_json_escape(c)) for a, b in _ESCAPED for c in range(a, b + 1) if any(x <= c <= y for x, y in ranges)]
+    parts += [
+        literal(_json_escape(c)) for a, b in _ESCAPED for c in range(a, b + 1) if any(x <= c <= y for x, y in ranges)
+    ]
     return parts[0] if len(parts) == 1 else f"({' | '.join(parts)})"
 
 

@@ -67,7 +67,8 @@ class Schema:
         if "$ref" in schema and self.document.is_old:
             schema = {"$ref": schema["$ref"]}
         parts = [
-            (_Positive if holds else _Negative)(self, place, schema).keyword(keyword, value) for keyword, value in schema.items()
+            (_Positive if holds else _Negative)(self, place, schema).keyword(keyword, value)
+            for keyword, value in schema.items()
         ]
         parts = [part for part in parts if part is not None]
         if not holds:
@@ -97,7 +98,9 @@ class Schema:
         for kind, node in (("string", merged.string), ("number", merged.number)):
             if kind in merged.kinds and (node is None or not _is_void(node)):
                 return False
-        return "object" not in merged.kinds or any(self._is_void(merged.object, name) for name in merged.object.required)
+        return "object" not in merged.kinds or any(
+            self._is_void(merged.object, name) for name in merged.object.required
+        )
 
     def _is_void(self, shape: Object, name: str) -> bool:
         """Whether no value is left for a required property."""
@@ -107,7 +110,10 @@ class Schema:
         left = self.alternatives(goal)
         return all(
             x.kinds <= {"string", "number"}
-            and all(kind not in x.kinds or (node is not None and _is_void(node)) for kind, node in (("string", x.string), ("number", x.number)))
+            and all(
+                kind not in x.kinds or (node is not None and _is_void(node))
+                for kind, node in (("string", x.string), ("number", x.number))
+            )
             for x in left
         )
 
@@ -125,7 +131,9 @@ def _is_scalar(schema: Any) -> bool:
 
 def _is_void(node: Node) -> bool:
     words = [finite(part) for part in node.args] if node.kind == "and" else []
-    return node is NONE or (len(words) > 1 and all(w is not None for w in words) and not set.intersection(*map(set, words)))
+    return node is NONE or (
+        len(words) > 1 and all(w is not None for w in words) and not set.intersection(*map(set, words))
+    )
 
 
 class _Keywords:
@@ -387,7 +395,9 @@ class _Negative(_Keywords):
 
     def if_(self, value: Any) -> Alternatives:
         test, then, otherwise = self.branches(value)
-        return product([self.sub(test), self.sub(then, False)]) + product([self.sub(test, False), self.sub(otherwise, False)])
+        return product([self.sub(test), self.sub(then, False)]) + product(
+            [self.sub(test, False), self.sub(otherwise, False)]
+        )
 
     def minimum(self, value: Any) -> Alternatives:
         return [_only("number", number=numbers.at_most(_number("minimum", value), strict=True))]
@@ -462,12 +472,18 @@ class _Negative(_Keywords):
         return [_only("object", object=Object(low=_count("maxProperties", value) + 1))]
 
     def dependent_required(self, value: Any) -> Alternatives:
-        pairs = [(n, m) for n, names in _mapping("dependentRequired", value).items() for m in _strings("dependentRequired", names)]
+        pairs = [
+            (n, m)
+            for n, names in _mapping("dependentRequired", value).items()
+            for m in _strings("dependentRequired", names)
+        ]
         return [a for n, m in pairs if (a := self._lacks(m).merge(_object(required=(n,)))) is not None]
 
     def dependent_schemas(self, value: Any) -> Alternatives:
         named = _mapping("dependentSchemas", value).items()
-        return [a for n, s in named for a in product([[_only("object", object=Object(required=(n,)))], self.sub(s, False)])]
+        return [
+            a for n, s in named for a in product([[_only("object", object=Object(required=(n,)))], self.sub(s, False)])
+        ]
 
     def _lacks(self, name: str) -> Alternative:
         return _only("object", object=Object(properties={name: frozenset({(self.owner.document.never, True)})}))
@@ -551,6 +567,11 @@ def _sorted_values(values: Iterable[Any]) -> tuple[frozenset[str], Node | None, 
 def _exactly(value: Any) -> dict[str, Any]:
     """A schema that only this array or object satisfies."""
     if isinstance(value, list):
-        return {"type": "array", "prefixItems": [{"const": v} for v in value], "minItems": len(value), "maxItems": len(value)}
+        return {
+            "type": "array",
+            "prefixItems": [{"const": v} for v in value],
+            "minItems": len(value),
+            "maxItems": len(value),
+        }
     properties = {name: {"const": v} for name, v in value.items()}
     return {"type": "object", "properties": properties, "required": list(value), "additionalProperties": False}

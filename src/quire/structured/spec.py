@@ -26,12 +26,23 @@ _COUNT = re.compile(r"\{\s*(\d+)?\s*,?\s*(\d+)?\s*\}")
 _AT_LEAST = {"minLength", "minItems", "minProperties", "minContains"}
 _DATA = {"const", "enum", "default", "examples"}  # hold values, not schemas
 # Defined by the standard and not honoured. Names the standard does not know are annotations, as it says itself.
-REFUSED_FORMATS = {"idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template", "relative-json-pointer", "regex"}
+REFUSED_FORMATS = {
+    "idn-email",
+    "idn-hostname",
+    "uri-reference",
+    "iri",
+    "iri-reference",
+    "uri-template",
+    "relative-json-pointer",
+    "regex",
+}
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
     kind: str  # one of KINDS
-    text: str  # json: the schema; choice: a JSON list of strings; grammar: GBNF or Lark; structural_tag: xgrammar's JSON
+    text: (
+        str  # json: the schema; choice: a JSON list of strings; grammar: GBNF or Lark; structural_tag: xgrammar's JSON
+    )
 
 
 def check(spec: GrammarSpec) -> None:
@@ -39,7 +50,9 @@ def check(spec: GrammarSpec) -> None:
     if spec.kind not in KINDS:
         raise RequestError(f"structured output of kind {spec.kind[:40]!r} is unknown: use one of {', '.join(KINDS)}.")
     if len(spec.text) > MAX_GRAMMAR_CHARS:
-        raise RequestError(f"the {spec.kind} has {len(spec.text)} characters, the limit is {MAX_GRAMMAR_CHARS}: shorten it.")
+        raise RequestError(
+            f"the {spec.kind} has {len(spec.text)} characters, the limit is {MAX_GRAMMAR_CHARS}: shorten it."
+        )
     if not spec.text.strip():
         raise RequestError(f"the {spec.kind} must not be empty.")
     try:

@@ -29,7 +29,9 @@ from quire.structured.errors import PatternError
 from quire.structured.spec import GrammarSpec, is_lark
 
 MEMORY_BYTES = 4 << 30  # beyond what the libraries take when they are loaded
-SLOWEST_SHARE = 0.25  # of a core that a child gets on a busy machine: time limits are in CPU time, one that stands still uses none
+SLOWEST_SHARE = (
+    0.25  # of a core that a child gets on a busy machine: time limits are in CPU time, one that stands still uses none
+)
 GRACE_S = 0.5  # beyond that, for what stands around it
 WALK_TOKENS = 48
 LOOK_EVERY = 8  # tokens of the walk: there the calls are made that the core makes now and then

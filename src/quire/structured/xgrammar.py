@@ -20,7 +20,19 @@ from quire.structured.pattern import whole
 from quire.structured.rules import Rules, literal
 from quire.structured.spec import GrammarSpec, is_lark
 
-SIMPLE = {"type", "properties", "required", "enum", "const", "items", "additionalProperties", "description", "title", "default", "$schema"}
+SIMPLE = {
+    "type",
+    "properties",
+    "required",
+    "enum",
+    "const",
+    "items",
+    "additionalProperties",
+    "description",
+    "title",
+    "default",
+    "$schema",
+}
 MAX_COMPILERS = 4  # each holds the vocabulary, sorted
 
 
@@ -46,7 +58,11 @@ class XGrammar(Engine):
             return self._compilers[frozenset()]
         strings = [text.encode() for text in _strings(json.loads(spec.text))]
         spellings = {token_id: self.vocabulary.tokens[token_id] for token_id in self.vocabulary.special_ids}
-        written = frozenset(token_id for token_id, spelling in spellings.items() if spelling and any(spelling in text for text in strings))
+        written = frozenset(
+            token_id
+            for token_id, spelling in spellings.items()
+            if spelling and any(spelling in text for text in strings)
+        )
         if written not in self._compilers:
             if len(self._compilers) >= MAX_COMPILERS:
                 del self._compilers[next(key for key in self._compilers if key)]
@@ -105,12 +121,16 @@ class _Matcher(Matcher):
     @classmethod
     def accept_all(cls, matchers: Sequence[Matcher], token_ids: Sequence[int]) -> list[int]:
         # Below the library's wrapper, which fetches the results one by one, at two calls and two turns of Python's lock each.
-        accepted = _batch()._handle.batch_accept_token([matcher._matcher._handle for matcher in matchers], list(token_ids), False)
+        accepted = _batch()._handle.batch_accept_token(
+            [matcher._matcher._handle for matcher in matchers], list(token_ids), False
+        )
         return [idx for idx, each in enumerate(accepted) if not each] if 0 in accepted or False in accepted else []
 
     @classmethod
     def fill_all(cls, matchers: Sequence[Matcher], masks: numpy.ndarray, rows: Sequence[int]) -> None:
-        _batch()._handle.batch_fill_next_token_bitmask([matcher._matcher._handle for matcher in matchers], masks, list(rows), False)
+        _batch()._handle.batch_fill_next_token_bitmask(
+            [matcher._matcher._handle for matcher in matchers], masks, list(rows), False
+        )
 
     @property
     def is_complete(self) -> bool:
@@ -146,7 +166,10 @@ def _lowered_tag(value: Any, compact: bool) -> Any:
     if not isinstance(value, dict):
         return value
     if "structures" in value:  # the older way to write it
-        tags = [{"begin": s.get("begin"), "content": _schema_format(s.get("schema"), compact), "end": s.get("end")} for s in value["structures"]]
+        tags = [
+            {"begin": s.get("begin"), "content": _schema_format(s.get("schema"), compact), "end": s.get("end")}
+            for s in value["structures"]
+        ]
         inner = {"type": "triggered_tags", "triggers": value.get("triggers"), "tags": tags}
         return {"type": "structural_tag", "format": inner}
     if value.get("type") in ("json_schema", "qwen_xml_parameter"):
@@ -170,7 +193,9 @@ def _check_simple(schema: Any) -> None:
         if not isinstance(found, dict):
             continue
         if unknown := found.keys() - SIMPLE:
-            raise RequestError(f"{min(unknown)!r:.60} is not supported in arguments that are not written as JSON: remove it.")
+            raise RequestError(
+                f"{min(unknown)!r:.60} is not supported in arguments that are not written as JSON: remove it."
+            )
         schemas += [found.get("items"), found.get("additionalProperties"), *(found.get("properties") or {}).values()]
 
 

@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 
 def model_module(hf_config: dict[str, Any]) -> ModuleType:
     """The file that has the checkpoint's architecture, or the fallback, which may refuse it."""
-    by_architecture = {a: name for name, archs in registry.literals("quire.models", "ARCHITECTURES").items() for a in archs}
+    by_architecture = {
+        a: name for name, archs in registry.literals("quire.models", "ARCHITECTURES").items() for a in archs
+    }
     for architecture in hf_config["architectures"]:
         if architecture in by_architecture:
             return registry.load("quire.models", by_architecture[architecture])
@@ -51,7 +53,9 @@ def empty(hf_config: dict[str, Any], dtype: str) -> nn.Module:
             return module.MODEL(_config(module, {**hf_config, "dtype": dtype}))
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         log.debug("a constructor failed", exc_info=error)
-        raise BadModelFileError(f"the model's config.json contradicts itself: {str(error).splitlines()[0]:.200}") from None
+        raise BadModelFileError(
+            f"the model's config.json contradicts itself: {str(error).splitlines()[0]:.200}"
+        ) from None
 
 
 def _config(module: ModuleType, hf_config: dict[str, Any]) -> Any:
@@ -60,7 +64,11 @@ def _config(module: ModuleType, hf_config: dict[str, Any]) -> Any:
     fields = {f.name: f for f in dataclasses.fields(module.Config)}
     # A null means "none" where the family knows that, elsewhere the default.
     nullable = {name for name, field in fields.items() if type(None) in get_args(field.type)}
-    given = {name: hf_config[name] for name in fields if name in hf_config and (hf_config[name] is not None or name in nullable)}
+    given = {
+        name: hf_config[name]
+        for name in fields
+        if name in hf_config and (hf_config[name] is not None or name in nullable)
+    }
     missing = [n for n, f in fields.items() if n not in given and f.default is f.default_factory is dataclasses.MISSING]
     if missing:
         raise UnsupportedModelError(f"the model's config.json lacks {missing[0]!r}: it is incomplete")
@@ -91,7 +99,9 @@ def _quantization(config: EngineConfig, hf_config: dict[str, Any]) -> tuple[Modu
     asked = settings.get("quant_method", "unknown") if settings else config.model.quantization
     name = str(asked).replace("-", "_")
     if name not in registry.names("quire.quant"):
-        raise UnsupportedModelError(f"weights quantized with {asked!r:.40} are not supported yet: use the original or a GGUF file")
+        raise UnsupportedModelError(
+            f"weights quantized with {asked!r:.40} are not supported yet: use the original or a GGUF file"
+        )
     is_dummy = config.model.load_format == "dummy"  # random weights are plain numbers
     return registry.load("quire.quant", "none" if is_dummy and settings else name), settings
 

@@ -21,14 +21,20 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 # What is computed -> its modules for CPUs and for GPUs, the best first.
 CANDIDATES = {
-    "elementwise": {"cpu": ("quire.ops.cpu.elementwise", "quire.ops.ref.elementwise"), "gpu": ("quire.ops.elementwise",)},
+    "elementwise": {
+        "cpu": ("quire.ops.cpu.elementwise", "quire.ops.ref.elementwise"),
+        "gpu": ("quire.ops.elementwise",),
+    },
     "linear": {"cpu": ("quire.quant.plain.packed", "quire.quant.plain.dense"), "gpu": ("quire.quant.plain.dense_gpu",)},
     "attention": {
         "cpu": ("quire.layers.attention.native", "quire.layers.attention.reference"),
         "gpu": ("quire.layers.attention.triton",),
     },
     "latent attention": {"cpu": ("quire.layers.latent.reference",), "gpu": ("quire.layers.latent.triton",)},
-    "experts": {"cpu": ("quire.layers.experts.torch",), "gpu": ("quire.layers.experts.triton", "quire.layers.experts.torch")},
+    "experts": {
+        "cpu": ("quire.layers.experts.torch",),
+        "gpu": ("quire.layers.experts.triton", "quire.layers.experts.torch"),
+    },
 }
 # For GPUs, of others' making: only where `--attention-backend` names them.
 ON_REQUEST = ("quire.layers.attention.flash_attn", "quire.layers.attention.flashinfer")
@@ -61,7 +67,9 @@ class Chooser:
                 return module
             reasons[name] = why
         why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        raise UnsupportedModelError(f"{what} cannot be computed on this device ({why}): add --device cpu, or leave --attention-backend out")
+        raise UnsupportedModelError(
+            f"{what} cannot be computed on this device ({why}): add --device cpu, or leave --attention-backend out"
+        )
 
     def _candidates(self, what: str) -> Iterator[ModuleType]:
         if what == "attention" and self.asked != "auto":

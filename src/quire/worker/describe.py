@@ -62,14 +62,22 @@ def describe(config: EngineConfig) -> dict[str, Any]:
 def library() -> list[dict[str, Any]]:
     """Every architecture that has a model file. `parity`: the largest difference of a logprob from transformers' that
     tests/models/report.py found; None: not measured."""
-    from_gguf = {r.architecture for row in GGUF_ARCHITECTURES.values() for r in (row, *(variant for _, variant in row.variants))}
+    from_gguf = {
+        r.architecture for row in GGUF_ARCHITECTURES.values() for r in (row, *(variant for _, variant in row.variants))
+    }
     tiny = registry.literals("quire.models", "TINY")
     found = []
     for name, architectures in registry.literals("quire.models", "ARCHITECTURES").items():
         kv = kv_kinds(tiny[name])
         for architecture in architectures:
             row = {"architecture": architecture, "file": _model_file(f"quire.models.{name}"), "kv": kv}
-            found.append({**row, "gguf": not from_gguf.isdisjoint((architecture, architectures[0])), "parity": LARGEST_ERROR.get(architecture)})
+            found.append(
+                {
+                    **row,
+                    "gguf": not from_gguf.isdisjoint((architecture, architectures[0])),
+                    "parity": LARGEST_ERROR.get(architecture),
+                }
+            )
     return found
 
 
@@ -111,7 +119,9 @@ def _num_values(weight: Weight) -> int:
     return math.prod(weight.shape) if weight.num_values is None else weight.num_values
 
 
-def _weight_bytes(files: ModelFiles, config: EngineConfig, hf_config: dict[str, Any], wanted: dict[str, list[Weight]]) -> int:
+def _weight_bytes(
+    files: ModelFiles, config: EngineConfig, hf_config: dict[str, Any], wanted: dict[str, list[Weight]]
+) -> int:
     """Packed weights stay as large as in the file; everything else takes its dtype, once. So tied heads that are packed are kept twice."""
     itemsize = DTYPES[config.model.dtype].itemsize
     packed = {name: sum(weight.stays_packed for weight in weights) for name, weights in wanted.items()}

@@ -59,7 +59,9 @@ class StepInputs:
             setattr(self, name, self.words.device[name])
         for idx, (backend, names, table) in enumerate(zip(backends, fields, tables)):
             step = DeviceStep(self.rows, self.query_starts, self.context_lens, table, shifts)
-            host, on_device = ({name: parts[f"{idx} {name}"] for name in names} for parts in (self.host, self.words.device))
+            host, on_device = (
+                {name: parts[f"{idx} {name}"] for name in names} for parts in (self.host, self.words.device)
+            )
             backend.bind(step, host, on_device)
         self.token_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)

@@ -32,7 +32,9 @@ def kv_specs(model: nn.Module, dtype: torch.dtype) -> dict[str, CacheSpec]:
 
 
 class KVMemory:
-    def __init__(self, layout: KVLayout, device: torch.device, copy_blocks: Callable[[Tensor, Tensor, Tensor], None]) -> None:
+    def __init__(
+        self, layout: KVLayout, device: torch.device, copy_blocks: Callable[[Tensor, Tensor, Tensor], None]
+    ) -> None:
         self.groups = layout.groups
         self.device = device
         self.copy_blocks = copy_blocks
@@ -83,7 +85,10 @@ def _planes(pool: PoolLayout, device: torch.device) -> list[Tensor]:
 def _outside_planes(pool: PoolLayout, device: torch.device) -> list[Tensor]:
     """Pinned, so that kernels of the device reach them."""
     shape, pinned = (pool.num_places, pool.plane_bytes), device.type != "cpu"
-    return [torch.empty(shape, dtype=torch.uint8, pin_memory=pinned) for _ in range(pool.num_planes if pool.num_places else 0)]
+    return [
+        torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
+        for _ in range(pool.num_planes if pool.num_places else 0)
+    ]
 
 
 def _zero_pages(num_blocks: int, block_bytes: int) -> Tensor:

@@ -37,7 +37,9 @@ def load_weights(model: nn.Module, tensors: Iterator[tuple[str, RawTensor]]) -> 
             _take(weight, tensor)
         pending.discard(name)
     if pending:
-        raise BadModelFileError(f"the checkpoint lacks {min(pending)} and {len(pending) - 1} other tensors: it is incomplete")
+        raise BadModelFileError(
+            f"the checkpoint lacks {min(pending)} and {len(pending) - 1} other tensors: it is incomplete"
+        )
     for layer in layers(model):
         layer.loaded()
 
@@ -114,7 +116,9 @@ def dummy_tensors(model: nn.Module, seed: int, device: torch.device) -> Iterator
     """Random normal weights for all that is wanted; vectors (norms, biases) around one, so that signals survive."""
     generator = torch.Generator(device).manual_seed(seed)
     for name, (weight, *_) in wanted_weights(model).items():
-        values = torch.empty(weight.shape, dtype=torch.bfloat16, device=device).normal_(0.0, DUMMY_STD, generator=generator)
+        values = torch.empty(weight.shape, dtype=torch.bfloat16, device=device).normal_(
+            0.0, DUMMY_STD, generator=generator
+        )
         values += len(weight.shape) == 1
         yield name, RawTensor("BF16", values.flatten().view(torch.uint8), weight.shape)
 

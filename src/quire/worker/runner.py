@@ -37,7 +37,13 @@ class _Launched:
 
 class Runner:
     def __init__(
-        self, model: nn.Module, memory: KVMemory, device: ModuleType, limits: Limits, vocab_size: int, drafter: NoDrafter
+        self,
+        model: nn.Module,
+        memory: KVMemory,
+        device: ModuleType,
+        limits: Limits,
+        vocab_size: int,
+        drafter: NoDrafter,
     ) -> None:
         """`device`: cpu/device.py or gpu/device.py; `limits.like`: an empty tensor as hidden states are, [0, D]."""
         self.model, self.memory, self.device, self.limits, self.drafter = model, memory, device, limits, drafter
@@ -50,7 +56,9 @@ class Runner:
         self.inputs = StepInputs(group_backends(model, memory.groups, limits), self.batch.tables, limits, self.shifts)
         self.last_hidden = like.new_zeros(num_samples, like.shape[1])
         self.out_ids = torch.zeros(num_samples, dtype=torch.int32, device=like.device)
-        self.num_accepted = torch.zeros(num_rows, dtype=torch.int32, device=like.device)  # drafts, of rows that choose tokens
+        self.num_accepted = torch.zeros(
+            num_rows, dtype=torch.int32, device=like.device
+        )  # drafts, of rows that choose tokens
         scratch = device.Scratch(num_samples, vocab_size, like.device)
         self.sampler = Sampler(device.sample, device.mask_logits, self.batch.sampling, self.batch.tokens, scratch)
         self.masks = device.MaskStaging(num_samples, vocab_size, like.device)
@@ -118,11 +126,17 @@ class Runner:
         if self.shifts is not None:
             context_lens = inputs.context_lens[: shape.num_rows]
             self.device.correct_starts(*step, self.batch.lengths, context_lens, self.shifts)
-        self.device.place_tokens(*step, self.batch.tokens, inputs.token_ids[:count], inputs.positions[:count], shape.longest)
+        self.device.place_tokens(
+            *step, self.batch.tokens, inputs.token_ids[:count], inputs.positions[:count], shape.longest
+        )
         for group, table, slots in zip(self.memory.groups, self.batch.tables, inputs.slots):
             self.device.place_slots(*step, table, group.block_size, slots[:count], shape.longest)
         if self.shifts is not None:
-            samples = inputs.sample_at[: shape.num_samples], inputs.positions, inputs.sample_positions[: shape.num_samples]
+            samples = (
+                inputs.sample_at[: shape.num_samples],
+                inputs.positions,
+                inputs.sample_positions[: shape.num_samples],
+            )
             self.device.place_samples(*samples)
 
     def run_model(self, shape: Shape) -> Tensor:
@@ -254,8 +268,12 @@ class Pending:
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
-        self.logprobs: tuple[list[int], list[int], ToHost] | None = None  # places among the samples, how many each asks for, columns
-        self.prompt_logprobs: list[tuple[int, int, ToHost]] = []  # index in the plan's rows, likewise; parts of a row in order
+        self.logprobs: tuple[list[int], list[int], ToHost] | None = (
+            None  # places among the samples, how many each asks for, columns
+        )
+        self.prompt_logprobs: list[
+            tuple[int, int, ToHost]
+        ] = []  # index in the plan's rows, likewise; parts of a row in order
 
     @told
     def result(self) -> StepResult:

@@ -42,7 +42,9 @@ class RowWords:
     """Parts [rows, width] of one int32 array on the device, which the host changes piece by piece: one copy and one kernel, however
     many pieces a step brings."""
 
-    def __init__(self, num_rows: int, widths: dict[str, int], device: torch.device, scatter_segments: Callable[..., None] | None) -> None:
+    def __init__(
+        self, num_rows: int, widths: dict[str, int], device: torch.device, scatter_segments: Callable[..., None] | None
+    ) -> None:
         """`scatter_segments`: as in `ops/ref/step.py`; None: the host writes to the array itself."""
         sizes = [num_rows * width for width in widths.values()]
         self.widths = widths

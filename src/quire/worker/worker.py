@@ -35,7 +35,9 @@ def device_module(config: EngineConfig) -> ModuleType:
     try:
         return importlib.import_module(f"quire.worker.{kind}.device")
     except ModuleNotFoundError as error:
-        raise ConfigError(f"GPU kernels need {error.name}, which is not installed: pip install {error.name}, or add --device cpu") from None
+        raise ConfigError(
+            f"GPU kernels need {error.name}, which is not installed: pip install {error.name}, or add --device cpu"
+        ) from None
 
 
 class Worker:
@@ -55,7 +57,9 @@ class Worker:
         self.drafter = NoDrafter()
         self.hidden_size = next(m.in_features for m in self.model.modules() if isinstance(m, LMHead))
         dummy = config.model.load_format == "dummy"
-        tensors = dummy_tensors(self.model, config.model.seed, self.device) if dummy else checkpoint_tensors(files, hf_config)
+        tensors = (
+            dummy_tensors(self.model, config.model.seed, self.device) if dummy else checkpoint_tensors(files, hf_config)
+        )
         if self.device.type == "cuda" and not dummy:
             tensors = uploaded(tensors, self.device)
         if not dummy and files.kind == "hf":  # GGUF files are read under the model's own names
@@ -95,7 +99,9 @@ class Worker:
         memory.attach(self.model)
         scheduler, max_len = self.config.scheduler, self.config.model.max_model_len
         like = torch.empty(0, self.hidden_size, dtype=self.dtype, device=self.device)
-        limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_len, like, self.drafter.num_drafts)
+        limits = Limits(
+            scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_len, like, self.drafter.num_drafts
+        )
         return Runner(self.model, memory, self.module, limits, self.vocab_size, self.drafter)
 
     def close(self) -> None:

@@ -26,10 +26,14 @@ class Server:
         self.url, self.llm, self.loop = url, llm, loop
 
     def client(self, **options) -> openai.OpenAI:
-        return openai.OpenAI(**{"base_url": self.url + "/v1", "api_key": "none", "max_retries": 0, "timeout": 60, **options})
+        return openai.OpenAI(
+            **{"base_url": self.url + "/v1", "api_key": "none", "max_retries": 0, "timeout": 60, **options}
+        )
 
     def async_client(self, **options) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(**{"base_url": self.url + "/v1", "api_key": "none", "max_retries": 0, "timeout": 60, **options})
+        return openai.AsyncOpenAI(
+            **{"base_url": self.url + "/v1", "api_key": "none", "max_retries": 0, "timeout": 60, **options}
+        )
 
 
 @contextmanager
@@ -72,7 +76,9 @@ def serving(model: str, **options) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def smol(smollm2) -> Iterator[Server]:
     """The default model in float32: greedy text does not depend on who else runs."""
-    with serving("smollm2", dtype="float32", max_model_len=512, kv_cache_memory_bytes=256 << 20, num_threads=1) as server:
+    with serving(
+        "smollm2", dtype="float32", max_model_len=512, kv_cache_memory_bytes=256 << 20, num_threads=1
+    ) as server:
         yield server
 
 

@@ -76,7 +76,9 @@ def test_a_stream_ends_with_done(smol):
 
 def test_the_async_client_streams_many_answers_at_once(smol):
     async def one(client):
-        stream = await client.chat.completions.create(model="smol", messages=QUESTION, temperature=0, max_tokens=16, stream=True)
+        stream = await client.chat.completions.create(
+            model="smol", messages=QUESTION, temperature=0, max_tokens=16, stream=True
+        )
         return "".join([event.choices[0].delta.content async for event in stream])
 
     async def all_of_them():
@@ -97,7 +99,10 @@ def test_raw_responses_show_the_request_id(client):
 def test_two_calls_may_bring_the_same_request_id(smol):
     async def both():
         async with smol.async_client(default_headers={"X-Request-Id": "twin"}) as client:
-            calls = [client.chat.completions.create(model="smol", messages=QUESTION, temperature=0, max_tokens=16) for _ in "ab"]
+            calls = [
+                client.chat.completions.create(model="smol", messages=QUESTION, temperature=0, max_tokens=16)
+                for _ in "ab"
+            ]
             return [answer.choices[0].message.content for answer in await asyncio.gather(*calls)]
 
     assert asyncio.run(both()) == [ANSWER] * 2
@@ -136,7 +141,9 @@ def test_a_narrow_choice_is_greedy_at_any_temperature(client, narrow):
     assert text(client, temperature=5, seed=1, **narrow) == ANSWER
 
 
-@pytest.mark.parametrize("penalty", [{"presence_penalty": 2}, {"frequency_penalty": 2}, {"repetition_penalty": 5}], ids=str)
+@pytest.mark.parametrize(
+    "penalty", [{"presence_penalty": 2}, {"frequency_penalty": 2}, {"repetition_penalty": 5}], ids=str
+)
 def test_penalties_break_repetition(client, penalty):
     again = [{"role": "user", "content": "Say the word dog twelve times: dog dog dog dog"}]
     plain, penalized = (text(client, again, max_tokens=16, **options) for options in ({}, penalty))
@@ -237,7 +244,11 @@ def test_logprobs_tell_how_likely_tokens_were(client):
         tops = [top.logprob for top in entry.top_logprobs]
         assert len(tops) == 3 and tops == sorted(tops, reverse=True) and sum(map(math.exp, tops)) <= 1
         assert entry.top_logprobs[0].token == entry.token and entry.logprob == tops[0]  # greedy
-    streamed = [e for event in ask(client, logprobs=True, top_logprobs=3, stream=True) for e in (event.choices[0].logprobs or NONE).content]
+    streamed = [
+        e
+        for event in ask(client, logprobs=True, top_logprobs=3, stream=True)
+        for e in (event.choices[0].logprobs or NONE).content
+    ]
     assert [entry.token for entry in streamed] == [entry.token for entry in content]
     assert ask(client).choices[0].logprobs is None
     assert ask(client, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
@@ -298,12 +309,23 @@ def test_a_final_message_can_be_continued(smol, client):
 
 
 def test_the_template_gets_arguments(echo):
-    answer = ask(echo.client(), chat_template_kwargs={"style": "terse "}, return_token_ids=True, max_tokens=1, reasoning_effort="low")
+    answer = ask(
+        echo.client(),
+        chat_template_kwargs={"style": "terse "},
+        return_token_ids=True,
+        max_tokens=1,
+        reasoning_effort="low",
+    )
     assert prompt_of(echo, answer) == "terse user: What is the capital of France?\nlow"
 
 
 def test_text_parts_are_text(smol, client):
-    parts = [{"role": "user", "content": [{"type": "text", "text": "What is the capital"}, {"type": "text", "text": "of France?"}]}]
+    parts = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "What is the capital"}, {"type": "text", "text": "of France?"}],
+        }
+    ]
     assert "What is the capital\nof France?" in prompt_of(smol, ask(client, parts, return_token_ids=True, max_tokens=1))
 
 
@@ -433,7 +455,9 @@ def test_the_client_raises_its_own_errors(client):
     assert error.value.param == "temperature" and "between 0 and" in error.value.message
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"nonsense", b'{"messages": NaN}', b"\xff\xfe", b'{"messages": "\\ud800"}'], ids=repr)
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"nonsense", b'{"messages": NaN}', b"\xff\xfe", b'{"messages": "\\ud800"}'], ids=repr
+)
 def test_a_body_that_is_no_json_object_is_refused(smol, body):
     answer = httpx.post(smol.url + "/v1/chat/completions", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400 and answer.json()["error"]["message"]
@@ -441,7 +465,10 @@ def test_a_body_that_is_no_json_object_is_refused(smol, body):
 
 def test_fields_without_effect_are_welcome(client):
     quiet = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "parallel_tool_calls": False}
-    assert text(client, tool_choice="none", tools=[], response_format={"type": "text"}, modalities=["text"], **quiet) == ANSWER
+    assert (
+        text(client, tool_choice="none", tools=[], response_format={"type": "text"}, modalities=["text"], **quiet)
+        == ANSWER
+    )
 
 
 def test_an_unknown_field_is_ignored_with_one_warning(client, caplog, monkeypatch):

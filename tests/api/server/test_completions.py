@@ -48,7 +48,9 @@ def test_choices_are_numbered_prompt_by_prompt(client):
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     for prompt, first in ((SEA, 0), (HILL, 2)):
         alone = complete(client, prompt, **options)
-        assert [choice.text for choice in alone.choices] == [choice.text for choice in answer.choices[first : first + 2]]
+        assert [choice.text for choice in alone.choices] == [
+            choice.text for choice in answer.choices[first : first + 2]
+        ]
     assert len({choice.text for choice in answer.choices}) == 4
 
 
@@ -75,7 +77,9 @@ def test_echo_begins_with_the_prompt(smol, client, sea):
 def test_logprobs_line_up_with_the_text(client, sea):
     columns = complete(client, logprobs=2).choices[0].logprobs
     assert "".join(columns.tokens) == sea
-    for token, logprob, offset, top in zip(columns.tokens, columns.token_logprobs, columns.text_offset, columns.top_logprobs):
+    for token, logprob, offset, top in zip(
+        columns.tokens, columns.token_logprobs, columns.text_offset, columns.top_logprobs
+    ):
         assert sea[offset:].startswith(token)
         assert len(top) == 2 and top[token] == logprob == max(top.values())  # greedy
         assert sum(map(math.exp, top.values())) <= 1
@@ -138,7 +142,9 @@ def test_token_ids_and_prompt_logprobs_are_returned_when_asked(smol, client, sea
     (choice,) = complete(client, extra_body=body).choices
     assert choice.prompt_token_ids == tokens(smol, SEA)
     assert choice.token_ids == tokens(smol, sea)
-    assert [None, *choice.prompt_token_ids[1:]] == [next(iter(e)) and int(next(iter(e))) if e else None for e in choice.prompt_logprobs]
+    assert [None, *choice.prompt_token_ids[1:]] == [
+        next(iter(e)) and int(next(iter(e))) if e else None for e in choice.prompt_logprobs
+    ]
     first, *events = complete(client, extra_body=body, stream=True)
     assert first.choices[0].prompt_token_ids == choice.prompt_token_ids
     assert [token for event in events for token in event.choices[0].token_ids] == choice.token_ids

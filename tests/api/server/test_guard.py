@@ -125,7 +125,19 @@ def test_any_of_the_keys_opens(tmp_path):
 
 @pytest.mark.parametrize(
     "header",
-    ["Bearer", "Bearer ", "Bearer k", "Bearer k11", "Bearer K1", "Basic k1", "k1", "Bearer k1,k2", "Bearer k1 k2", "bearerk1", "Bearer # for"],
+    [
+        "Bearer",
+        "Bearer ",
+        "Bearer k",
+        "Bearer k11",
+        "Bearer K1",
+        "Basic k1",
+        "k1",
+        "Bearer k1,k2",
+        "Bearer k1 k2",
+        "bearerk1",
+        "Bearer # for",
+    ],
 )
 def test_what_is_no_key_stays_outside(header):
     assert post(headers=[("authorization", header), JSON], api_key=["k1", "k2"]).status == 401
@@ -138,7 +150,9 @@ def test_the_scheme_may_be_written_in_any_case():
 def test_every_key_is_compared_in_constant_time(monkeypatch):
     compared = []
     real = guard_module.hmac.compare_digest
-    monkeypatch.setattr(guard_module.hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or real(a, b))
+    monkeypatch.setattr(
+        guard_module.hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or real(a, b)
+    )
     for key in ("k1", "nothing like it", ""):
         compared.clear()
         post(headers=bearer(key), api_key=["k1", "a-much-longer-key"])
@@ -230,7 +244,10 @@ def test_a_client_that_leaves_while_sending_gets_no_answer():
     assert post([b"{", None]).messages == []
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", "application/jsonp"])
+@pytest.mark.parametrize(
+    "kind",
+    ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", "application/jsonp"],
+)
 def test_only_json_is_taken(kind):
     assert post(headers=[("content-type", kind)]).status == 415
 
@@ -255,7 +272,11 @@ def depth(value) -> int:
 
 
 texts = st.text(alphabet=st.sampled_from('[]{}"\\\n,:ab'), max_size=12)
-values = st.recursive(texts | st.integers(), lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4), max_leaves=30)
+values = st.recursive(
+    texts | st.integers(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+    max_leaves=30,
+)
 
 
 def cost_of(body: bytes, piece_bytes: int = 32_768) -> JsonCost:
@@ -270,13 +291,17 @@ def test_depth_is_that_of_the_decoded_value(value, piece):
     assert cost_of(json.dumps(value, ensure_ascii=False, indent=1).encode(), piece).max_depth == depth(value)
 
 
-@pytest.mark.parametrize("body", [b"[" * 65, b'{"a":' * 65, b'["]",' * 65, b'["\\"]",' * 65, b'["\\\\",' * 65, b"[[]," * 65])
+@pytest.mark.parametrize(
+    "body", [b"[" * 65, b'{"a":' * 65, b'["]",' * 65, b'["\\"]",' * 65, b'["\\\\",' * 65, b"[[]," * 65]
+)
 def test_unfinished_and_disguised_nesting_is_seen(body):
     reply = post(body)
     assert reply.status == 400 and "--max-json-depth" in reply.error["message"]
 
 
-@pytest.mark.parametrize("body", [b"[" * 10**6, b"[]" * 500_000, b'"[",' * 250_000, b'"' * 10**6, b'"\\' * 500_000, b"]" * 10**6])
+@pytest.mark.parametrize(
+    "body", [b"[" * 10**6, b"[]" * 500_000, b'"[",' * 250_000, b'"' * 10**6, b'"\\' * 500_000, b"]" * 10**6]
+)
 def test_depth_is_found_fast_in_hostile_bodies(body):
     import time
 
@@ -332,7 +357,11 @@ def test_messages_of_a_stream_pass_untouched():
     assert all(a is b for a, b in zip(call("GET", "/x", app=app).messages[1:], kept, strict=True))
 
 
-PREFLIGHT = [("origin", "https://a.example"), ("access-control-request-method", "POST"), ("access-control-request-headers", "authorization")]
+PREFLIGHT = [
+    ("origin", "https://a.example"),
+    ("access-control-request-method", "POST"),
+    ("access-control-request-headers", "authorization"),
+]
 
 
 def test_cors_is_off_until_asked_for():
@@ -341,15 +370,23 @@ def test_cors_is_off_until_asked_for():
     assert call("OPTIONS", "/echo", PREFLIGHT, api_key=["k"]).status == 401
 
 
-@pytest.mark.parametrize(("origins", "answer"), [(["https://a.example", "https://b.example"], "https://a.example"), (["*"], "*")])
+@pytest.mark.parametrize(
+    ("origins", "answer"), [(["https://a.example", "https://b.example"], "https://a.example"), (["*"], "*")]
+)
 def test_allowed_origins_may_ask_without_a_key_and_call_with_one(origins, answer):
     options = {"api_key": ["k"], "allowed_origins": origins}
     asked = call("OPTIONS", "/echo", PREFLIGHT, **options)
     assert asked.status == 200 and asked.headers["access-control-allow-origin"] == answer
-    assert asked.headers["access-control-allow-headers"] == "authorization" and "POST" in asked.headers["access-control-allow-methods"]
+    assert (
+        asked.headers["access-control-allow-headers"] == "authorization"
+        and "POST" in asked.headers["access-control-allow-methods"]
+    )
     called = post(headers=[*bearer("k"), ("origin", "https://a.example")], **options)
     assert called.status == 200 and called.headers["access-control-allow-origin"] == answer
-    assert post(headers=[JSON, ("origin", "https://a.example")], **options).headers["access-control-allow-origin"] == answer
+    assert (
+        post(headers=[JSON, ("origin", "https://a.example")], **options).headers["access-control-allow-origin"]
+        == answer
+    )
 
 
 @pytest.mark.parametrize("origin", ["https://c.example", "null", "https://a.example.evil.example", "http://a.example"])
@@ -414,7 +451,9 @@ def test_the_status_line_tells_what_happened_since_the_last(lines):
     status = logs.StatusLine(metrics)
     status.write(5.0)
     assert lines() == []
-    metrics.step(EngineStats(num_running=3, num_waiting=2, kv_usage=0.25, prefix_queries=200, prefix_hits=50), 0.01, 500)
+    metrics.step(
+        EngineStats(num_running=3, num_waiting=2, kv_usage=0.25, prefix_queries=200, prefix_hits=50), 0.01, 500
+    )
     status.write(5.0)
     assert lines() == ["engine: 3 running, 2 waiting, KV 25%, prefix hits 25%, 0 prompt + 100 output tokens/s"]
     metrics.step(EngineStats(prefix_queries=200, prefix_hits=50), 0.01, 0)

@@ -31,7 +31,12 @@ class Empty(msgspec.Struct):
     left_out: str | UnsetType = UNSET
 
 
-inners = st.builds(Inner, st.lists(st.integers(-5, 2**40), max_size=9), st.just(UNSET) | st.text(), st.none() | st.lists(st.text(), max_size=9))
+inners = st.builds(
+    Inner,
+    st.lists(st.integers(-5, 2**40), max_size=9),
+    st.just(UNSET) | st.text(),
+    st.none() | st.lists(st.text(), max_size=9),
+)
 outers = st.builds(Outer, st.text(), st.lists(inners, max_size=4), st.none() | inners)
 
 

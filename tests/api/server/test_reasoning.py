@@ -40,7 +40,15 @@ UNTHINKING = {"chat_template_kwargs": {"enable_thinking": False}}
 @pytest.fixture(scope="module")
 def server(smollm2) -> Iterator[ServerProcess]:
     """Without prefix cache, so that the same question alone is computed the same way twice."""
-    flags = ["--max-model-len", "512", "--num-threads", "1", "--kv-cache-memory-bytes", "64M", "--no-enable-prefix-caching"]
+    flags = [
+        "--max-model-len",
+        "512",
+        "--num-threads",
+        "1",
+        "--kv-cache-memory-bytes",
+        "64M",
+        "--no-enable-prefix-caching",
+    ]
     formats = ["--reasoning-parser", "think", "--tool-call-parser", "hermes", "--chat-template", TEMPLATE]
     with ServerProcess("smollm2", *flags, *formats) as process:
         yield process
@@ -116,7 +124,12 @@ def test_thinking_that_the_model_opens_is_told_from_the_answer(client, stream):
     assert content[:2].isdigit() and content.endswith(" <think>")  # further on the tag is only text
 
 
-EXTRAS = {"free": LONG, "ended early": {"stop": ["</think>"]}, "schema": {"response_format": IN_FORMAT}, "unthinking": UNTHINKING}
+EXTRAS = {
+    "free": LONG,
+    "ended early": {"stop": ["</think>"]},
+    "schema": {"response_format": IN_FORMAT},
+    "unthinking": UNTHINKING,
+}
 
 
 @pytest.mark.parametrize("extra", EXTRAS.values(), ids=EXTRAS)
@@ -142,7 +155,9 @@ def test_thinking_can_be_left_out(client, stream):
 
 
 def test_thinking_is_free_and_the_answer_has_its_format(client):
-    answer = ask(client, {"thinking_token_budget": 10}, response_format=IN_FORMAT, n=2, temperature=1, seed=1, max_tokens=90)
+    answer = ask(
+        client, {"thinking_token_budget": 10}, response_format=IN_FORMAT, n=2, temperature=1, seed=1, max_tokens=90
+    )
     for choice in answer.choices:
         thoughts, content = parts(choice.message)
         assert choice.finish_reason == "stop" and jsonschema_rs.is_valid(ANSWER, json.loads(content))

@@ -62,7 +62,11 @@ def test_it_is_alive_while_it_loads_and_ready_when_it_says_so(smollm2):
 
         def ready() -> bool:
             with contextlib.suppress(httpx.TransportError):  # not listening yet
-                codes = server.get("/live").status_code, server.get("/ready").status_code, server.get("/health").status_code
+                codes = (
+                    server.get("/live").status_code,
+                    server.get("/ready").status_code,
+                    server.get("/health").status_code,
+                )
                 seen.add(codes)
                 return codes == (200, 200, 200)
             return False
@@ -221,7 +225,10 @@ def test_options_come_from_a_file_and_what_is_typed_wins(smollm2, tmp_path):
         entries = [json.loads(line) for line in server.log().splitlines()]
         assert any("Quire is serving one, two" in entry["message"] for entry in entries)
         calls = [entry for entry in entries if entry.get("request_id") == "r1"]
-        assert [(c["method"], c["path"], c["status"]) for c in calls] == [("GET", "/v1/models", 200), ("POST", "/v1/completions", 200)]
+        assert [(c["method"], c["path"], c["status"]) for c in calls] == [
+            ("GET", "/v1/models", 200),
+            ("POST", "/v1/completions", 200),
+        ]
         assert "sesame" not in server.log() and "k1" not in server.log()
 
 
@@ -238,5 +245,3 @@ def test_a_port_of_zero_takes_a_free_one(smollm2):
     with ServerProcess("--port", "0", "--executor", "echo", wait=False) as server:
         url = server.wait_ready().split()[5]
         assert not url.endswith(":0") and httpx.get(url + "/live").status_code == 200
-
-

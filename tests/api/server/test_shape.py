@@ -49,7 +49,9 @@ def in_format(schema) -> dict:
 
 @pytest.fixture(scope="module")
 def server(smollm2) -> Iterator[ServerProcess]:
-    with ServerProcess("smollm2", "--max-model-len", "1024", "--num-threads", "1", "--kv-cache-memory-bytes", "128M") as process:
+    with ServerProcess(
+        "smollm2", "--max-model-len", "1024", "--num-threads", "1", "--kv-cache-memory-bytes", "128M"
+    ) as process:
         yield process
         assert process.stop() == 0
 
@@ -60,7 +62,9 @@ def client(server) -> openai.OpenAI:
 
 
 def ask(client, **options):
-    return client.chat.completions.create(**{"model": "smollm2", "messages": ASK, "max_tokens": 150, "seed": 5, **options})
+    return client.chat.completions.create(
+        **{"model": "smollm2", "messages": ASK, "max_tokens": 150, "seed": 5, **options}
+    )
 
 
 def read(answer) -> tuple[str, str]:
@@ -83,7 +87,9 @@ def test_a_schema_is_followed(client, stream):
 def test_any_json_object_will_do(client, server):
     for choice in ask(client, response_format={"type": "json_object"}, n=2, max_tokens=60).choices:
         is_cut = choice.finish_reason == "length"
-        assert isinstance(pydantic_core.from_json(choice.message.content, allow_partial=is_cut and "trailing-strings"), dict)
+        assert isinstance(
+            pydantic_core.from_json(choice.message.content, allow_partial=is_cut and "trailing-strings"), dict
+        )
     (empty,) = server.post("/tokenize", {"prompt": "{}"}).json()["tokens"]
     (choice,) = ask(client, response_format={"type": "json_object"}, logit_bias={str(empty): 100}).choices
     assert (choice.finish_reason, choice.message.content) == ("stop", "{}")
@@ -127,7 +133,9 @@ def test_the_clients_parse_helper_gives_a_pydantic_model(client):
 
 
 def test_the_clients_stream_helper_parses_too(client):
-    with client.chat.completions.stream(model="smollm2", messages=ASK, max_tokens=200, seed=2, response_format=Owner) as stream:
+    with client.chat.completions.stream(
+        model="smollm2", messages=ASK, max_tokens=200, seed=2, response_format=Owner
+    ) as stream:
         kinds = {event.type for event in stream}
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Owner)
     assert {"content.delta", "content.done"} <= kinds
@@ -160,7 +168,9 @@ SHAPES = [
 def test_every_way_to_ask_for_a_shape_works_in_both_protocols(client, fields, pattern):
     chat = ask(client, max_tokens=30, extra_body=fields).choices[0]
     text, end = read(ask(client, max_tokens=30, extra_body=fields, stream=True))
-    plain = client.completions.create(model="smollm2", prompt=["It is", "We are"], max_tokens=30, n=2, extra_body=fields)
+    plain = client.completions.create(
+        model="smollm2", prompt=["It is", "We are"], max_tokens=30, n=2, extra_body=fields
+    )
     ends = [chat.finish_reason, end, *(choice.finish_reason for choice in plain.choices)]
     texts = [chat.message.content, text, *(choice.text for choice in plain.choices)]
     assert ends == ["stop"] * 6
@@ -174,7 +184,11 @@ def test_a_character_may_come_byte_by_byte(client, server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("fields", [{"response_format": in_format(PERSON)}, {"guided_regex": "[a-z]{100}"}, {"guided_choice": ["ab " * 50]}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{"response_format": in_format(PERSON)}, {"guided_regex": "[a-z]{100}"}, {"guided_choice": ["ab " * 50]}],
+    ids=str,
+)
 def test_an_answer_that_is_cut_says_so(client, fields, stream):
     answer = ask(client, max_tokens=4, extra_body=fields, stream=stream)
     assert (read(answer)[1] if stream else answer.choices[0].finish_reason) == "length"
@@ -252,7 +266,10 @@ def _chain(length: int) -> dict:
     """Each definition uses the next one four times: as a tree it has 4^length leaves."""
     next_one = [{"$ref": f"#/$defs/d{idx + 1}"} for idx in range(length)]
     both = [{"type": "object", "properties": {"l": ref, "r": ref}} for ref in next_one]
-    defs = {f"d{idx}": {"anyOf": [both[idx], {"type": "array", "prefixItems": [ref, ref]}]} for idx, ref in enumerate(next_one)}
+    defs = {
+        f"d{idx}": {"anyOf": [both[idx], {"type": "array", "prefixItems": [ref, ref]}]}
+        for idx, ref in enumerate(next_one)
+    }
     return {"$defs": {**defs, f"d{length}": {"type": "null"}}, "$ref": "#/$defs/d0"}
 
 
@@ -274,9 +291,16 @@ HOSTILE = {
     "recursion": {"guided_grammar": 'root ::= root root | "a"'},
     "nothing": {"guided_grammar": "root ::= a\na ::= b\nb ::= a"},
     "explosion": {
-        "guided_grammar": "\n".join(f"r{i} ::= " + " ".join([f"r{i + 1}?"] * 8) for i in range(20)).replace("r0", "root") + '\nr20 ::= "x"'
+        "guided_grammar": "\n".join(f"r{i} ::= " + " ".join([f"r{i + 1}?"] * 8) for i in range(20)).replace(
+            "r0", "root"
+        )
+        + '\nr20 ::= "x"'
     },
-    "tags": {"structured_outputs": {"structural_tag": {"type": "structural_tag", "format": {"type": "sequence", "elements": [TAG] * 3000}}}},
+    "tags": {
+        "structured_outputs": {
+            "structural_tag": {"type": "structural_tag", "format": {"type": "sequence", "elements": [TAG] * 3000}}
+        }
+    },
 }
 
 

@@ -38,14 +38,19 @@ PLACE = {
 WEATHER = tool("get_weather", "Wie das Wetter ist.", unit={"enum": ["°C", "°F"]}, place=PLACE)
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 VALID = {
-    each["function"]["name"]: jsonschema_rs.validator_for(each["function"]["parameters"]).is_valid for each in (TIME, WEATHER)
+    each["function"]["name"]: jsonschema_rs.validator_for(each["function"]["parameters"]).is_valid
+    for each in (TIME, WEATHER)
 }
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 def call_message(*zones: str) -> dict:
     calls = [
-        {"id": f"call_{zone}", "type": "function", "function": {"name": "get_time", "arguments": json.dumps({"zone": zone})}}
+        {
+            "id": f"call_{zone}",
+            "type": "function",
+            "function": {"name": "get_time", "arguments": json.dumps({"zone": zone})},
+        }
         for zone in zones
     ]
     return {"role": "assistant", "content": None, "tool_calls": calls}
@@ -58,10 +63,20 @@ def results(*zones: str, time: str) -> list[dict]:
 def example(*zones: str, time: str) -> list[dict]:
     """A question about the time in some zones, the calls, their results and the answer."""
     asked = {"role": "user", "content": f"What time is it in {' and '.join(zones)}?"}
-    return [asked, call_message(*zones), *results(*zones, time=time), {"role": "assistant", "content": f"It is {time}."}]
+    return [
+        asked,
+        call_message(*zones),
+        *results(*zones, time=time),
+        {"role": "assistant", "content": f"It is {time}."},
+    ]
 
 
-ONE = [*example("UTC", time="12:00"), *example("CET", time="13:00"), *example("UTC", time="12:01"), example("CET", time="")[0]]
+ONE = [
+    *example("UTC", time="12:00"),
+    *example("CET", time="13:00"),
+    *example("UTC", time="12:01"),
+    example("CET", time="")[0],
+]
 BOTH = [message for time in ("12:00", "13:00", "12:01") for message in example("UTC", "CET", time=time)]
 BOTH.append(BOTH[0])
 
@@ -91,7 +106,9 @@ def client(server) -> openai.OpenAI:
 
 
 def ask(client, **options):
-    return client.chat.completions.create(**{"model": "smollm2", "messages": QUESTION, "max_tokens": 150, "seed": 3, **options})
+    return client.chat.completions.create(
+        **{"model": "smollm2", "messages": QUESTION, "max_tokens": 150, "seed": 3, **options}
+    )
 
 
 def calls_of(message) -> list[tuple[str, dict]]:
@@ -137,7 +154,11 @@ def test_none_means_no_calls_and_no_tools_in_the_prompt(client):
 def test_required_means_at_least_one_call_by_each_choice(client):
     answer = ask(client, **MODES["required"], n=3, temperature=1.2)
     for choice in answer.choices:
-        assert len(calls_of(choice.message)) == 1 and choice.finish_reason == "tool_calls" and choice.message.content is None
+        assert (
+            len(calls_of(choice.message)) == 1
+            and choice.finish_reason == "tool_calls"
+            and choice.message.content is None
+        )
 
 
 def test_required_calls_may_be_several(client):
@@ -166,9 +187,16 @@ def test_a_cut_call_is_visibly_incomplete(client):
 
 
 def test_an_answer_is_a_call_or_has_its_format(client):
-    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer", "minimum": 100, "maximum": 999}}}
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "schema": {"type": "integer", "minimum": 100, "maximum": 999}},
+    }
     for messages in (ONE, QUESTION):
-        message = ask(client, messages=messages, tools=[TIME], response_format=form, parallel_tool_calls=False).choices[0].message
+        message = (
+            ask(client, messages=messages, tools=[TIME], response_format=form, parallel_tool_calls=False)
+            .choices[0]
+            .message
+        )
         assert len(calls_of(message)) == 1 if message.tool_calls else 100 <= int(message.content) <= 999
 
 
@@ -182,7 +210,13 @@ class GetOwner(pydantic.BaseModel):
 def test_the_clients_parse_helper_reads_strict_arguments(client):
     tools = [openai.pydantic_function_tool(GetOwner)]
     answer = client.chat.completions.parse(
-        model="smollm2", messages=QUESTION, tools=tools, tool_choice="required", parallel_tool_calls=False, max_tokens=100, seed=1
+        model="smollm2",
+        messages=QUESTION,
+        tools=tools,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=100,
+        seed=1,
     )
     (call,) = answer.choices[0].message.tool_calls
     assert isinstance(call.function.parsed_arguments, GetOwner)
@@ -222,7 +256,9 @@ def test_a_stream_put_together_is_the_whole_answer(client, mode):
     events = list(ask(client, **MODES[mode], extra_body=uncached(), stream=True))
     assert accumulated(events) == (choice.message.content, whole, choice.finish_reason)
     if whole:
-        assert sum(bool(event.choices[0].delta.tool_calls) for event in events) > len(whole)  # arguments come as they are written
+        assert sum(bool(event.choices[0].delta.tool_calls) for event in events) > len(
+            whole
+        )  # arguments come as they are written
 
 
 def test_the_clients_stream_helper_gives_the_same_answer(client):
@@ -238,7 +274,9 @@ def test_the_clients_stream_helper_gives_the_same_answer(client):
 
 def test_a_stream_of_calls_may_have_logprobs_and_usage(client):
     *events, last = ask(client, **MODES["required"], stream=True, logprobs=True, stream_options={"include_usage": True})
-    tokens = [entry for event in events for entry in (event.choices[0].logprobs.content if event.choices[0].logprobs else [])]
+    tokens = [
+        entry for event in events for entry in (event.choices[0].logprobs.content if event.choices[0].logprobs else [])
+    ]
     assert len(tokens) == last.usage.completion_tokens
     assert "".join(token.token for token in tokens).startswith("<tool_call>\n")
 
@@ -256,9 +294,14 @@ def test_a_round_trip_ends_with_an_answer_made_from_the_result(client):
 def test_the_prompt_is_what_the_template_makes_of_messages_and_tools(server, client):
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)  # as Hugging Face has it
-    told = [call | {"function": {"name": "get_time", "arguments": {"zone": "UTC"}}} for call in call_message("UTC")["tool_calls"]]
+    told = [
+        call | {"function": {"name": "get_time", "arguments": {"zone": "UTC"}}}
+        for call in call_message("UTC")["tool_calls"]
+    ]
     messages = [QUESTION[0], call_message("UTC") | {"tool_calls": told}, *results("UTC", time="12:00")]
-    truth = environment.from_string(TEMPLATE.read_text()).render(messages=messages, tools=[TIME, WEATHER], add_generation_prompt=True)
+    truth = environment.from_string(TEMPLATE.read_text()).render(
+        messages=messages, tools=[TIME, WEATHER], add_generation_prompt=True
+    )
     sent = [QUESTION[0], call_message("UTC"), *results("UTC", time="12:00")]
     answer = ask(client, messages=sent, tools=[TIME, WEATHER], max_tokens=1, extra_body={"return_token_ids": True})
     assert server.post("/detokenize", {"tokens": answer.prompt_token_ids}).json()["prompt"] == truth
@@ -330,7 +373,9 @@ def test_a_body_full_of_tools_holds_nobody_up(server):
     crowd = [tool(f"f{idx}", "", a={"enum": [f"x{number}" for number in range(2000)]}) for idx in range(100)]
     body = json.dumps({"messages": QUESTION, "tools": crowd, "tool_choice": "required"})
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        refused = pool.submit(server.client.post, "/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+        refused = pool.submit(
+            server.client.post, "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+        )
         longest_s = 0.0
         while not refused.done():
             started = time.monotonic()

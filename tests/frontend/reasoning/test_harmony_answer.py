@@ -10,7 +10,9 @@ from quire.structured.spec import GrammarSpec
 from quire.structured.xgrammar import XGrammar
 
 MARKS = [b"<|start|>", b"<|channel|>", b"<|message|>", b"<|end|>", b"<|return|>"]
-VOCABULARY = Vocabulary([*MARKS, b"assistant", b"final", b"analysis", *(bytes([i]) for i in range(128))], list(range(5)), [4], 160)
+VOCABULARY = Vocabulary(
+    [*MARKS, b"assistant", b"final", b"analysis", *(bytes([i]) for i in range(128))], list(range(5)), [4], 160
+)
 
 
 def ids(text: str) -> list[int]:
@@ -24,7 +26,10 @@ def ids(text: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def grammar():
-    tag = {"type": "structural_tag", "format": harmony.answer({"type": "json_schema", "json_schema": {"type": "integer"}})}
+    tag = {
+        "type": "structural_tag",
+        "format": harmony.answer({"type": "json_schema", "json_schema": {"type": "integer"}}),
+    }
     return XGrammar(VOCABULARY).compile(GrammarSpec("structural_tag", json.dumps(tag)))
 
 

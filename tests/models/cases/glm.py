@@ -6,5 +6,8 @@ CASES = {
     "no biases, tied": {"attention_bias": False, "tie_word_embeddings": True, "partial_rotary_factor": 1.0},
     "glm4": GLM4,
     "glm4, no biases, tied": {**GLM4, "attention_bias": False, "tie_word_embeddings": True},
-    "glm4, yarn": {**GLM4, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    "glm4, yarn": {
+        **GLM4,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    },
 }

@@ -27,7 +27,14 @@ class Toy(Method):
         grouped = *rows, columns // GROUP
         for end, shape, types in zip(ENDS, (part.shape, grouped, grouped), (("U8",), ("F32",), ("F32",))):
             values = math.prod(part.shape) if end == ".codes" else 0
-            yield Weight(f"{part.path}{end}", shape, partial(self.take_one, part_idx, end), part.split, types=types, num_values=values)
+            yield Weight(
+                f"{part.path}{end}",
+                shape,
+                partial(self.take_one, part_idx, end),
+                part.split,
+                types=types,
+                num_values=values,
+            )
 
     def take_one(self, part_idx, end, tensor):
         own = tensor.raw.view(tensor.shape) if end == ".codes" else tensor.dense(torch.float32)

@@ -14,7 +14,9 @@ CHAT_TEMPERATURE = 0.4  # for models that bring no default: small ones ramble at
 class SamplingOptions:
     """How tokens are chosen"""
 
-    temperature: float | None = knob(None, "0 always takes the likeliest token (default: the model's, else 0.4 in a chat and 1 for plain text)")
+    temperature: float | None = knob(
+        None, "0 always takes the likeliest token (default: the model's, else 0.4 in a chat and 1 for plain text)"
+    )
     top_p: float | None = knob(None, "choose among the likeliest tokens that together have this probability")
     top_k: int | None = knob(None, "choose among this many tokens; 0: all")
     min_p: float | None = knob(None, "choose among tokens at least this likely, relative to the likeliest")

@@ -36,9 +36,14 @@ class BenchOptions:
     """What to time"""
 
     kind: Literal["latency", "throughput", "startup", "serve"] | None = knob(
-        None, "latency (one request), throughput (many at once), startup, or serve (a server that runs)", positional=True, metavar="KIND"
+        None,
+        "latency (one request), throughput (many at once), startup, or serve (a server that runs)",
+        positional=True,
+        metavar="KIND",
     )
-    workload: str | None = knob(None, "latency: stream-128, stream-1024, stream-8192; throughput: mixed64, mixed256, p1024d128")
+    workload: str | None = knob(
+        None, "latency: stream-128, stream-1024, stream-8192; throughput: mixed64, mixed256, p1024d128"
+    )
     json: bool = knob(False, "print nothing but the JSON line")
 
 
@@ -47,13 +52,17 @@ class ServeOptions:
     """bench serve: what to send to a server that speaks OpenAI's protocol (of the flags below only --model and --seed count)"""
 
     base_url: str = knob("http://127.0.0.1:8000", "the server's address")
-    endpoint: Literal["completions", "chat"] = knob("completions", "what to call: /v1/completions or /v1/chat/completions")
+    endpoint: Literal["completions", "chat"] = knob(
+        "completions", "what to call: /v1/completions or /v1/chat/completions"
+    )
     concurrency: int | None = knob(None, "requests in flight at most (default: 1; with --request-rate no limit)", low=1)
     num_prompts: int = knob(100, "requests in all", low=1)
     input_len: int = knob(128, "tokens of a prompt; words, where the server has no /tokenize", low=1)
     output_len: int = knob(128, "tokens of an answer at most; exactly, with --ignore-eos", low=1)
     request_rate: float | None = knob(
-        None, "requests per second, arriving at random (Poisson); inf or left out: the next when one is answered", low=0.001
+        None,
+        "requests per second, arriving at random (Poisson); inf or left out: the next when one is answered",
+        low=0.001,
     )
     num_client_processes: int = knob(1, "processes that send: more where client_cpu_share nears 1", low=1)
     api_key: str | None = knob(None, "the key to send")
@@ -95,7 +104,10 @@ def _serve(args: Namespace, options: BenchOptions) -> dict[str, Any]:
     with tqdm(total=load.num_prompts, unit="req", disable=options.json) as bar:
         result = asyncio.run(measure(load, serve.num_client_processes, lambda num_done: bar.update(num_done - bar.n)))
     if result["client_cpu_share"] > BUSY:
-        print("quire: the clients were busy and may have slowed the measurement: raise --num-client-processes", file=sys.stderr)
+        print(
+            "quire: the clients were busy and may have slowed the measurement: raise --num-client-processes",
+            file=sys.stderr,
+        )
     return result
 
 
@@ -119,7 +131,9 @@ def _engine(args: Namespace, options: BenchOptions) -> dict[str, Any]:
         result = {"model": config.model.model, "workload": options.workload or "startup"}
         result["startup_s"] = time.perf_counter() - started
         if workload is None:
-            llm.generate(list(range(100, 100 + FIRST_PROMPT)), SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+            llm.generate(
+                list(range(100, 100 + FIRST_PROMPT)), SamplingParams(temperature=0, max_tokens=1), use_tqdm=False
+            )
             result["duration_s"] = time.perf_counter() - started  # to the first token
         else:
             result |= workloads.measure(workload, generator(llm, workload.temperature, show=not options.json))
@@ -129,7 +143,8 @@ def _engine(args: Namespace, options: BenchOptions) -> dict[str, Any]:
 def generator(llm: LLM, temperature: float, show: bool) -> workloads.Generate:
     def generate(tasks) -> int:
         params = [
-            SamplingParams(temperature=temperature, max_tokens=t.num_output_tokens, ignore_eos=True, detokenize=False) for t in tasks
+            SamplingParams(temperature=temperature, max_tokens=t.num_output_tokens, ignore_eos=True, detokenize=False)
+            for t in tasks
         ]
         outputs = llm.generate([t.prompt_token_ids for t in tasks], params, use_tqdm=show and len(tasks) > 1)
         return sum(len(output.outputs[0].token_ids) for output in outputs)

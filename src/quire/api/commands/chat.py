@@ -86,5 +86,9 @@ def _answer(llm: LLM, params: SamplingParams, messages: list[dict]) -> str | Non
         return None
     rate = (tokens - 1) / max(time.monotonic() - first, 1e-9) if first and tokens > 1 else 0.0
     first_s = (first or started) - started
-    print(f"\n\033[2m[{tokens} tokens, first after {first_s:.2f} s, then {rate:.0f} tok/s]\033[0m\n" if sys.stdout.isatty() else "\n")
+    print(
+        f"\n\033[2m[{tokens} tokens, first after {first_s:.2f} s, then {rate:.0f} tok/s]\033[0m\n"
+        if sys.stdout.isatty()
+        else "\n"
+    )
     return text or None

@@ -20,7 +20,9 @@ DEFAULT_TOKENS = 128
 class GenerateOptions:
     """The text"""
 
-    prompt: str | None = knob(None, "the text to continue; - or nothing reads standard input", positional="?", metavar="PROMPT")
+    prompt: str | None = knob(
+        None, "the text to continue; - or nothing reads standard input", positional="?", metavar="PROMPT"
+    )
     chat: bool = knob(False, "send the text as a user's message through the chat template")
     n: int = knob(1, "how many answers", low=1)
 

@@ -38,7 +38,11 @@ def run(args: Namespace) -> int:
 
 
 def _table(facts: dict[str, Any]) -> str:
-    kept = "packed as in the file" if facts["linear"] == "packed" and facts["quantization"] == "gguf" else f"as {facts['dtype']}"
+    kept = (
+        "packed as in the file"
+        if facts["linear"] == "packed" and facts["quantization"] == "gguf"
+        else f"as {facts['dtype']}"
+    )
     types = ", ".join(f"{name} ×{count}" for name, count in facts["weight_types"].items()) or "none (config only)"
     requests = facts["kv_tokens"] / facts["max_model_len"]
     path = facts["model_file"] or "the fallback: transformers' own layers around our attention and cache"

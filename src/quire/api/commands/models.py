@@ -34,7 +34,9 @@ OPTIONS = (ModelsOptions,)
 def run(args: Namespace) -> int:
     models = importlib.import_module(DESCRIBE).library()
     asked = from_args(ModelsOptions, args).json
-    print(json.dumps({"models": models, "fallback": FALLBACK}) if asked else f"{_table(models)}\n\n{LEGEND}\n{FALLBACK}")
+    print(
+        json.dumps({"models": models, "fallback": FALLBACK}) if asked else f"{_table(models)}\n\n{LEGEND}\n{FALLBACK}"
+    )
     return 0
 
 

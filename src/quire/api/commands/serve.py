@@ -17,7 +17,9 @@ class ServeOptions:
     """What to serve"""
 
     name: str | None = knob(None, "the model, as for --model", positional="?", metavar="MODEL")
-    config: str | None = knob(None, "a YAML file with any of these flags by name; what is typed here wins", metavar="FILE")
+    config: str | None = knob(
+        None, "a YAML file with any of these flags by name; what is typed here wins", metavar="FILE"
+    )
 
 
 OPTIONS = (ServeOptions, ServerConfig, ServingConfig, EngineConfig)

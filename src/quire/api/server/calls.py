@@ -161,7 +161,9 @@ class Watched:
 
     async def __aexit__(self, *exception: object) -> None:
         self.watcher.cancel()
-        del self.watcher  # its CancelledError leads back here: a cycle would keep the whole request until the next collection
+        del (
+            self.watcher
+        )  # its CancelledError leads back here: a cycle would keep the whole request until the next collection
         self._abort()
 
     async def _watch(self) -> None:

@@ -87,7 +87,9 @@ class HasMessages(Protocol):
 
 async def encode(llm: AsyncLLM, body: HasMessages, tools: list[dict[str, Any]] = []) -> list[int]:
     """The prompt that messages make."""
-    generation = body.add_generation_prompt if body.add_generation_prompt is not None else not body.continue_final_message
+    generation = (
+        body.add_generation_prompt if body.add_generation_prompt is not None else not body.continue_final_message
+    )
     arguments = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", body.reasoning_effort)
@@ -140,7 +142,9 @@ async def chat(call: Call) -> Answer | EventStream:
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     # Schemas are read here: that may take a while.
     shape = await llm.off_loop(lambda: of_chat(body, llm.model)) if body.has_shape else of_chat(body, llm.model)
-    params = body.params(llm.model, max_tokens=max_tokens, logprobs=body.num_logprobs(), structured_outputs=shape.structured)
+    params = body.params(
+        llm.model, max_tokens=max_tokens, logprobs=body.num_logprobs(), structured_outputs=shape.structured
+    )
     if shows_special_tokens(llm.model, shape.tools):
         params.skip_special_tokens = False
     prompt = await encode(llm, body, shape.tools)

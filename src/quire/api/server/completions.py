@@ -52,7 +52,9 @@ class CompletionRequest(SamplingFields, kw_only=True):
         if kinds == {int}:
             return [self.prompt]
         if not kinds or int in kinds:
-            raise FieldError("prompt", "prompt must be text, a list of texts, a list of token ids or a list of such lists")
+            raise FieldError(
+                "prompt", "prompt must be text, a list of texts, a list of token ids or a list of such lists"
+            )
         return self.prompt
 
 
@@ -87,7 +89,10 @@ async def completions(call: Call) -> Answer | EventStream:
     params = _params(body, llm)
     echoes = [await _as_text(llm, prompt) if body.echo else None for prompt in prompts]
     if body.add_special_tokens is False:
-        prompts = [await llm.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt for prompt in prompts]
+        prompts = [
+            await llm.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
+            for prompt in prompts
+        ]
     streams = await submit(call, prompts, params, body)
     _check_echo(body, params, streams)
     written = [_Prompt(body, params, llm.model.tokenizer, stream, echo) for stream, echo in zip(streams, echoes)]
@@ -117,7 +122,11 @@ def _params(body: CompletionRequest, llm: AsyncLLM) -> SamplingParams:
     if body.echo and body.logprobs is not None:
         of_prompt = max(body.logprobs, of_prompt or 0)
     return body.params(
-        llm.model, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=of_prompt, structured_outputs=of_answer(body)
+        llm.model,
+        max_tokens=max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=of_prompt,
+        structured_outputs=of_answer(body),
     )
 
 
@@ -141,13 +150,20 @@ class _Prompt:
     """One prompt of a call: how its choices are written."""
 
     def __init__(
-        self, body: CompletionRequest, params: SamplingParams, tokenizer: Tokenizer | None, stream: Stream, echo: str | None
+        self,
+        body: CompletionRequest,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        stream: Stream,
+        echo: str | None,
     ) -> None:
         self.body, self.tokenizer, self.request = body, tokenizer, stream.request
         self.echo = echo  # the prompt as text, where it begins the answer
         self.writers: list[CompletionLogprobsWriter] = []
         if body.logprobs is not None:
-            self.writers = [CompletionLogprobsWriter(params, tokenizer, self.request.prompt_token_ids) for _ in range(params.n)]
+            self.writers = [
+                CompletionLogprobsWriter(params, tokenizer, self.request.prompt_token_ids) for _ in range(params.n)
+            ]
 
     def choices(self) -> list[CompletionChoice]:
         return [self._choice(choice) for choice in self.request.choices]
@@ -199,7 +215,9 @@ def _format(head: dict[str, Any], body: CompletionRequest, prompts: Sequence[_Pr
     def can_open(idx: int) -> bool:
         """The first choice computes the logprobs of the prompt; others may be ahead of it."""
         request = prompts[idx // n].request
-        return request.params.prompt_logprobs is None or len(request.prompt_logprobs) >= len(request.prompt_token_ids) - 1
+        return (
+            request.params.prompt_logprobs is None or len(request.prompt_logprobs) >= len(request.prompt_token_ids) - 1
+        )
 
     def logprobs(update: ChoiceUpdate) -> CompletionLogprobs:
         return prompts[update.index // n].writers[update.index % n].write(update.logprobs)

@@ -85,7 +85,9 @@ def problem(error: Exception, request_id: str) -> Problem:
         case EngineError():
             return Problem(503, ErrorDetail(message, "server_error", code="engine_unavailable"))
     log.error("request %s failed", request_id, exc_info=error)
-    return Problem(500, ErrorDetail(f"internal error; the server's log has more under request id {request_id}", "server_error"))
+    return Problem(
+        500, ErrorDetail(f"internal error; the server's log has more under request id {request_id}", "server_error")
+    )
 
 
 def _param(message: str) -> str | None:
@@ -95,7 +97,10 @@ def _param(message: str) -> str | None:
 
 
 def no_such_path() -> Problem:
-    return Problem(404, ErrorDetail("there is no such path: /docs lists those there are", "invalid_request_error", code="not_found"))
+    return Problem(
+        404,
+        ErrorDetail("there is no such path: /docs lists those there are", "invalid_request_error", code="not_found"),
+    )
 
 
 def wrong_method(allowed: list[str]) -> Problem:

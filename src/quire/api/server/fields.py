@@ -71,7 +71,9 @@ def decode(body: bytes, kind: type[Body], refused: Refusals = REFUSED) -> Body:
     if not isinstance(values, dict):
         raise FieldError(None, "the body must be a JSON object")
     if len(values) > MAX_FIELDS:
-        raise FieldError(None, f"the body has {len(values)} fields, the limit is {MAX_FIELDS}: leave out what nobody knows")
+        raise FieldError(
+            None, f"the body has {len(values)} fields, the limit is {MAX_FIELDS}: leave out what nobody knows"
+        )
     for name, value in values.items():
         if name in kind.__struct_fields__ or name in NO_EFFECT:
             continue
@@ -219,14 +221,18 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     bad_words: Annotated[list[NonEmpty], at_most(limits.MAX_BAD_WORDS)] | None = None
-    logit_bias: Annotated[dict[TokenId, Annotated[float, within(-100, 100)]], at_most(limits.MAX_LOGIT_BIAS)] | None = None
+    logit_bias: Annotated[dict[TokenId, Annotated[float, within(-100, 100)]], at_most(limits.MAX_LOGIT_BIAS)] | None = (
+        None
+    )
     allowed_token_ids: Annotated[list[TokenId], at_most(limits.MAX_ALLOWED_TOKENS)] | None = None
     prompt_logprobs: NumLogprobs | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     thinking_token_budget: Count | None = None
     # For the operator's logits processors.
-    extra_args: Annotated[dict[str, Any], free(limits.MAX_EXTRA_VALUES, maxProperties=limits.MAX_EXTRA_VALUES)] | None = None
+    extra_args: (
+        Annotated[dict[str, Any], free(limits.MAX_EXTRA_VALUES, maxProperties=limits.MAX_EXTRA_VALUES)] | None
+    ) = None
 
     response_format: limits.GrammarObject | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -253,9 +259,14 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         num_choices = num_prompts * (self.n or 1)
         if num_choices > MAX_CHOICES:
             param = "n" if num_prompts == 1 else "prompt"
-            raise FieldError(param, f"prompts times n are {num_choices} answers, one call may ask for {MAX_CHOICES}: make several calls")
+            raise FieldError(
+                param,
+                f"prompts times n are {num_choices} answers, one call may ask for {MAX_CHOICES}: make several calls",
+            )
         if self.timeout_s is not None and not 0 < self.timeout_s <= MAX_TIMEOUT_S:
-            raise FieldError("timeout_s", f"timeout_s must be greater than 0 and at most {MAX_TIMEOUT_S:g}, not {self.timeout_s:g}")
+            raise FieldError(
+                "timeout_s", f"timeout_s must be greater than 0 and at most {MAX_TIMEOUT_S:g}, not {self.timeout_s:g}"
+            )
 
     @property
     def usage_at_end(self) -> bool:

@@ -36,7 +36,10 @@ def usage(streams: Sequence[Stream], num_completion_tokens: int | None = None) -
     num_prompt_tokens = sum(len(stream.request.prompt_token_ids) for stream in streams)
     num_cached_tokens = sum(stream.request.metrics.num_cached_tokens for stream in streams)
     return Usage(
-        num_prompt_tokens, num_completion_tokens, num_prompt_tokens + num_completion_tokens, CachedTokens(num_cached_tokens)
+        num_prompt_tokens,
+        num_completion_tokens,
+        num_prompt_tokens + num_completion_tokens,
+        CachedTokens(num_cached_tokens),
     )
 
 
@@ -49,7 +52,9 @@ async def submit(
     for idx, prompt in enumerate(prompts):
         streams.append(await call.service.llm.submit(prompt, params, request_id=f"{core_id}-{idx}", **options))
         await share.pause()
-    call.state["usage"] = lambda: usage(streams)  # not of the call, which holds the state: a cycle would keep both for a while
+    call.state["usage"] = lambda: usage(
+        streams
+    )  # not of the call, which holds the state: a cycle would keep both for a while
     return streams
 
 

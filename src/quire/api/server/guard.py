@@ -40,7 +40,9 @@ _ONCE = {b"authorization", b"content-length", b"content-type", b"host", b"transf
 class Refused(Exception):
     """This call ends here, with a problem for an answer; where there is a body, `body_read` says that it was taken in."""
 
-    def __init__(self, status: int, code: str, message: str, kind: str = "invalid_request_error", body_read: bool = False) -> None:
+    def __init__(
+        self, status: int, code: str, message: str, kind: str = "invalid_request_error", body_read: bool = False
+    ) -> None:
         super().__init__(message)
         self.problem = Problem(status, ErrorDetail(message, kind, code=code))
         self.body_read = body_read
@@ -96,7 +98,9 @@ class Guard:
                 await reply.problem(unforeseen)
         finally:
             share.give_back()
-            if self.config.access_log and (policy != "open" or reply.status not in (200, 503)):  # probes come every second
+            if self.config.access_log and (
+                policy != "open" or reply.status not in (200, 503)
+            ):  # probes come every second
                 shown = body if self.config.log_requests else None
                 logs.request(scope, reply.status or CLIENT_GONE, time.perf_counter() - started, shown)
 
@@ -331,7 +335,11 @@ def _read_keys(path: str) -> list[str]:
     """One key per line; empty lines and lines that begin with # are left out. No key at all is a mistake, not an open server."""
     try:
         lines = read_file(Path(path).expanduser(), MAX_KEY_FILE_BYTES).decode().splitlines()
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no such home; ValueError: bad UTF-8, a null character
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # RuntimeError: no such home; ValueError: bad UTF-8, a null character
         why = getattr(error, "strerror", None) or "it is not the path of a UTF-8 text"
         raise ConfigError(f"the key file {path!r} cannot be read: {why}") from None
     keys = [check_key(line.strip()) for line in lines if line.strip() and not line.strip().startswith("#")]

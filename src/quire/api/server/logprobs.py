@@ -143,7 +143,10 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 def prompt_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer | None) -> PromptLogprobs:
     shown: PromptLogprobs = [None]  # nothing comes before the first token
     for entry in entries:
-        tops = [(entry.token_id, entry.logprob, entry.rank), *zip(entry.top_ids, entry.top_logprobs, range(1, len(entry.top_ids) + 1))]
+        tops = [
+            (entry.token_id, entry.logprob, entry.rank),
+            *zip(entry.top_ids, entry.top_logprobs, range(1, len(entry.top_ids) + 1)),
+        ]
         by_id: dict[int, PromptLogprob] = {}
         for token_id, logprob, rank in tops:
             by_id.setdefault(token_id, PromptLogprob(max(logprob, LOWEST), rank, token_text(tokenizer, token_id)))

@@ -42,11 +42,17 @@ def build(endpoints: Sequence["Endpoint"]) -> dict[str, Any]:
         paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint, schema_of)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Quire", "version": __version__, "description": "An OpenAI-compatible server for one language model."},
+        "info": {
+            "title": "Quire",
+            "version": __version__,
+            "description": "An OpenAI-compatible server for one language model.",
+        },
         "paths": paths,
         "components": {
             "schemas": components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "A key given with --api-key"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer", "description": "A key given with --api-key"}
+            },
         },
     }
 
@@ -69,7 +75,10 @@ def _operation(endpoint: "Endpoint", schema_of: dict[type, Any]) -> dict[str, An
         "security": [] if endpoint.policy == "open" else [{"key": []}],
     }
     if endpoint.body is not None:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema_of[endpoint.body]}}}
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schema_of[endpoint.body]}},
+        }
     if names := re.findall(r"{(\w+)}", endpoint.path):
         schema = {"type": "string", "maxLength": MAX_NAME_CHARS}
         operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema} for name in names]
@@ -109,7 +118,7 @@ def _page(document: dict[str, Any]) -> str:
     title = f"{info['title']} {info['version']}"
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
-        f"<h1>{title}</h1><p>{info['description']} The same for programs: <a href=\"openapi.json\">openapi.json</a>.</p>"
+        f'<h1>{title}</h1><p>{info["description"]} The same for programs: <a href="openapi.json">openapi.json</a>.</p>'
         + "".join(parts)
     )
 

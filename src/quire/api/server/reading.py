@@ -124,7 +124,11 @@ class ParsedEvents(Events):
             self.has_calls[choice_idx] = True
             fields: dict[str, Any] = {"index": call.index, "function": {"arguments": call.arguments}}
             if call.name is not None:
-                fields |= {"id": _call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                fields |= {
+                    "id": _call_id(),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
             shown.append({"tool_calls": [fields]})
         return shown
 

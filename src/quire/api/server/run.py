@@ -73,7 +73,9 @@ async def live(llm: AsyncLLM, http: "Http", sock: socket.socket, announce: Calla
             gc.set_threshold(GC_THRESHOLD)
             announce(llm.supervisor.num_kv_tokens)
             await unless(stop.asked, watch(llm))
-            logs.log.info("stopping: running requests get %g s to finish, a second signal ends them", llm.serving.shutdown_timeout)
+            logs.log.info(
+                "stopping: running requests get %g s to finish, a second signal ends them", llm.serving.shutdown_timeout
+            )
             await unless(stop.asked_again, llm.drain(llm.serving.shutdown_timeout))
     finally:
         http.should_exit = True
@@ -172,7 +174,11 @@ def _http_config(app: Guard, server: ServerConfig) -> uvicorn.Config:
     try:
         config.load()
     except OSError as error:
-        reason = error.strerror if error.filename or error.errno == errno.ENOENT else "they are no certificate and key that fit"
+        reason = (
+            error.strerror
+            if error.filename or error.errno == errno.ENOENT
+            else "they are no certificate and key that fit"
+        )
         raise ConfigError(f"--ssl-certfile and --ssl-keyfile cannot be used: {reason}") from None
     return config
 
@@ -184,9 +190,13 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {port} of {host} is in use: stop what listens there, or choose another with --port") from None
+            raise ConfigError(
+                f"port {port} of {host} is in use: stop what listens there, or choose another with --port"
+            ) from None
         if error.errno == errno.EACCES:
-            raise ConfigError(f"port {port} needs more rights than this user has: choose one above 1023 with --port") from None
+            raise ConfigError(
+                f"port {port} needs more rights than this user has: choose one above 1023 with --port"
+            ) from None
         raise ConfigError(f"cannot listen on {host}: it is no address of this machine") from None
 
 

@@ -83,7 +83,9 @@ def of_answer(fields: SamplingFields) -> StructuredOutputs | None:
         "guided_json": StructuredOutputs(json=fields.guided_json) if fields.guided_json is not None else None,
         "guided_regex": StructuredOutputs(regex=fields.guided_regex) if fields.guided_regex is not None else None,
         "guided_choice": StructuredOutputs(choice=fields.guided_choice) if fields.guided_choice is not None else None,
-        "guided_grammar": StructuredOutputs(grammar=fields.guided_grammar) if fields.guided_grammar is not None else None,
+        "guided_grammar": StructuredOutputs(grammar=fields.guided_grammar)
+        if fields.guided_grammar is not None
+        else None,
     }
     given = [name for name, value in asked.items() if value is not None]
     if len(given) > 1:
@@ -100,10 +102,15 @@ def _of_format(form: dict[str, Any] | None) -> StructuredOutputs | None:
         case {"type": "json_schema", "json_schema": {"schema": dict(schema) | bool(schema)}}:
             return StructuredOutputs(json=schema)
         case {"type": "json_schema"}:
-            raise FieldError("response_format", "response_format of type json_schema needs json_schema with a name and a schema in it")
+            raise FieldError(
+                "response_format",
+                "response_format of type json_schema needs json_schema with a name and a schema in it",
+            )
         case {"type": "structural_tag"}:
             return StructuredOutputs(structural_tag=form)
-    raise FieldError("response_format", "response_format must have the type text, json_object, json_schema or structural_tag")
+    raise FieldError(
+        "response_format", "response_format must have the type text, json_object, json_schema or structural_tag"
+    )
 
 
 def of_chat(asked: ChatFields, model: Model) -> Shape:
@@ -120,17 +127,25 @@ def of_chat(asked: ChatFields, model: Model) -> Shape:
     if choice == "none":
         return _of_text(structured, model)
     if model.tool_format is None:
-        raise FieldError("tools", "this model is not known to call tools: choose a format with --tool-call-parser, or leave tools out")
+        raise FieldError(
+            "tools",
+            "this model is not known to call tools: choose a format with --tool-call-parser, or leave tools out",
+        )
     is_named, is_free = isinstance(choice, NamedTool), choice == "auto"
     if structured is not None and not is_free:
-        raise FieldError("tool_choice", "an answer cannot be a call and have a format at once: leave response_format out")
+        raise FieldError(
+            "tool_choice", "an answer cannot be a call and have a format at once: leave response_format out"
+        )
     callable_tools = [tool for tool in tools if tool["function"]["name"] == choice.function.name] if is_named else tools
     if not callable_tools:
         raise FieldError("tool_choice", f"tool_choice names {choice.function.name!r:.80}, which is none of the tools")
     if len(msgspec.json.encode(callable_tools)) + TOOL_BYTES * len(callable_tools) > MAX_TOOLS_BYTES:
         if is_free and structured is None and not any(tool["function"].get("strict") for tool in tools):
             return Shape(None, tools)  # told to the model, and its calls are read, but no grammar is that large
-        raise FieldError("tools", f"the tools have over {MAX_TOOLS_BYTES} characters, too many for a grammar: send fewer or shorter ones")
+        raise FieldError(
+            "tools",
+            f"the tools have over {MAX_TOOLS_BYTES} characters, too many for a grammar: send fewer or shorter ones",
+        )
     form = model.tool_format.structure(
         [_honoured(tool, is_free) for tool in callable_tools],
         required=not is_free or structured is not None,
@@ -179,11 +194,16 @@ def _answer(structured: StructuredOutputs, model: Model) -> dict[str, Any]:
         case "regex":
             form = {"type": "regex", "pattern": spec.text}
         case "choice":
-            form = {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in json.loads(spec.text)]}
+            form = {
+                "type": "or",
+                "elements": [{"type": "const_string", "value": choice} for choice in json.loads(spec.text)],
+            }
         case "grammar" if "::=" in spec.text:
             form = {"type": "grammar", "grammar": spec.text}
         case _:
-            raise FieldError("guided_grammar", "here an answer's format can be a JSON schema, regex, choice or GBNF grammar only")
+            raise FieldError(
+                "guided_grammar", "here an answer's format can be a JSON schema, regex, choice or GBNF grammar only"
+            )
     wrap = getattr(model.reasoning_format, "answer", None)
     return wrap(form) if wrap is not None else form
 
@@ -197,7 +217,9 @@ def _tag(form: dict[str, Any]) -> StructuredOutputs:
     return tag
 
 
-def parsers(model: Model, tools: list[dict[str, Any]], prompt_token_ids: list[int]) -> Callable[[], OutputParser] | None:
+def parsers(
+    model: Model, tools: list[dict[str, Any]], prompt_token_ids: list[int]
+) -> Callable[[], OutputParser] | None:
     """Makes the parser of one answer; None where an answer is plain text."""
     reasoning, calls = model.reasoning_format, model.tool_format if tools else None
     if reasoning is None and calls is None:

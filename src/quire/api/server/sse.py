@@ -38,7 +38,9 @@ class Format:
     head: dict[str, Any]  # id, object, created, model
     before_text: bytes  # of a choice, from its index to its text
     after_text: bytes
-    opening: Callable[[int], tuple[dict[str, Any], dict[str, Any]] | None]  # first event of a choice: fields of its choice and beside it
+    opening: Callable[
+        [int], tuple[dict[str, Any], dict[str, Any]] | None
+    ]  # first event of a choice: fields of its choice and beside it
     can_open: Callable[[int], bool] = lambda idx: True  # is all there that its first event tells?
     slow_opening: bool = False  # does it tell so much that a thread must write it?
     logprobs: Callable[[ChoiceUpdate], Any] | None = None  # None: not asked for
@@ -130,7 +132,9 @@ class EventStream:
                         begun = True
                         await _start(send)
                     if events.form.slow_opening and events.unopened:
-                        await send_body(send, await self.off_loop(partial(events.encode, updates), len(updates)), more=True)
+                        await send_body(
+                            send, await self.off_loop(partial(events.encode, updates), len(updates)), more=True
+                        )
                     elif events.form.logprobs is None:
                         await send({"type": "http.response.body", "body": events.encode(updates), "more_body": True})
                     else:

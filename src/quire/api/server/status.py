@@ -30,7 +30,9 @@ async def live(call: Call) -> Answer:
 async def ready(call: Call) -> Answer:
     trouble = call.service.llm.health()
     if trouble is not None:
-        return Answer.error(Problem(503, ErrorDetail(trouble, "server_error", code="not_ready"), [(b"retry-after", b"1")]))
+        return Answer.error(
+            Problem(503, ErrorDetail(trouble, "server_error", code="not_ready"), [(b"retry-after", b"1")])
+        )
     return Answer.json(Alive("ok"))
 
 

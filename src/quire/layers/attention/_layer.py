@@ -34,7 +34,9 @@ class CacheLayer(Layer, ABC):
     value_size: int | None = None  # None: as the keys'
     window: int = 0
     is_plain: bool = True  # ordinary attention within a prompt, which others' kernels can compute
-    shares: str | None = None  # path of the layer whose cache this one reads, of the same spec, instead of having its own
+    shares: str | None = (
+        None  # path of the layer whose cache this one reads, of the same spec, instead of having its own
+    )
 
     @abstractmethod
     def cache_specs(self, dtype: str) -> dict[str, CacheSpec]:
@@ -78,7 +80,9 @@ class Attention(CacheLayer):
 
     def attach(self, runtime: Runtime, path: str) -> None:
         super().attach(runtime, path)
-        self.backend_class = runtime.choose("attention", head_size=self.head_size, block_size=runtime.block_size).BACKEND
+        self.backend_class = runtime.choose(
+            "attention", head_size=self.head_size, block_size=runtime.block_size
+        ).BACKEND
         if self.window >= runtime.max_len:
             self.window = 0  # contexts are never longer: a window that holds all of one is none
 
@@ -101,7 +105,11 @@ class Attention(CacheLayer):
         # With another's cache all the same, for no heads of k and v: queries are rotated, nothing is written.
         num_written, written = (self.num_kv_heads, self.cache) if self.shares is None else (0, self.cache[..., :0, :])
         q_THD, k_TKD, v_TKD = heads.split((self.num_heads, num_written, num_written), 1)
-        norms = {} if q_norm is None else {"q_norm_D": q_norm.weight, "k_norm_D": k_norm and k_norm.weight, "eps": q_norm.eps}
+        norms = (
+            {}
+            if q_norm is None
+            else {"q_norm_D": q_norm.weight, "k_norm_D": k_norm and k_norm.weight, "eps": q_norm.eps}
+        )
         slots_T, tables = self.context.slots_T[self.group_idx], self.context.tables[self.group_idx]
         self.backend.rope_and_write(
             q_THD, k_TKD, v_TKD, self.rope.cos_sin, positions_T, written, slots_T, self.rope.interleaved, **norms

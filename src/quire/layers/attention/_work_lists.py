@@ -48,12 +48,18 @@ class WorkList:
 class WorkListBackend(AttentionBackend):
     """Rows that decode and rows that compute prompts want different tiles: two lists, two launches."""
 
-    def __init__(self, layers: Sequence[CacheLayer], block_size: int, limits: Limits, twin: "WorkListBackend | None" = None) -> None:
+    def __init__(
+        self, layers: Sequence[CacheLayer], block_size: int, limits: Limits, twin: "WorkListBackend | None" = None
+    ) -> None:
         super().__init__(layers, block_size, limits, twin)
         layer, like = layers[0], limits.like
         if any(other.num_heads != layer.num_heads for other in layers):  # they would need different lists
-            raise UnsupportedModelError("layers with different numbers of query heads and equal KV caches are not supported on GPUs")
-        self.skips_cache = all(layer.is_plain and fresh.supports(like, layer.head_size, layer.value_size) for layer in layers)
+            raise UnsupportedModelError(
+                "layers with different numbers of query heads and equal KV caches are not supported on GPUs"
+            )
+        self.skips_cache = all(
+            layer.is_plain and fresh.supports(like, layer.head_size, layer.value_size) for layer in layers
+        )
         if twin is not None:
             self.works = twin.works
             return

@@ -125,7 +125,9 @@ class AttentionBackend:
 class CpuBackend(AttentionBackend):
     """Rows' block tables lie side by side in memory that stays, as a tape wants it."""
 
-    def __init__(self, layers: Sequence["CacheLayer"], block_size: int, limits: Limits, twin: AttentionBackend | None = None) -> None:
+    def __init__(
+        self, layers: Sequence["CacheLayer"], block_size: int, limits: Limits, twin: AttentionBackend | None = None
+    ) -> None:
         super().__init__(layers, block_size, limits, twin)
         self.table = np.zeros((max(2, limits.num_rows), -(-limits.max_len // block_size)), np.int32)
 

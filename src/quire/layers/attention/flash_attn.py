@@ -27,7 +27,9 @@ def _library() -> tuple[int, ModuleType]:
             return version, importlib.import_module(name)
         except ImportError:
             continue
-    raise ConfigError("--attention-backend flash_attn needs FlashAttention: pip install flash-attn, or leave the flag out")
+    raise ConfigError(
+        "--attention-backend flash_attn needs FlashAttention: pip install flash-attn, or leave the flag out"
+    )
 
 
 def why_not(device: torch.device, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
@@ -52,11 +54,17 @@ def paged_attention(
 ) -> Tensor:
     """As the twin, but for sinks; the output of padding may be anything."""
     if sinks_H is not None:
-        raise ConfigError("FlashAttention has no attention sinks, which this model uses: leave out --attention-backend flash_attn")
+        raise ConfigError(
+            "FlashAttention has no attention sinks, which this model uses: leave out --attention-backend flash_attn"
+        )
     version, library = _library()
-    keys, values = cache_view(cache).transpose(2, 3).unbind(1)  # [blocks, block_size, K, D]; the library takes any strides
+    keys, values = (
+        cache_view(cache).transpose(2, 3).unbind(1)
+    )  # [blocks, block_size, K, D]; the library takes any strides
     rows, block_table = tables.rows, tables.block_table
-    block_table = block_table if rows is None else block_table.index_select(0, rows.clamp(min=0))  # padding sees no key in any row
+    block_table = (
+        block_table if rows is None else block_table.index_select(0, rows.clamp(min=0))
+    )  # padding sees no key in any row
     window_size = (window - 1, 0) if window else (-1, -1)  # before and behind the query itself
     options = dict(softmax_scale=scale, causal=True, window_size=window_size, softcap=softcap)
     if version == 3:
@@ -65,7 +73,9 @@ def paged_attention(
             cu_seqlens_q=tables.query_starts, max_seqlen_q=tables.max_query_len, **options,
         )  # fmt: skip
     else:
-        ends = tables.context_lens.cumsum(0, dtype=torch.int32)  # their differences are the lengths; blocks are found by the table
+        ends = tables.context_lens.cumsum(
+            0, dtype=torch.int32
+        )  # their differences are the lengths; blocks are found by the table
         most = block_table.shape[1] * tables.block_size
         found = library.flash_attn_varlen_func(
             q_THD, keys, values, tables.query_starts, torch.nn.functional.pad(ends, (1, 0)), tables.max_query_len, most,

@@ -78,7 +78,9 @@ class FlashInfer(AttentionBackend):
     is_recordable = False
     rope_and_write = staticmethod(rope_and_write)
 
-    def __init__(self, layers: Sequence[CacheLayer], block_size: int, limits: Limits | None, twin: "FlashInfer | None" = None) -> None:
+    def __init__(
+        self, layers: Sequence[CacheLayer], block_size: int, limits: Limits | None, twin: "FlashInfer | None" = None
+    ) -> None:
         super().__init__(layers, block_size, limits, twin)
         self.planned: dict[Kind, Planned] = {}
         self.workspace: Tensor | None = None  # made when the first layer comes by
@@ -97,7 +99,9 @@ class FlashInfer(AttentionBackend):
     ) -> Tensor:
         """As the twin, but for sinks; `out` is contiguous. `tables` that are the same object are planned once."""
         if sinks_H is not None:
-            raise ConfigError("this FlashInfer backend has no attention sinks, which the model uses: leave out --attention-backend flashinfer")
+            raise ConfigError(
+                "this FlashInfer backend has no attention sinks, which the model uses: leave out --attention-backend flashinfer"
+            )
         (_, H, D), (_, _, block_size, K, _) = q_THD.shape, cache.shape
         planned = self._planned(Kind(q_THD.device, q_THD.dtype, H, K, D, block_size, scale, window, softcap))
         if planned.tables is not tables:
@@ -121,7 +125,9 @@ def _library() -> Any:
     try:
         import flashinfer
     except ImportError:
-        raise ConfigError("--attention-backend flashinfer needs FlashInfer: pip install flashinfer-python, or leave the flag out") from None
+        raise ConfigError(
+            "--attention-backend flashinfer needs FlashInfer: pip install flashinfer-python, or leave the flag out"
+        ) from None
     return flashinfer
 
 

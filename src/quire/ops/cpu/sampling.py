@@ -60,7 +60,9 @@ def sample(
         top_S, ids_S = row_argmax(logits_SV)
     if random:
         at_N = (columns.temperature[rows_S] >= MIN_TEMPERATURE).nonzero()[:, 0]
-        drawn_N = _draw(_take(logits_SV, at_N), rows_S[at_N], positions_S[at_N], columns, restricted, scratch and scratch.words_V)
+        drawn_N = _draw(
+            _take(logits_SV, at_N), rows_S[at_N], positions_S[at_N], columns, restricted, scratch and scratch.words_V
+        )
         ids_S = ids_S.index_copy(0, at_N, drawn_N)
     if penalized:
         ids_S = torch.where(top_S == -torch.inf, raw_ids_S, ids_S)
@@ -122,7 +124,9 @@ def _draw(
     has_limit_N = (min_p_N > 0.0) | (top_p_N < 1.0) | ((top_k_N > 0) & (top_k_N < logits_NV.shape[1]))
     ids_N = torch.empty_like(rows_N)
     if len(free := (~has_limit_N).nonzero()[:, 0]):
-        ids_N[free] = gumbel_argmax(_take(logits_NV, free), temperature_N[free], *(column[free] for column in key), words_V)
+        ids_N[free] = gumbel_argmax(
+            _take(logits_NV, free), temperature_N[free], *(column[free] for column in key), words_V
+        )
     if len(limited := has_limit_N.nonzero()[:, 0]):
         logits_RV = _take(logits_NV, limited)
         divide_by_temperature(logits_RV, temperature_N[limited])

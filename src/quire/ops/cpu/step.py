@@ -25,7 +25,13 @@ def place_tokens(
 
 
 def place_slots(
-    rows_R: Tensor, starts_R: Tensor, query_starts: Tensor, block_table: Tensor, block_size: int, slots_T: Tensor, longest: int
+    rows_R: Tensor,
+    starts_R: Tensor,
+    query_starts: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    slots_T: Tensor,
+    longest: int,
 ) -> None:
     """The slot of each of the step's tokens."""
     rows_T, at_T = _rows_and_positions(rows_R, starts_R, query_starts, longest)
@@ -55,7 +61,9 @@ def accept(
     lengths.numpy()[rows[firsts]] = positions[firsts] + 1 + accepted[is_row]
 
 
-def _rows_and_positions(rows_R: Tensor, starts_R: Tensor, query_starts: Tensor, longest: int) -> tuple[np.ndarray, np.ndarray]:
+def _rows_and_positions(
+    rows_R: Tensor, starts_R: Tensor, query_starts: Tensor, longest: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Of each token."""
     rows, starts, firsts = rows_R.numpy(), starts_R.numpy(), query_starts.numpy()
     if longest == 1:

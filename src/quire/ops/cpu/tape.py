@@ -95,7 +95,12 @@ class Recording(TorchDispatchMode):
     def tape(self, output: Tensor, max_rows: int) -> "Tape | None":
         """The pass as a tape that can be played for up to `max_rows`; None if it cannot be repeated."""
         num_rows = len(output)
-        same = all(arg == num_rows for function, args in self.calls for kind, arg in zip(function.argtypes, args) if kind is Rows)
+        same = all(
+            arg == num_rows
+            for function, args in self.calls
+            for kind, arg in zip(function.argtypes, args)
+            if kind is Rows
+        )
         whole = all(len(buffer) == num_rows for buffer in self.buffers)
         return Tape(self, output, max_rows) if self.complete and same and whole else None
 

@@ -66,7 +66,9 @@ def mask_logits(logits_SV: Tensor, places_M: Tensor, words_MW: Tensor) -> None:
     if not supported(logits_SV) or words_MW.shape[1] != -(-width // 32):
         return mask.mask_logits(logits_SV, places_M, words_MW)
     places_M, words_MW = places_M.contiguous(), words_MW.contiguous()
-    _kernels().mask_logits(logits_SV.data_ptr(), logits_SV.stride(0), places_M.data_ptr(), words_MW.data_ptr(), len(places_M), width)
+    _kernels().mask_logits(
+        logits_SV.data_ptr(), logits_SV.stride(0), places_M.data_ptr(), words_MW.data_ptr(), len(places_M), width
+    )
 
 
 def row_topk(x_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:

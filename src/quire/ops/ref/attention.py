@@ -31,7 +31,9 @@ class AttentionTables:
     max_query_len: int  # over rows
     rows: Tensor | None = None  # int32 [R]: which row of `block_table` the r-th reads; None: the r-th
     work: tuple | None = None  # work lists on the device, for kernels that want them
-    shifts: Tensor | None = None  # int32 [rows of the batch]: how many tokens fewer a row has than its work was planned with
+    shifts: Tensor | None = (
+        None  # int32 [rows of the batch]: how many tokens fewer a row has than its work was planned with
+    )
     fresh: tuple = ()  # (first token, number of tokens) of rows that `work` leaves out: all their context is in this step
 
 

@@ -12,7 +12,9 @@ from torch.nn import functional
 from quire.ops.ref.elementwise import silu_mul
 
 
-def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+def linear(
+    x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """x W^T + b, rounded to x's dtype and then given as `out_dtype`."""
     return functional.linear(x_MK, weight_NK, bias_N).to(out_dtype or x_MK.dtype)
 

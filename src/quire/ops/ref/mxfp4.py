@@ -13,9 +13,15 @@ _PAIRS = tuple((_VALUES[byte & 15], _VALUES[byte >> 4]) for byte in range(256))
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
     """`blocks` uint8 [E, rows, columns / 32, 16] and `scales` uint8 [E, rows, columns / 32] as bfloat16 [E, rows, columns]."""
-    pairs = torch.tensor(_PAIRS, dtype=torch.bfloat16, device=blocks.device).view(torch.int32).flatten()  # fetched as one word
+    pairs = (
+        torch.tensor(_PAIRS, dtype=torch.bfloat16, device=blocks.device).view(torch.int32).flatten()
+    )  # fetched as one word
     out = torch.empty((*scales.shape, 32), dtype=torch.bfloat16, device=blocks.device)
-    for values, block, scale in zip(out, blocks, scales):  # one expert at a time: indices are four times as large as what they index
-        powers = (scale.int() << 23).view(torch.float32).bfloat16()  # 2 ** (scale - 127): the byte is a float's exponent
+    for values, block, scale in zip(
+        out, blocks, scales
+    ):  # one expert at a time: indices are four times as large as what they index
+        powers = (
+            (scale.int() << 23).view(torch.float32).bfloat16()
+        )  # 2 ** (scale - 127): the byte is a float's exponent
         torch.mul(pairs[block.int()].view(torch.bfloat16), powers[..., None], out=values)
     return out.flatten(2)

@@ -35,7 +35,13 @@ def place_tokens(
 
 
 def place_slots(
-    rows_R: Tensor, starts_R: Tensor, query_starts: Tensor, block_table: Tensor, block_size: int, slots_T: Tensor, longest: int
+    rows_R: Tensor,
+    starts_R: Tensor,
+    query_starts: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    slots_T: Tensor,
+    longest: int,
 ) -> None:
     """The slot of each of the step's tokens; -1 for padding."""
     bounds = query_starts.tolist()

@@ -43,9 +43,13 @@ def open(device: torch.device) -> None:
         torch.cuda.set_device(0)
         torch.cuda.mem_get_info()
     except (RuntimeError, AssertionError) as error:
-        raise EngineError(f"the GPU cannot be used ({first_line(error)}): see nvidia-smi, or add --device cpu") from None
+        raise EngineError(
+            f"the GPU cannot be used ({first_line(error)}): see nvidia-smi, or add --device cpu"
+        ) from None
     if torch.cuda.get_device_capability() < OLDEST:
-        raise ConfigError(f"the {torch.cuda.get_device_name()} is older than what the kernels are made for (Ampere): add --device cpu")
+        raise ConfigError(
+            f"the {torch.cuda.get_device_name()} is older than what the kernels are made for (Ampere): add --device cpu"
+        )
     torch.backends.cuda.matmul.allow_tf32 = False  # float32 means float32
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 

@@ -86,7 +86,9 @@ class Graphs:
         try:
             self.capture(self.wanted.pop())
         except RuntimeError as error:
-            log.warning("no more graphs are recorded, steps of other sizes will be slower: %s", str(error).split("\n")[0][:200])
+            log.warning(
+                "no more graphs are recorded, steps of other sizes will be slower: %s", str(error).split("\n")[0][:200]
+            )
             self.wanted = []
 
     def capture(self, key: Hashable) -> None:
@@ -129,7 +131,9 @@ class Recordings:
         if all(backend.is_recordable for backend in self.runner.inputs.backends):
             self.forwards.want(mixed[:1] + decodes + mixed[1:], now=1 + num_first)
         sample_sizes, num_first = in_order(self.sample_sizes)
-        self.samplings.want([SampleShape(size, random) for size in sample_sizes for random in (True, False)], now=2 * num_first)
+        self.samplings.want(
+            [SampleShape(size, random) for size in sample_sizes for random in (True, False)], now=2 * num_first
+        )
 
     def find(self, exact: Shape) -> Shape | None:
         """The shape of a recording that does for such a step."""

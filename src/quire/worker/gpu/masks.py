@@ -26,7 +26,9 @@ class MaskStaging:
         """For a step's masks. Those of the step before the last have arrived: its tokens were waited for."""
         if self.device.type != "cuda":
             return None
-        if is_new or not self.turns:  # whoever may still write to the old ones holds them, so their memory is nobody else's
+        if (
+            is_new or not self.turns
+        ):  # whoever may still write to the old ones holds them, so their memory is nobody else's
             self.turns = [torch.empty(self.num_rows, num_words, dtype=torch.int32, pin_memory=True) for _ in range(3)]
         self.turn = (self.turn + 1) % len(self.turns)
         return memoryview(self.turns[self.turn][:num_rows].numpy()).cast("B")
