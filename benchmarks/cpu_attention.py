@@ -13,9 +13,9 @@ from types import ModuleType
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from quire.ops.cpu import attention as native
-from quire.ops.ref import attention as twin
-from quire.ops.ref.attention import AttentionTables
+from quire.ops.attention.reference import AttentionTables
+from quire.ops.attention.triton import cpu as native
+from quire.ops.attention.triton import reference as twin
 
 BLOCK_SIZE = 16
 

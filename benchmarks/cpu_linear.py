@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from quire.ops.cpu import linear as cpu
+from quire.ops.packed_linear import cpu
 
 SHAPES = {
     "qkv": (960, 576),

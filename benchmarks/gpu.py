@@ -125,8 +125,8 @@ def decode_attention_share() -> float:
     """Decode attention's bytes per second at 256 rows x 1,000 tokens, 8 KV heads of 128 in bf16, over those of a copy."""
     import torch
 
-    from quire.ops.attention import paged_attention, plan, work_shape
-    from quire.ops.ref.attention import AttentionTables
+    from quire.ops.attention.reference import AttentionTables
+    from quire.ops.attention.triton import paged_attention, plan, work_shape
 
     rows, context, K, D, size, copies = 256, 1000, 8, 128, 16, 3
     per_row = -(-context // size)
@@ -181,8 +181,8 @@ def time_model(model: str, names: list[str]) -> list[tuple[str, str, float]]:
 
     import quire.worker.gpu.device  # noqa: F401
     from quire import LLM, SamplingParams
-    from quire.api import workloads
     from quire.api.commands.bench import generator
+    from quire.bench import workloads
 
     rows = [("startup", "import_s", time.perf_counter() - started)]
     work = [workloads.build(name, "cuda") for name in names if name not in ("startup", "soak")]
@@ -219,7 +219,7 @@ def memory_growth_mib(generate) -> float:
     """How much more of the card is taken after SOAK_S seconds of mixed256 than after its first run."""
     import torch
 
-    from quire.api import workloads
+    from quire.bench import workloads
 
     tasks, used, started = workloads.build("mixed256", "cuda").tasks, [], time.perf_counter()
     while time.perf_counter() - started < SOAK_S:

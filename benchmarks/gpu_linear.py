@@ -16,10 +16,10 @@ from graph_time import graph_us
 from torch import Tensor
 from torch.nn import functional
 
-from quire.ops import linear as ops
-from quire.ops.elementwise import silu_mul
-from quire.ops.linear import Config
-from quire.ops.ref import linear as ref
+from quire.ops.elementwise.triton import silu_mul
+from quire.ops.linear.triton import Config
+from quire.ops.linear.triton import reference as ref
+from quire.ops.linear.triton import triton as ops
 
 DTYPE = torch.bfloat16
 ROWS = (1, 2, 3, 4)

@@ -16,12 +16,12 @@ import torch
 from graph_time import graph_us
 from torch import Tensor
 
-from quire.ops import moe
-from quire.ops.moe import Config, Tile
-from quire.ops.ref import moe as twin
-from quire.ops.ref import routing as twin_routing
-from quire.ops.ref.routing import Routing
-from quire.ops.routing import route, router_logits
+from quire.ops.moe.triton import Config, Tile
+from quire.ops.moe.triton import reference as twin
+from quire.ops.moe.triton import triton as moe
+from quire.ops.routing.reference import Routing
+from quire.ops.routing.triton import reference as twin_routing
+from quire.ops.routing.triton import route, router_logits
 
 DTYPE = torch.bfloat16
 BYTES_PER_S, FLOPS_PER_S = 4.3e12, 780e12  # what an H200 does at best, measured

@@ -19,10 +19,10 @@ import numpy
 
 from quire.errors import RequestError
 from quire.messages import Vocabulary
-from quire.structured.base import Grammar
-from quire.structured.formats import HONOURED
+from quire.structured.engines.base import Grammar
+from quire.structured.grammars.formats import HONOURED
+from quire.structured.running.trial import Lowered, Setup, Trial
 from quire.structured.spec import GrammarSpec, check
-from quire.structured.trial import Lowered, Setup, Trial
 
 DRAFTS = {
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",

@@ -16,8 +16,8 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from benchmarks.server_process import QUIRE, ServerProcess, cpu_s  # noqa: E402
-from quire.api.http_client import Client, Reply  # noqa: E402
-from quire.api.loadgen import PATHS, Load, measure, prepared  # noqa: E402
+from quire.bench.http_client import Client, Reply  # noqa: E402
+from quire.bench.loadgen import PATHS, Load, measure, prepared  # noqa: E402
 
 BARS_US = {"api": 35.0, "core": 10.0}
 PROMPT_TOKENS = 32

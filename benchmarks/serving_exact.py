@@ -18,7 +18,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from benchmarks.server_process import QUIRE, ServerProcess  # noqa: E402
 from quire import LLM, SamplingParams  # noqa: E402
-from quire.api.http_client import Answer, Client, Failure  # noqa: E402
+from quire.bench.http_client import Answer, Client, Failure  # noqa: E402
 
 ENGINE = {"dtype": "float32", "max_model_len": 512}
 

@@ -24,8 +24,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from tqdm import tqdm  # noqa: E402
 
 from benchmarks.server_process import QUIRE, ServerProcess, children, memory_bytes, num_files, state  # noqa: E402
-from quire.api.http_client import Answer, Client, Failure, Reply  # noqa: E402
-from quire.api.loadgen import WORDS  # noqa: E402
+from quire.bench.http_client import Answer, Client, Failure, Reply  # noqa: E402
+from quire.bench.loadgen import WORDS  # noqa: E402
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CHECK = "/admin/check"  # {"problem": ""} while the core's books are in order

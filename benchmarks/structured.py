@@ -59,7 +59,7 @@ def main() -> int:
     args = parser.parse_args()
 
     from quire import LLM, SamplingParams, StructuredOutputs
-    from quire.api import workloads
+    from quire.bench import workloads
     from quire.config.resolve import choose_device
     from quire.frontend.model import machine
 

@@ -27,7 +27,8 @@ BASE = {
     "metrics",
 }
 MAY_IMPORT = {
-    "api": {"frontend", "api"},
+    "api": {"frontend", "api", "bench"},
+    "bench": {"bench"},
     "frontend": {"frontend", "structured.spec"},
     "core": {"core", "kv", "executor.base", "structured"},
     "structured": {"structured"},
@@ -56,6 +57,7 @@ MAY_IMPORT = {
 }
 DECIDES = {
     "api",
+    "bench",
     "frontend",
     "core",
     "kv",

@@ -21,8 +21,8 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from quire.api.cli import run
-from quire.api.http_client import Answer, Client, Failure, Reply
-from quire.api.loadgen import Load, percentile, spread
+from quire.bench.http_client import Answer, Client, Failure, Reply
+from quire.bench.loadgen import Load, percentile, spread
 
 FIRST_S, GAP_S = 0.05, 0.02
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from quire.api import workloads
 from quire.api.cli import run
+from quire.bench import workloads
 from quire.registry import names
 
 

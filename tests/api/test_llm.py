@@ -360,7 +360,7 @@ from quire.frontend.model import Model
 import torch, quire.worker.worker as w
 def status(key): return int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 model = Model.open(EngineConfig.from_kwargs(dtype=sys.argv[1], max_model_len=512))
-__import__("quire.ops.cpu.linear", fromlist=["x"]).supported()  # compiled before memory is counted
+__import__("quire.ops.packed_linear.cpu", fromlist=["x"]).supported()  # compiled before memory is counted
 before, peak, done = status("VmRSS"), 0, threading.Event()
 def watch():
     global peak

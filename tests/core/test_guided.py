@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from quire.core.guides import Guides
 from quire.errors import RequestError
 from quire.messages import Constraint, Thinking, Vocabulary
-from quire.structured.base import Matcher
+from quire.structured.engines.base import Matcher
 from quire.structured.spec import GrammarSpec
 from tests.core.fake import VOCAB_SIZE, hidden_state, next_token
 from tests.core.harness import HYBRID, Core

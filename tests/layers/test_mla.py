@@ -12,7 +12,7 @@ from quire.kv.specs import Latent
 from quire.layers.latent.reference import LatentReference
 from quire.layers.latent.triton import LatentTriton
 from quire.layers.mla import MLA, MLAConfig
-from quire.ops.ref.attention import AttentionTables
+from quire.ops.attention.reference import AttentionTables
 from tests.attached import filled
 
 SIZES = {

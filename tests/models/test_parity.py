@@ -10,7 +10,7 @@ import transformers
 
 from quire import LLM, SamplingParams, registry
 from quire.models import llama, qwen2, qwen3
-from quire.ops.cpu import linear
+from quire.ops.packed_linear import cpu as linear
 from tests.models.oracle import OPTIONS, PROMPTS, TOLERANCE, all_cases, largest_error, oracle
 
 # The classes that must have a file. It is a literal so that none is lost unnoticed.

@@ -14,8 +14,8 @@ from quire.layers.attention.base import Limits
 from quire.layers.attention.native import Native
 from quire.layers.attention.reference import Reference
 from quire.models import gemma4
-from quire.ops.ref.attention import AttentionTables
-from quire.ops.ref.blocks import copy_blocks
+from quire.ops.attention.reference import AttentionTables
+from quire.ops.blocks.reference import copy_blocks
 from quire.worker.build import empty
 from quire.worker.kv_cache import KVMemory, kv_specs
 from quire.worker.runner import group_backends

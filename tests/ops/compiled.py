@@ -15,9 +15,13 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from quire.ops import attention, launch, mla, moe, routing
-from quire.ops.ref.attention import AttentionTables
-from quire.ops.ref.routing import Routing
+from quire.ops import launch
+from quire.ops.attention.reference import AttentionTables
+from quire.ops.attention.triton import triton as attention
+from quire.ops.mla.triton import triton as mla
+from quire.ops.moe.triton import triton as moe
+from quire.ops.routing.reference import Routing
+from quire.ops.routing.triton import triton as routing
 
 NUM_MULTIPROCESSORS = 132
 EXPERTS = {  # experts of a token, experts, hidden size, width of an expert, activation, bias

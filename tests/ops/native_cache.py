@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from quire.ops.cpu.elementwise import rope_and_write
+from quire.ops.elementwise.cpu import rope_and_write
 
 
 def write_kv(cache: Tensor, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
-    """As that of `ops/ref/attention.py`: `rope_and_write` with no query heads and a rotation that leaves keys as they are."""
+    """As that of `ops/attention/reference.py`: `rope_and_write` with no query heads and a rotation that leaves keys as they are."""
     num_tokens, _, head_size = k_TKD.shape
     cos_sin = torch.cat((torch.ones(1, head_size // 2), torch.zeros(1, head_size // 2)), 1)
     positions_T = torch.zeros(num_tokens, dtype=torch.int64)

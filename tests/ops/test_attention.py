@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tests.ops.native_cache import write_kv
 from torch import Tensor
 
-from quire.ops.cpu import attention as native
-from quire.ops.ref import attention as twin
-from quire.ops.ref.attention import AttentionTables
+from quire.ops.attention.reference import AttentionTables
+from quire.ops.attention.triton import cpu as native
+from quire.ops.attention.triton import reference as twin
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import quire
 from quire.errors import ConfigError, UnsupportedModelError
-from quire.ops.cpu import elementwise
-from quire.ops.cpu import linear as cpu
-from quire.ops.ref import packed as ref
+from quire.ops.elementwise.triton import cpu as elementwise
+from quire.ops.packed_linear import cpu
+from quire.ops.packed_linear import reference as ref
 
 TYPES = sorted(ref.FORMATS)
 ROWS = (1, 3, 4, 5, 16, 33, 64, 130)
@@ -249,7 +249,8 @@ def test_bad_weights_and_inputs_are_refused():
 
 CHECK = """
 import sys, torch
-from quire.ops.cpu import build, linear
+from quire.ops.packed_linear import cpu as linear
+from quire.ops.cpu import build
 w = linear.pack_dense(torch.eye(32))
 assert torch.equal(linear.linear(torch.eye(32).bfloat16(), w), torch.eye(32).bfloat16())
 runtimes = {line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line}

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.ops.cpu import vocab as native
-from quire.ops.ref import gumbel, vocab
+from quire.ops.sampling.triton import gumbel
+from quire.ops.vocab import cpu as native
+from quire.ops.vocab import reference as vocab
 
 WIDTHS = [1, 15, 16, 17, 255, 256, 5003, 49_152]
 

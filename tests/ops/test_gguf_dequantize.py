@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.checkpoint.gguf import BLOCK
-from quire.ops.ref.gguf import dequantize
+from quire.ops.dequantize.gguf import dequantize
 
 TYPES = sorted(BLOCK)
 # Where in a block its float16 scales lie; everything else may be any byte.

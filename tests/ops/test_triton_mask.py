@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from quire.ops import mask
-from quire.ops.cpu import vocab
-from quire.ops.ref.mask import mask_logits
+from quire.ops.mask.reference import mask_logits
+from quire.ops.mask.triton import triton as mask
+from quire.ops.vocab import cpu as vocab
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

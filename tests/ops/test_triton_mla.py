@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops import attention, mla
-from quire.ops.attention import NUM_SPLITS, AttentionWork, Tile
-from quire.ops.ref import mla as twin
-from quire.ops.ref.attention import AttentionTables
+from quire.ops.attention.reference import AttentionTables
+from quire.ops.attention.triton import NUM_SPLITS, AttentionWork, Tile
+from quire.ops.attention.triton import triton as attention
+from quire.ops.mla.triton import reference as twin
+from quire.ops.mla.triton import triton as mla
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()

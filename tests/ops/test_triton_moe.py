@@ -7,12 +7,13 @@ import torch
 from tests.ops.test_offsets import FAR, NO_RESERVE, Rows
 from torch import Tensor
 
-from quire.ops import moe, routing
 from quire.ops.launch import options, pdl
-from quire.ops.moe import Config, Tile
-from quire.ops.ref import moe as twin
-from quire.ops.ref import routing as twin_routing
-from quire.ops.ref.routing import Routing
+from quire.ops.moe.triton import Config, Tile
+from quire.ops.moe.triton import reference as twin
+from quire.ops.moe.triton import triton as moe
+from quire.ops.routing.reference import Routing
+from quire.ops.routing.triton import reference as twin_routing
+from quire.ops.routing.triton import triton as routing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32, torch.float16]

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from quire.ops import step
-from quire.ops.cpu import step as cpu_step
-from quire.ops.ref import step as twin
+from quire.ops.step.triton import cpu as cpu_step
+from quire.ops.step.triton import reference as twin
+from quire.ops.step.triton import triton as step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -14,7 +14,7 @@ from quire.errors import BadModelFileError
 from quire.layers.base import Layer
 from quire.layers.weights import plain as plain_tensor
 from quire.models import deepseek_v3, mixtral, qwen3_moe
-from quire.ops.ref.elementwise import silu_mul
+from quire.ops.elementwise.reference import silu_mul
 from quire.quant.base import Joined, Part, RawTensor, Use
 from quire.quant.gguf import Blocks, method
 from quire.quant.plain import packed

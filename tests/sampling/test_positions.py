@@ -5,10 +5,9 @@ import torch
 from tests.sampling.on_cpu import sampling_rows
 from torch import Tensor
 
-from quire.ops.cpu import sampling as cpu
-from quire.ops.cpu import vocab as cpu_vocab
-from quire.ops.ref import mask as reference_mask
-from quire.ops.ref import sampling as reference
+from quire.ops.mask.triton import reference as reference_mask
+from quire.ops.sampling.triton import cpu, reference
+from quire.ops.vocab import cpu as cpu_vocab
 from quire.params import SamplingParams
 from quire.sampling.custom import LogitsProcessor
 from quire.sampling.sampler import SampleLogprobs, SampleMasks, Sampler
@@ -21,7 +20,7 @@ BEST, SECOND, THIRD = 1100, 70, 2400  # tokens of the largest logits, in this or
 
 def kernels(device: str) -> tuple:
     if device == "triton":
-        mask, triton = pytest.importorskip("quire.ops.mask"), pytest.importorskip("quire.ops.sampling")
+        mask, triton = pytest.importorskip("quire.ops.mask.triton"), pytest.importorskip("quire.ops.sampling.triton")
         if torch.cuda.is_available():
             pytest.skip("the tensors of this test are a CPU's: tests/worker/test_gpu.py runs the sampler on a card")
         return triton.sample, mask.mask_logits, triton.Scratch(16, VOCAB, "cpu")

@@ -18,8 +18,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from quire.ops.cpu import sampling as native
-from quire.ops.ref.mask import mask_logits
+from quire.ops.mask.reference import mask_logits
+from quire.ops.sampling.triton import cpu as native
 from quire.params import SamplingParams
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import edit_sparsely

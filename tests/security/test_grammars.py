@@ -13,15 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.messages import Thinking, Vocabulary
-from quire.structured import bounded
-from quire.structured.base import MAX_FORCED, Grammar, Matcher
-from quire.structured.compiler import Compiler
-from quire.structured.guide import TOO_SLOW, Guide
-from quire.structured.llguidance import LLGuidance
-from quire.structured.masks import Masker
+from quire.structured.engines.base import MAX_FORCED, Grammar, Matcher
+from quire.structured.engines.llguidance import LLGuidance
+from quire.structured.engines.xgrammar import XGrammar
+from quire.structured.running import bounded
+from quire.structured.running.compiler import Compiler
+from quire.structured.running.guide import TOO_SLOW, Guide
+from quire.structured.running.masks import Masker
+from quire.structured.running.trial import Setup, Trial
 from quire.structured.spec import GrammarSpec
-from quire.structured.trial import Setup, Trial
-from quire.structured.xgrammar import XGrammar
 from tests.security.conftest import check, refused
 from tests.serving import ServerProcess
 

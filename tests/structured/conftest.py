@@ -4,7 +4,7 @@ import pytest
 from benchmarks.json_schema_suite import vocabulary as of_the_default_model
 
 from quire.messages import Vocabulary
-from quire.structured.trial import Setup, Trial
+from quire.structured.running.trial import Setup, Trial
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,12 @@ import numpy
 import pytest
 
 from quire.messages import Vocabulary
-from quire.structured import bounded
-from quire.structured.base import Grammar, Matcher
-from quire.structured.bounded import Job, TooSlowError
-from quire.structured.compiler import Compiler
-from quire.structured.guide import ALL, TOO_SLOW, Guide
-from quire.structured.masks import Masker
+from quire.structured.engines.base import Grammar, Matcher
+from quire.structured.running import bounded
+from quire.structured.running.bounded import Job, TooSlowError
+from quire.structured.running.compiler import Compiler
+from quire.structured.running.guide import ALL, TOO_SLOW, Guide
+from quire.structured.running.masks import Masker
 from quire.structured.spec import GrammarSpec
 
 VOCABULARY = Vocabulary([b"x"] * 64, [63], [63], 64)
@@ -133,7 +133,7 @@ def test_a_matcher_that_takes_for_ever_fails_alone_and_its_late_mask_reaches_nob
 
 
 def test_slow_accepts_count_like_slow_masks(monkeypatch):
-    monkeypatch.setattr("quire.structured.base.SLOW_S", 0.01)
+    monkeypatch.setattr("quire.structured.engines.base.SLOW_S", 0.01)
     monkeypatch.setattr(Toy, "_work", lambda self, what: time.sleep(0.02) if what == "accept" else None)
     slow = guide(ToyGrammar(1))
     assert [slow.advance([SLOW_TOKEN]) for _ in range(3)] == ["", "", TOO_SLOW]

@@ -13,8 +13,8 @@ from benchmarks.server_process import children
 
 from quire.errors import ConfigError
 from quire.messages import Vocabulary
-from quire.structured import compiler as module
-from quire.structured.compiler import Compiler
+from quire.structured.running import compiler as module
+from quire.structured.running.compiler import Compiler
 from quire.structured.spec import GrammarSpec
 from tests.serving import alive, until
 
@@ -145,7 +145,7 @@ def test_whatever_is_raised_the_ticket_is_answered_and_the_thread_goes_on(compil
 CORE = """
 import sys
 from quire.messages import Vocabulary
-from quire.structured.compiler import Compiler
+from quire.structured.running.compiler import Compiler
 from quire.structured.spec import GrammarSpec
 compiler = Compiler("auto", Vocabulary([bytes([i]) for i in range(256)] + [b"</s>"], [256], [256], 320), timeout_s=60)
 compiler.submit(GrammarSpec("regex", "ready")).wait(300)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from quire.errors import RequestError
 from quire.messages import Vocabulary
-from quire.structured.llguidance import LLGuidance
+from quire.structured.engines.llguidance import LLGuidance
+from quire.structured.engines.xgrammar import XGrammar
 from quire.structured.spec import GrammarSpec
-from quire.structured.xgrammar import XGrammar
 
 TOKENS = [b"a", b"b", b"c", b"ab", b"bc", b"abc", b"aa", b'"', b'"a', b'b"', b"<s>", b"</s>"]
 TINY = Vocabulary([*TOKENS, *(bytes([i]) for i in range(256) if bytes([i]) not in TOKENS)], [10, 11], [11], 300)

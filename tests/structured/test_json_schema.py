@@ -7,9 +7,9 @@ import pytest
 from benchmarks.json_schema_suite import Case, RandomSampler, judged
 
 from quire.errors import RequestError
-from quire.structured.json_grammar import json_grammar
+from quire.structured.engines.xgrammar import XGrammar
+from quire.structured.grammars.json_grammar import json_grammar
 from quire.structured.spec import GrammarSpec
-from quire.structured.xgrammar import XGrammar
 
 CASES = json.loads((Path(__file__).parent / "schemas.json").read_text())
 ACCEPTED = [case for case in CASES if not case["refused"]]

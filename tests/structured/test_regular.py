@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import RequestError
-from quire.structured import formats, numbers
-from quire.structured.pattern import found_in, whole
-from quire.structured.regular import Node, automaton, both, derivative, either, is_empty, no
+from quire.structured.grammars import formats, numbers
+from quire.structured.grammars.pattern import found_in, whole
+from quire.structured.grammars.regular import Node, automaton, both, derivative, either, is_empty, no
 
 PATTERNS = [
     "^a*$",

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.ops.cpu import attention, elementwise, linear
+from quire.ops.attention.reference import AttentionTables
+from quire.ops.attention.triton import cpu as attention
 from quire.ops.cpu.tape import Recording, Rows
-from quire.ops.ref.attention import AttentionTables
+from quire.ops.elementwise.triton import cpu as elementwise
+from quire.ops.packed_linear import cpu as linear
 from tests.prompts import PROMPTS
 
 

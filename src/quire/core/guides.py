@@ -12,9 +12,9 @@ from quire.core.request import Request
 from quire.executor.base import Executor
 from quire.messages import ChoiceDelta, Constraint, Vocabulary
 from quire.step import Masks, StepResult
-from quire.structured.compiler import Compiler, Ticket
-from quire.structured.guide import Guide
-from quire.structured.masks import Masker
+from quire.structured.running.compiler import Compiler, Ticket
+from quire.structured.running.guide import Guide
+from quire.structured.running.masks import Masker
 
 FEW = 8  # running requests, for which skipping steps pays
 PATIENCE_S = 0.005  # how long an idle core sleeps before it looks for new messages

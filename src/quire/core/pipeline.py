@@ -14,7 +14,7 @@ from quire.utils.flight import NoRecorder
 
 if TYPE_CHECKING:  # they come with grammar engines, which are large
     from quire.core.guides import Guides
-    from quire.structured.masks import Ahead
+    from quire.structured.running.masks import Ahead
 
 
 class Entry(NamedTuple):

@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from quire.ops.ref.attention import AttentionTables
+from quire.ops.attention.reference import AttentionTables
 from quire.quant.base import AXES, Joined, Method, Part, RawTensor, Split, Use, Weight
 
 
@@ -38,7 +38,7 @@ class Runtime:
     dtype: torch.dtype
     max_len: int  # of a context, in tokens
     block_size: int  # tokens of a KV block
-    kernels: ModuleType  # norms, gated activations and lookups, as in ops/ref/elementwise.py
+    kernels: ModuleType  # norms, gated activations and lookups, as in ops/elementwise/reference.py
     logits_dtype: torch.dtype | None  # None: the model's own
     choose: Callable[..., ModuleType]  # (what, **needs): which implementation to use; see worker/choose.py
     find_method: Callable[[str, Use], type[Method]]  # by a weight's path, as its model calls it

@@ -24,7 +24,7 @@ from quire.layers.config import DecoderConfig
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
-from quire.ops.fresh import fresh_attention
+from quire.ops.attention.cudnn import fresh_attention
 from quire.quant.base import Part, Section, Split, Use
 
 EPS = 1e-6  # of both inner norms, whatever the config says of the others

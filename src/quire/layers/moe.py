@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.layers.base import Layer, Runtime, frozen
 from quire.layers.mlp import GatedMLP
-from quire.ops.ref.moe import ACTIVATIONS
-from quire.ops.ref.routing import Routing
+from quire.ops.moe.reference import ACTIVATIONS
+from quire.ops.routing.reference import Routing
 from quire.quant.base import Part, Section, Split, Use, Weight
 
 __all__ = ["BalancedExpertsConfig", "Experts", "MoE", "Routing", "SharedExpertsConfig"]

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from quire.checkpoint.gguf import BLOCK
 from quire.errors import UnsupportedModelError
-from quire.ops.ref.gguf import dequantize
+from quire.ops.dequantize.gguf import dequantize
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What the dimensions of a plain tensor run over, by their number.

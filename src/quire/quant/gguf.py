@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from quire.ops.cpu import linear
+from quire.ops.packed_linear import cpu as linear
 from quire.quant.base import PLAIN, Method, RawTensor, Use
 from quire.quant.plain.packed import Packed
 

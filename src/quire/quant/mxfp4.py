@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from quire.ops.ref.mxfp4 import dequantize
+from quire.ops.dequantize.mxfp4 import dequantize
 from quire.quant.base import AXES, Method, Part, RawTensor, Use, Weight
 from quire.quant.plain.dense import Dense
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.ops.cpu.vocab import repaired_argmax, row_topk
-from quire.ops.ref.vocab import row_count_above, row_sum_exp
+from quire.ops.vocab.cpu import repaired_argmax, row_topk
+from quire.ops.vocab.reference import row_count_above, row_sum_exp
 
 CHUNK_ENTRIES = 1 << 20  # logits worked on at a time: 4 MiB per temporary
 GPU_CHUNK_ENTRIES = 1 << 24  # launches cost more than memory there

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.ref.sampling import SamplerColumns
+from quire.ops.sampling.reference import SamplerColumns
 from quire.ops.transfer import on_device
 from quire.params import SamplingParams
 from quire.sampling.custom import LogitsProcessor

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.ops.cpu.vocab import repaired_argmax, row_argmax
 from quire.ops.transfer import on_device
+from quire.ops.vocab.cpu import repaired_argmax, row_argmax
 from quire.sampling import processors
 from quire.sampling.logprobs import TokenLogprobs, token_logprobs
 from quire.sampling.rows import SamplingRows, entries, users
@@ -50,8 +50,8 @@ class Sampler:
 
     def __init__(
         self,
-        sample: Callable[..., None],  # as in `ops/ref/sampling.py`
-        mask_logits: Callable[..., None],  # as in `ops/ref/mask.py`
+        sample: Callable[..., None],  # as in `ops/sampling/reference.py`
+        mask_logits: Callable[..., None],  # as in `ops/mask/reference.py`
         batch: SamplingRows,
         tokens: Tensor,  # int32 [num_rows, max_len], the rows' histories
         scratch: object = None,  # memory that `sample` wants for itself

@@ -22,8 +22,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # What is computed -> its modules for CPUs and for GPUs, the best first.
 CANDIDATES = {
     "elementwise": {
-        "cpu": ("quire.ops.cpu.elementwise", "quire.ops.ref.elementwise"),
-        "gpu": ("quire.ops.elementwise",),
+        "cpu": ("quire.ops.elementwise.cpu", "quire.ops.elementwise.reference"),
+        "gpu": ("quire.ops.elementwise.triton",),
     },
     "linear": {"cpu": ("quire.quant.plain.packed", "quire.quant.plain.dense"), "gpu": ("quire.quant.plain.dense_gpu",)},
     "attention": {

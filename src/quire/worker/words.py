@@ -45,7 +45,7 @@ class RowWords:
     def __init__(
         self, num_rows: int, widths: dict[str, int], device: torch.device, scatter_segments: Callable[..., None] | None
     ) -> None:
-        """`scatter_segments`: as in `ops/ref/step.py`; None: the host writes to the array itself."""
+        """`scatter_segments`: as in `ops/step/reference.py`; None: the host writes to the array itself."""
         sizes = [num_rows * width for width in widths.values()]
         self.widths = widths
         self.starts = dict(zip(widths, np.cumsum([0, *sizes[:-1]]).tolist()))

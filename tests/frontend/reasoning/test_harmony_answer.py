@@ -6,8 +6,8 @@ import pytest
 
 from quire.frontend.reasoning import harmony
 from quire.messages import Vocabulary
+from quire.structured.engines.xgrammar import XGrammar
 from quire.structured.spec import GrammarSpec
-from quire.structured.xgrammar import XGrammar
 
 MARKS = [b"<|start|>", b"<|channel|>", b"<|message|>", b"<|end|>", b"<|return|>"]
 VOCABULARY = Vocabulary(

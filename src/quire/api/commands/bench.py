@@ -1,6 +1,6 @@
 """`quire bench`: one workload, timed; the last line is one JSON object.
 
-Workloads are defined in `api/workloads.py`, for every engine alike, and `bench serve` loads a server from `api/loadgen.py`;
+Workloads are defined in `bench/workloads.py`, for every engine alike, and `bench serve` loads a server from `bench/loadgen.py`;
 benchmarks/README.md says what they mean.
 """
 
@@ -13,8 +13,8 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from quire.api import workloads
 from quire.api.llm import LLM
+from quire.bench import workloads
 from quire.config import EngineConfig, knob
 from quire.config.fields import check
 from quire.config.flags import from_args
@@ -92,7 +92,7 @@ def run(args: Namespace) -> int:
 def _serve(args: Namespace, options: BenchOptions) -> dict[str, Any]:
     from tqdm import tqdm
 
-    from quire.api.loadgen import Load, measure
+    from quire.bench.loadgen import Load, measure
 
     serve = from_args(ServeOptions, args)
     load = Load(

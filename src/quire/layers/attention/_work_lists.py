@@ -1,4 +1,4 @@
-"""Backends whose kernels read work lists (`ops/attention.py`): rows are cut into units on the host, once for all layers of a group.
+"""Backends whose kernels read work lists (`ops/attention/triton.py`): rows are cut into units on the host, once for all layers of a group.
 
 The base of the Triton backends, for attention and for latent attention.
 """
@@ -13,10 +13,10 @@ import torch
 from quire.errors import UnsupportedModelError
 from quire.layers.attention._layer import CacheLayer
 from quire.layers.attention.base import AttentionBackend, HostStep, Limits, Shape
-from quire.ops import fresh
-from quire.ops.attention import UNIT_WORDS, AttentionWork, WorkShape, max_split_units, max_units, plan_units
+from quire.ops.attention.reference import AttentionTables
+from quire.ops.attention.triton import UNIT_WORDS, AttentionWork, WorkShape, max_split_units, max_units, plan_units
+from quire.ops.attention.triton import cudnn as fresh
 from quire.ops.launch import num_multiprocessors
-from quire.ops.ref.attention import AttentionTables
 
 
 class WorkList:

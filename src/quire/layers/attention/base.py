@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.ops.ref.attention import AttentionTables
+from quire.ops.attention.reference import AttentionTables
 
 if TYPE_CHECKING:
     from quire.layers.attention._layer import CacheLayer

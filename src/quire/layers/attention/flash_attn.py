@@ -14,9 +14,9 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.layers.attention.base import AttentionBackend
-from quire.ops.attention import cache_view
-from quire.ops.elementwise import rope_and_write
-from quire.ops.ref.attention import AttentionTables
+from quire.ops.attention.reference import AttentionTables
+from quire.ops.attention.triton import cache_view
+from quire.ops.elementwise.triton import rope_and_write
 
 
 @functools.cache

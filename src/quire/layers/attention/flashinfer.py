@@ -15,9 +15,9 @@ from torch import Tensor
 from quire.errors import ConfigError
 from quire.layers.attention import CacheLayer
 from quire.layers.attention.base import AttentionBackend, Limits
-from quire.ops.attention import cache_view
-from quire.ops.elementwise import rope_and_write
-from quire.ops.ref.attention import AttentionTables
+from quire.ops.attention.reference import AttentionTables
+from quire.ops.attention.triton import cache_view
+from quire.ops.elementwise.triton import rope_and_write
 
 WORKSPACE_BYTES = 128 << 20  # as its makers advise; for partial results of one launch, so all layers of a kind share it
 IMPLEMENTATION = "auto"  # which of its kernels: it takes the best for the card

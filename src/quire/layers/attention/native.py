@@ -3,8 +3,8 @@
 import torch
 
 from quire.layers.attention.base import CpuBackend
-from quire.ops.cpu.attention import paged_attention, supported
-from quire.ops.cpu.elementwise import rope_and_write
+from quire.ops.attention.cpu import paged_attention, supported
+from quire.ops.elementwise.cpu import rope_and_write
 
 
 class Native(CpuBackend):

@@ -3,8 +3,8 @@
 import torch
 
 from quire.layers.attention.base import CpuBackend
-from quire.ops.ref.attention import paged_attention
-from quire.ops.ref.elementwise import rope_and_write
+from quire.ops.attention.reference import paged_attention
+from quire.ops.elementwise.reference import rope_and_write
 
 
 class Reference(CpuBackend):

@@ -4,8 +4,8 @@ import torch
 
 from quire.layers.attention import CacheLayer
 from quire.layers.attention._work_lists import WorkListBackend
-from quire.ops.attention import WorkShape, paged_attention, supports, work_shape
-from quire.ops.elementwise import rope_and_write
+from quire.ops.attention.triton import WorkShape, paged_attention, supports, work_shape
+from quire.ops.elementwise.triton import rope_and_write
 
 
 class Triton(WorkListBackend):

@@ -2,8 +2,8 @@
 
 import torch
 
-from quire.ops.ref.moe import experts as run
-from quire.ops.ref.routing import route, router_logits
+from quire.ops.moe.reference import experts as run
+from quire.ops.routing.reference import route, router_logits
 
 __all__ = ["route", "router_logits", "run", "why_not"]
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from quire.ops.moe import experts as run
-from quire.ops.routing import route, router_logits
+from quire.ops.moe.triton import experts as run
+from quire.ops.routing.triton import route, router_logits
 
 __all__ = ["route", "router_logits", "run", "why_not"]
 

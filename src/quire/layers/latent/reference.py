@@ -3,7 +3,7 @@
 import torch
 
 from quire.layers.attention.base import CpuBackend
-from quire.ops.ref import mla
+from quire.ops.mla.triton import reference as mla
 
 
 class LatentReference(CpuBackend):

@@ -4,8 +4,8 @@ import torch
 
 from quire.layers.attention import CacheLayer
 from quire.layers.attention._work_lists import WorkListBackend
-from quire.ops import mla
-from quire.ops.attention import WorkShape
+from quire.ops.attention.triton import WorkShape
+from quire.ops.mla.triton import triton as mla
 
 
 class LatentTriton(WorkListBackend):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.ops.linear import few_rows, linear, linear_silu_mul
+from quire.ops.linear.triton import few_rows, linear, linear_silu_mul
 from quire.quant.plain.dense import Dense, why_not
 
 __all__ = ["METHOD", "DenseGpu", "why_not"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from quire.ops.cpu import linear
+from quire.ops.packed_linear import cpu as linear
 from quire.quant.base import Method, Part, RawTensor
 
 

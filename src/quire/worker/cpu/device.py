@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from quire.config import EngineConfig
-from quire.ops.cpu.linear import huge_pages
-from quire.ops.cpu.sampling import Scratch, sample
-from quire.ops.cpu.step import accept, place_slots, place_tokens
-from quire.ops.cpu.vocab import mask_logits
-from quire.ops.ref.blocks import copy_blocks
-from quire.ops.ref.elementwise import gather_rows
+from quire.ops.blocks.reference import copy_blocks
+from quire.ops.elementwise.reference import gather_rows
+from quire.ops.packed_linear.cpu import huge_pages
+from quire.ops.sampling.cpu import Scratch, sample
+from quire.ops.step.cpu import accept, place_slots, place_tokens
+from quire.ops.vocab.cpu import mask_logits
 from quire.sampling.sampler import SampleMasks
 from quire.step import Masks
 from quire.utils.memory import available_bytes

@@ -11,12 +11,12 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import CapacityError, ConfigError, EngineError
-from quire.ops.blocks import copy_blocks
-from quire.ops.elementwise import gather_rows
+from quire.ops.blocks.triton import copy_blocks
+from quire.ops.elementwise.triton import gather_rows
 from quire.ops.launch import INTERPRETED
-from quire.ops.mask import mask_logits
-from quire.ops.sampling import Scratch, sample
-from quire.ops.step import accept, correct_starts, place_samples, place_slots, place_tokens, scatter_segments
+from quire.ops.mask.triton import mask_logits
+from quire.ops.sampling.triton import Scratch, sample
+from quire.ops.step.triton import accept, correct_starts, place_samples, place_slots, place_tokens, scatter_segments
 from quire.worker.cpu.device import kv_memory_bytes as host_memory_bytes
 from quire.worker.failure import first_line
 from quire.worker.gpu.graphs import Recordings

@@ -1,5 +1,5 @@
-// Paged attention for float32 and bfloat16. Called through ctypes by ops/cpu/attention.py; the torch twin in
-// ops/ref/attention.py says what it must compute, kv_layout.h how the cache lies.
+// Paged attention for float32 and bfloat16. Called through ctypes by ops/attention/cpu.py; the torch twin in
+// ops/attention/reference.py says what it must compute, kv_layout.h how the cache lies.
 //
 // A unit of work is a tile: the queries of a few consecutive tokens of one row, all heads that share one kv head (of a
 // single token, several kv heads), against their keys in steps. Softmax is online over the steps of a partition (512 keys, aligned by position);

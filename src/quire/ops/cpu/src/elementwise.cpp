@@ -1,6 +1,6 @@
 // Fused elementwise kernels for float32 and bfloat16: norm with residual, gated SiLU, norm and rotation of heads with
 // the write into the cache.
-// Called through ctypes by ops/cpu/elementwise.py; the torch twins in ops/ref/elementwise.py say what each computes.
+// Called through ctypes by ops/elementwise/cpu.py; the torch twins in ops/elementwise/reference.py say what each computes.
 // Rows are contiguous and may be strided apart (strides in elements). Small inputs stay on the calling thread.
 #include "kv_layout.h"
 

@@ -1,6 +1,6 @@
-// Linear layers with packed weights: y = x W^T (+ bias), x in bf16, W in 4, 8 or 16 bits. Called by ops/cpu/linear.py.
+// Linear layers with packed weights: y = x W^T (+ bias), x in bf16, W in 4, 8 or 16 bits. Called by ops/packed_linear/cpu.py.
 //
-// Weight layout (ops/ref/packed.py is its plain twin). Sixteen outputs form a panel, 32 values of K a block; blocks
+// Weight layout (ops/packed_linear/reference.py is its plain twin). Sixteen outputs form a panel, 32 values of K a block; blocks
 // follow each other along K, then panels. Inside a block the sixteen outputs lie side by side, one 32-bit lane each:
 //    4 bits  256 B: vector j of 4 holds K 4j..4j+3 in the low nibbles and K 16+4j..16+4j+3 in the high ones
 //    8 bits  512 B: vector j of 8 holds K 4j..4j+3; the four bytes of a lane are in the order 0, 2, 1, 3 (see unpack.h)

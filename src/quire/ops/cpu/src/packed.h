@@ -24,7 +24,7 @@ constexpr int kBlock = 32;  // values of K in a block
 
 inline int64_t block_bytes(int bits) { return kLanes * kBlock * bits / 8; }
 
-// Mirrors `_Weight` in ops/cpu/linear.py.
+// Mirrors `_Weight` in ops/packed_linear/cpu.py.
 struct Weight {
     const uint8_t* data;
     const void* scales;

@@ -1,5 +1,5 @@
 // Choosing tokens from rows of float32 logits: argmax, the k largest, a draw with Gumbel noise. Called through ctypes by
-// ops/cpu/vocab.py; the torch twins in ops/ref/vocab.py and ops/ref/gumbel.py say what each computes, and ids are
+// ops/vocab/cpu.py; the torch twins in ops/vocab/reference.py and ops/sampling/gumbel.py say what each computes, and ids are
 // theirs, bit for bit. A row is read once, by one thread.
 #include "simd.h"
 

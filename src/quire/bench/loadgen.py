@@ -1,0 +1,359 @@
+"""Load on a server that speaks OpenAI's protocol, and what its clients see of it: streams, times, errors.
+
+Called by `quire bench serve` and the serving benchmarks; `python -m quire.bench.loadgen` is one of its client processes, which gets a
+Load on standard input and answers with Reports on standard output, as lines of JSON. Knows nothing of Quire's insides.
+"""
+
+import asyncio
+import contextlib
+import random
+import resource
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from quire.bench.http_client import Answer, Client, Failure, Reply
+from quire.errors import ConfigError, QuireError
+
+MODULE = "quire.bench.loadgen"
+PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+PROGRESS_S = 0.2
+
+# Common enough to be one token each in almost every vocabulary; `measured_words` makes sure.
+WORDS = tuple(
+    """
+    the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one you were
+    all her she there would their we him been has when who will no more if out so up said what its about than into them can only
+    other time new some could these two may first then do any like my now over such our man me even most made after also did many
+    off before must well back through years much where your way down should because long each just state those people too how
+    little world good still see men work life day get here old between both under three never know same last another while might
+    great year since against go came right used take states himself few house use place during high without again home around small
+    however found part school general once upon say every fact number until always away water hand head money night room side
+    point almost enough course second city given early white local least light become better large power case public group order
+    system music story market door young field paper table river north south east west king law book cost food game
+""".split()
+)
+
+
+class Load(msgspec.Struct, frozen=True):
+    """What to send, and how fast."""
+
+    base_url: str
+    model: str
+    num_prompts: int
+    input_len: int  # tokens where the server tokenizes for us, else words
+    output_len: int
+    concurrency: int | None = None  # requests in flight at most
+    request_rate: float | None = None  # Poisson arrivals per second; None: the next when one is answered
+    endpoint: Literal["chat", "completions"] = "completions"
+    api_key: str | None = None
+    ignore_eos: bool = False
+    seed: int = 0
+    timeout_s: float = 600.0
+    words: tuple[str, ...] = WORDS
+    num_words: int = 0  # per prompt
+    first: int = 0  # of `num_prompts` this process sends number first, first + stride, …
+    stride: int = 1
+
+    def body(self, idx: int, **changes: Any) -> bytes:
+        """Request number `idx`: the same whichever process sends it."""
+        text = prompt_text(self.words, self.num_words, random.Random(f"{self.seed} {idx}"))
+        prompt = {"messages": [{"role": "user", "content": text}]} if self.endpoint == "chat" else {"prompt": text}
+        options = {"model": self.model, "max_tokens": self.output_len, "temperature": 0, "stream": True}
+        options["stream_options"] = {"include_usage": True}
+        if self.ignore_eos:
+            options["ignore_eos"] = True
+        return msgspec.json.encode(prompt | options | changes)
+
+
+class Shot(msgspec.Struct, array_like=True):
+    """What one request's client saw. Times are `time.monotonic()`, which all processes of a machine share."""
+
+    sent_s: float  # when it was due, also where the client was late
+    end_s: float
+    first_s: float | None = None  # first text
+    last_s: float | None = None
+    num_events: int = 0  # that carried text
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
+    gaps_us: list[int] = []  # between events
+    error: str | None = None  # its kind
+
+
+class Report(msgspec.Struct):
+    """From a client process to its parent."""
+
+    ready: bool = False
+    num_done: int = 0
+    shots: list[Shot] | None = None  # at the end
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def prompt_text(words: Sequence[str], num_words: int, rng: random.Random) -> str:
+    return " ".join(rng.choices(words, k=num_words))
+
+
+async def measured_words(client: Client, load: Load) -> Load:
+    """The load with words of one token each and as many of them as make `input_len`; as it is, where the server cannot count."""
+
+    async def count(text: str) -> int | None:
+        prompt = {"messages": [{"role": "user", "content": text}]} if load.endpoint == "chat" else {"prompt": text}
+        reply = await client.post("/tokenize", msgspec.json.encode({"model": load.model} | prompt), Reply())
+        if reply.status != 200:
+            return None
+        return msgspec.json.decode(reply.content).get("count")
+
+    async def keep(words: Sequence[str]) -> Sequence[str]:
+        """Those of one token: all when they add up, else the good ones of each half."""
+        if await count(" ".join(words)) == num_around + len(words):
+            return words
+        middle = len(words) // 2
+        return [*await keep(words[:middle]), *await keep(words[middle:])] if middle else []
+
+    try:
+        num_around = await count(WORDS[0]) - 1  # tokens of the template and the start of a text
+        words = await keep(WORDS)
+    except (Failure, msgspec.DecodeError, TypeError, AttributeError):
+        words = []
+    if len(words) < 2:
+        return msgspec.structs.replace(load, num_words=load.input_len)
+    if num_around >= load.input_len:
+        raise ConfigError(f"the chat template alone has {num_around} tokens: raise --input-len above that")
+    return msgspec.structs.replace(load, words=tuple(words), num_words=load.input_len - num_around)
+
+
+# ---------------------------------------------------------------- one client process
+
+
+async def shoot(client: Client, load: Load, idx: int, due_s: float) -> Shot:
+    """Sends request `idx` and watches its answer."""
+    answer, error = Answer(), None
+    try:
+        async with asyncio.timeout(load.timeout_s):
+            await client.post(PATHS[load.endpoint], load.body(idx), answer)
+        answer.check()
+        if load.ignore_eos and answer.usage.completion_tokens not in (0, load.output_len):
+            raise Failure("wrong length")
+    except TimeoutError:
+        error = "timeout"
+    except Failure as failure:
+        error = failure.kind
+    times_s = answer.times_s
+    return Shot(
+        sent_s=due_s,
+        end_s=time.monotonic(),
+        first_s=times_s[0] if times_s else None,
+        last_s=times_s[-1] if times_s else None,
+        num_events=len(times_s),
+        num_input_tokens=answer.usage.prompt_tokens,
+        num_output_tokens=answer.usage.completion_tokens or len(times_s),
+        gaps_us=[round((b - a) * 1e6) for a, b in zip(times_s, times_s[1:])],
+        error=error,
+    )
+
+
+async def closed_loop(client: Client, load: Load, shots: list[Shot]) -> None:
+    """Every client sends its next request when its last one is answered."""
+    numbers = iter(range(load.first, load.num_prompts, load.stride))
+
+    async def one_client() -> None:
+        for idx in numbers:
+            shots.append(await shoot(client, load, idx, time.monotonic()))
+
+    await asyncio.gather(*(one_client() for _ in range(load.concurrency or 1)))
+
+
+async def arrivals(client: Client, load: Load, shots: list[Shot]) -> None:
+    """Requests come when they come, however busy the server is; over `concurrency` they wait, and their clock runs."""
+    rng, due_s = random.Random(f"{load.seed} arrivals {load.first}"), time.monotonic()
+    room = asyncio.Semaphore(load.concurrency) if load.concurrency else contextlib.nullcontext()
+
+    async def one_request(idx: int, due_s: float) -> None:
+        async with room:
+            shots.append(await shoot(client, load, idx, due_s))
+
+    async with asyncio.TaskGroup() as tasks:
+        for idx in range(load.first, load.num_prompts, load.stride):
+            due_s += rng.expovariate(load.request_rate / load.stride)
+            await asyncio.sleep(due_s - time.monotonic())
+            tasks.create_task(one_request(idx, due_s))
+
+
+async def client_process() -> None:
+    load = msgspec.json.decode(sys.stdin.buffer.readline(), type=Load)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection per stream
+    _say(Report(ready=True))
+    if not sys.stdin.buffer.readline():  # "go" when all processes are up; nothing when the parent is gone
+        return
+    shots: list[Shot] = []
+    started_s, started_cpu_s = time.monotonic(), time.process_time()
+    async with Client(load.base_url, load.api_key) as client:
+        work = asyncio.ensure_future((closed_loop if load.request_rate is None else arrivals)(client, load, shots))
+        while not (await asyncio.wait([work], timeout=PROGRESS_S))[0]:
+            _say(Report(num_done=len(shots)))
+        work.result()
+    cpu_s, wall_s = time.process_time() - started_cpu_s, time.monotonic() - started_s
+    _say(Report(num_done=len(shots), shots=shots, cpu_s=cpu_s, wall_s=wall_s))
+
+
+def _say(report: Report) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+# ---------------------------------------------------------------- the parent
+
+
+async def measure(
+    load: Load, num_processes: int = 1, progress: Callable[[int], None] = lambda num_done: None
+) -> dict[str, Any]:
+    """Runs a load from `num_processes` client processes; the figures. An empty model name becomes the server's first.
+
+    `progress` is called with 0 right before the first request is sent.
+    """
+    async with Client(load.base_url, load.api_key) as client:
+        try:
+            load = await prepared(client, load)
+        except Failure as failure:
+            raise ConfigError(f"the server at {load.base_url} cannot be measured: {failure}") from failure
+    num_processes = max(1, min(num_processes, load.num_prompts, load.concurrency or load.num_prompts))
+    async with contextlib.AsyncExitStack() as stack:
+        processes = [await stack.enter_async_context(_process(part)) for part in _parts(load, num_processes)]
+        for process in processes:
+            await _report(process)  # ready
+        progress(0)
+        for process in processes:
+            process.stdin.write(b"go\n")
+        done = [0] * num_processes
+        reports = await asyncio.gather(
+            *(_follow(process, idx, done, progress) for idx, process in enumerate(processes))
+        )
+    return summary(load, reports)
+
+
+async def prepared(client: Client, load: Load) -> Load:
+    """The load with a model's name and measured words; Failure when the server does not take such a request."""
+    if not load.model:
+        reply = await client.get("/v1/models")
+        if reply.status != 200:
+            raise Failure(f"http {reply.status}", reply.message())
+        load = msgspec.structs.replace(load, model=msgspec.json.decode(reply.content)["data"][0]["id"])
+    load = await measured_words(client, load)
+    trial = Answer()
+    await client.post(PATHS[load.endpoint], load.body(-1, max_tokens=1), trial)
+    trial.check()
+    return load
+
+
+def _parts(load: Load, num_processes: int) -> list[Load]:
+    """The load of each process: every n-th request, and its share of the clients."""
+    parts = []
+    for idx in range(num_processes):
+        share = load.concurrency and load.concurrency // num_processes + (idx < load.concurrency % num_processes)
+        parts.append(msgspec.structs.replace(load, first=idx, stride=num_processes, concurrency=share))
+    return parts
+
+
+@contextlib.asynccontextmanager
+async def _process(load: Load) -> AsyncIterator[asyncio.subprocess.Process]:
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", MODULE, stdin=pipe, stdout=pipe, limit=1 << 30)
+    try:
+        process.stdin.write(msgspec.json.encode(load) + b"\n")
+        yield process
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+async def _report(process: asyncio.subprocess.Process) -> Report:
+    line = await process.stdout.readline()
+    if not line:
+        raise QuireError("a client process of the load generator ended early: see its messages above")
+    return msgspec.json.decode(line, type=Report)
+
+
+async def _follow(
+    process: asyncio.subprocess.Process, idx: int, done: list[int], progress: Callable[[int], None]
+) -> Report:
+    """Reads a process's reports to the last; `done` holds every process's count."""
+    while True:
+        report = await _report(process)
+        done[idx] = report.num_done
+        progress(sum(done))
+        if report.shots is not None:
+            await process.wait()
+            return report
+
+
+# ---------------------------------------------------------------- figures
+
+
+def summary(load: Load, reports: list[Report]) -> dict[str, Any]:
+    """The figures of a run; times in milliseconds, of requests that went well."""
+    shots = [shot for report in reports for shot in report.shots]
+    good = [shot for shot in shots if shot.error is None]
+    duration_s = max(s.end_s for s in shots) - min(s.sent_s for s in shots)
+    num_input, num_output = sum(s.num_input_tokens for s in good), sum(s.num_output_tokens for s in good)
+    errors: dict[str, int] = {}
+    for shot in shots:
+        if shot.error is not None:
+            errors[shot.error] = errors.get(shot.error, 0) + 1
+    texts = [s for s in good if s.first_s is not None]
+    return {
+        "model": load.model,
+        "workload": f"http-{load.concurrency or 'open'}-{load.num_prompts}-{load.input_len}-{load.output_len}",
+        "request_rate": load.request_rate,
+        "duration_s": duration_s,
+        "num_requests": len(shots),
+        "num_errors": len(shots) - len(good),
+        "errors": errors,
+        "num_input_tokens": num_input,
+        "num_output_tokens": num_output,
+        "num_events": sum(s.num_events for s in good),
+        "req_s": len(good) / duration_s,
+        "in_tok_s": num_input / duration_s,
+        "out_tok_s": num_output / duration_s,
+        "ttft_ms": spread([(s.first_s - s.sent_s) * 1e3 for s in texts]),
+        "itl_ms": spread([gap / 1e3 for s in good for gap in s.gaps_us]),
+        "tpot_ms": spread(
+            [(s.last_s - s.first_s) / (s.num_output_tokens - 1) * 1e3 for s in texts if s.num_output_tokens > 1]
+        ),
+        "e2e_ms": spread([(s.end_s - s.sent_s) * 1e3 for s in good]),
+        "num_client_processes": len(reports),
+        "client_cpu_s": sum(report.cpu_s for report in reports),
+        "client_cpu_share": max(report.cpu_s / report.wall_s for report in reports),  # of one core, the busiest process
+    }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Mean and percentiles; empty for no values."""
+    if not values:
+        return {}
+    ordered = sorted(values)
+    return {"mean": sum(ordered) / len(ordered)} | {f"p{p}": percentile(ordered, p) for p in (50, 90, 99)}
+
+
+def percentile(ordered: list[float], percent: float) -> float:
+    """Between the two nearest ranks, in proportion."""
+    position = (len(ordered) - 1) * percent / 100
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+if __name__ == "__main__":
+    import uvloop
+
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
+        uvloop.run(client_process())

@@ -1,0 +1,56 @@
+"""Paged attention on the CPU with the compiled kernel; twin: `ops/attention/reference.py`.
+
+Called by `layers/attention`, which asks `supported()` first and keeps one choice per cache: inside a block the bytes
+lie in the kernel's own order (`src/kv_layout.h`), so what `elementwise.py` beside it writes is read here. Blocks may
+lie apart. Knows no requests or models.
+"""
+
+import ctypes
+import functools
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from quire.ops.attention.reference import AttentionTables
+from quire.ops.cpu.tape import Rows, compiled
+
+_PTR, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+@functools.cache
+def _kernels() -> SimpleNamespace | None:
+    return compiled("attention", paged_attention=[ctypes.c_int, *[_PTR] * 7, Rows, *[_INT] * 9, _FLOAT, _FLOAT])
+
+
+def supported(dtype: torch.dtype, head_size: int, block_size: int) -> bool:
+    """Whether the compiled kernel exists on this machine and takes a cache of this shape."""
+    shape_fits = head_size % 16 == 0 and head_size <= 256 and block_size % 16 == 0
+    return dtype in (torch.float32, torch.bfloat16) and shape_fits and _kernels() is not None
+
+
+def paged_attention(
+    q_THD: Tensor,
+    cache: Tensor,
+    tables: AttentionTables,
+    *,
+    scale: float,
+    window: int = 0,
+    sinks_H: Tensor | None = None,
+    softcap: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As the twin. q and out are rows of contiguous heads, maybe strided along T."""
+    if out is None:
+        out = torch.empty(q_THD.shape, dtype=q_THD.dtype)
+    _, num_heads, head_size = q_THD.shape
+    _, _, block_size, num_kv_heads, _ = cache.shape
+    sinks_H = None if sinks_H is None else sinks_H.float()
+    _kernels().paged_attention(
+        cache.dtype == torch.bfloat16, q_THD.data_ptr(), out.data_ptr(), cache.data_ptr(),
+        tables.query_starts.data_ptr(), tables.context_lens.data_ptr(), tables.block_table.data_ptr(),
+        None if sinks_H is None else sinks_H.data_ptr(), tables.context_lens.shape[0],
+        num_heads, num_kv_heads, head_size, block_size, cache.stride(0), q_THD.stride(0), out.stride(0),
+        tables.block_table.stride(0), window, scale, softcap,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,417 @@
+"""Paged attention in Triton: any mix of prefill and decode rows in one launch, over a work list planned once per step.
+
+Called by `layers/attention`; the runner plans and uploads the list (`plan_units`, `AttentionWork`) for all layers of a
+group. Knows tensors and block tables; nothing of requests, schedulers or models.
+
+A cache is handed over as [blocks, 2, block_size, K, D], but the bytes inside a block are in this backend's own order,
+head by head: [2, K, block_size, D] (`cache_view`), so that a head's keys of one block are one contiguous piece.
+
+Shape letters: T query tokens of the step, R rows, H query heads, K key/value heads, G = H/K, D head size (in the kernel
+padded to a power of two), U units; in a unit: M tile rows (row m is head m % G of its query token m // G), N keys at a
+time; in a merge: X tile rows at a time.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.attention.reference import AttentionTables
+from quire.ops.launch import has_little_shared_memory, num_multiprocessors, options, pdl
+
+# Split boundaries are multiples of this many keys; below MIN_CHUNK keys a split costs more than it saves.
+CHUNK_STEP = 64
+MIN_CHUNK = 256
+LOG2_E = tl.constexpr(1.4426950408889634)
+# Finite, so that a row that has seen no key yet needs no special case: exp2(LOWEST - LOWEST) is 1, of nothing.
+LOWEST = tl.constexpr(-1e30)
+
+
+# The columns of a unit of work.
+(
+    ROW,  # of the block table
+    FIRST_TOKEN,  # of the step, that is a query here
+    NUM_TOKENS,  # that are queries here; 0: nothing to do
+    POSITION,  # of the first of them
+    FIRST_KEY,
+    END_KEY,
+    NUM_SPLITS,  # of its tile
+    FIRST_UNIT,  # of its tile
+) = range(8)
+UNIT_WORDS = 8
+
+
+class Tile(NamedTuple):
+    """How one program works; `config` is the table of good ones."""
+
+    tile_m: int  # query tokens times heads of a group: a power of two, at least 16 and G
+    tile_n: int  # keys per turn of the loop
+    num_warps: int
+    num_stages: int
+    programs_per_multiprocessor: int  # for how many the planner splits long contexts
+
+
+def config(dtype: torch.dtype, head_size: int, group_size: int, *, decode: bool) -> Tile:
+    """The tile for steps whose rows have a few queries each (bound by memory), or for those with prefill rows."""
+    lowest = max(16, triton.next_power_of_2(group_size))
+    if dtype == torch.float32:  # exactness checks: no tensor cores, speed does not matter
+        return Tile(lowest, 32, 4, 2, 4)
+    if has_little_shared_memory():
+        if head_size > 128:
+            return Tile(lowest, 32 if head_size <= 256 else 16, 4, 2, 4)
+        return Tile(lowest if decode else max(64, lowest), 64, 4, 2, 4 if decode else 2)
+    if head_size > 256:
+        return Tile(lowest, 32, 4, 2, 4) if decode else Tile(max(64, lowest), 32, 8, 2, 1)
+    if decode:
+        return Tile(lowest, 64, 4, 2, 4) if lowest == 16 and head_size <= 128 else Tile(lowest, 32, 4, 4, 4)
+    return Tile(max(128, lowest), 64, 8, 3 if head_size <= 128 else 2, 2)
+
+
+class WorkShape(NamedTuple):
+    """How the work of a kind of layer is cut."""
+
+    tile: Tile
+    num_kv_heads: int
+    group_size: int  # query heads of one
+    size: int  # of a head's result
+
+
+def work_shape(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_size: int, *, decode: bool) -> WorkShape:
+    group_size = num_heads // num_kv_heads
+    return WorkShape(config(dtype, head_size, group_size, decode=decode), num_kv_heads, group_size, head_size)
+
+
+def supports(dtype: torch.dtype, head_size: int, block_size: int) -> bool:
+    fits = head_size % 8 == 0 and head_size <= 512 and block_size >= 16  # rows of 16 bytes
+    return dtype in (torch.float32, torch.float16, torch.bfloat16) and fits
+
+
+def cache_view(cache: Tensor) -> Tensor:
+    """The memory of a cache as it is used here: [blocks, 2, K, block_size, D]."""
+    num_blocks, _, size, K, D = cache.shape
+    return cache.as_strided((num_blocks, 2, K, size, D), (cache.stride(0), K * size * D, size * D, D, 1))
+
+
+# ---- the work list --------------------------------------------------------------------------------------------------
+
+
+def max_units(
+    num_tokens: int, num_rows: int, *, tile_m: int, group_size: int, num_kv_heads: int, num_programs: int
+) -> int:
+    """No list of `plan_units` for so many query tokens in so many rows is longer."""
+    tokens_per_tile = tile_m // group_size
+    num_rows = min(num_rows, num_tokens)
+    num_tiles = (num_tokens + num_rows * (tokens_per_tile - 1)) // tokens_per_tile
+    return num_tiles + max(1, num_programs // num_kv_heads) - 1
+
+
+def max_split_units(num_units: int, *, num_kv_heads: int, num_programs: int) -> int:
+    """How many of the first units may belong to split tiles: those need room for partial results."""
+    return min(num_units, 2 * max(1, num_programs // num_kv_heads) - 1)
+
+
+def plan_units(
+    starts: np.ndarray,
+    num_queries: np.ndarray,
+    context_lens: np.ndarray,
+    rows: np.ndarray | None,
+    *,
+    tile_m: int,
+    group_size: int,
+    num_kv_heads: int,
+    window: int,
+    num_programs: int,
+) -> np.ndarray:
+    """The units of a step, int32 [U, 8]: longest tiles first, so that ragged contexts end together.
+
+    Each row has `num_queries` tokens of the step, from `starts` on, and `context_lens` tokens in all, these included.
+    Tiles are split when there are fewer of them than `num_programs` asks for; a tile's splits lie side by side, and as
+    split tiles are longer than others, they lead.
+    """
+    units = np.ones((len(context_lens), UNIT_WORDS), np.int32)
+    units[:, ROW] = np.arange(len(units)) if rows is None else rows
+    units[:, FIRST_TOKEN] = starts
+    units[:, NUM_TOKENS] = num_queries
+    units[:, POSITION] = context_lens - num_queries
+    tokens_per_tile = tile_m // group_size
+    if np.minimum.reduce(num_queries) < 1 or np.maximum.reduce(num_queries) > tokens_per_tile:
+        units = _tiles(units, tokens_per_tile)
+    pos, end = units[:, POSITION], units[:, POSITION] + units[:, NUM_TOKENS]
+    units[:, FIRST_KEY] = np.maximum(pos - (window - 1), 0) if window else 0
+    units[:, END_KEY] = end
+    length = end - units[:, FIRST_KEY]
+    if len(units) > 1:
+        order = (-length).argsort(kind="stable")
+        units, length = units[order], length[order]
+
+    chunk = -(-int(np.add.reduce(length)) // max(1, num_programs // num_kv_heads))
+    longest = int(length[0]) if len(length) else 0
+    chunk = _round_up(max(MIN_CHUNK, chunk), CHUNK_STEP)
+    units[:, FIRST_UNIT] = np.arange(len(units))
+    return _splits(units, length, chunk) if longest > chunk else units
+
+
+def _tiles(rows: np.ndarray, tokens_per_tile: int) -> np.ndarray:
+    """Rows cut into tiles: the columns that say which queries. Rows without queries disappear."""
+    num_queries = rows[:, NUM_TOKENS]
+    num_tiles = (num_queries + (tokens_per_tile - 1)) // tokens_per_tile
+    tiles = rows.repeat(num_tiles, 0)
+    first = (np.arange(len(tiles)) - (num_tiles.cumsum() - num_tiles).repeat(num_tiles)) * tokens_per_tile
+    tiles[:, FIRST_TOKEN] += first
+    tiles[:, NUM_TOKENS] = np.minimum(tiles[:, NUM_TOKENS] - first, tokens_per_tile)
+    tiles[:, POSITION] += first
+    return tiles
+
+
+def _splits(tiles: np.ndarray, length: np.ndarray, chunk: int) -> np.ndarray:
+    """Tiles cut into splits of `chunk` keys: the columns that say which keys."""
+    num_splits = (length + (chunk - 1)) // chunk
+    tiles[:, NUM_SPLITS], tiles[:, FIRST_UNIT] = num_splits, num_splits.cumsum() - num_splits
+    units = tiles.repeat(num_splits, 0)
+    units[:, FIRST_KEY] += (np.arange(len(units)) - units[:, FIRST_UNIT]) * chunk
+    np.minimum(units[:, FIRST_KEY] + chunk, units[:, END_KEY], out=units[:, END_KEY])
+    return units
+
+
+def _round_up(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """A step's units on the device, and room to merge split tiles in: launches that follow each other may share it.
+
+    `units` may be longer than the plan: zeros are units without queries. `counters` are zero before and after a launch.
+    """
+
+    units: Tensor  # int32 [U, 8]
+    tile: Tile
+    partials: Tensor  # float32 [split units, K, M, D]: unnormalized results
+    stats: Tensor  # float32 [split units, K, 2, M]: running maximum (of scores times log2 e) and sum
+    counters: Tensor  # int32 [split units, K]: splits of the tile that have arrived; at the tile's first unit
+
+    @staticmethod
+    def of(units: Tensor, tile: Tile, num_split_units: int, num_kv_heads: int, head_size: int) -> "AttentionWork":
+        shape = (max(1, num_split_units), num_kv_heads)
+        return AttentionWork(
+            units,
+            tile,
+            torch.empty((*shape, tile.tile_m, head_size), dtype=torch.float32, device=units.device),
+            torch.empty((*shape, 2, tile.tile_m), dtype=torch.float32, device=units.device),
+            torch.zeros(shape, dtype=torch.int32, device=units.device),
+        )
+
+
+def plan(like: Tensor, tables: AttentionTables, shape: WorkShape, window: int = 0) -> AttentionWork:
+    """The work of a step on `like`'s device, from tables that must come back to the host first: for tests and simple callers."""
+    tile, num_kv_heads, group_size, size = shape
+    rows = None if tables.rows is None else tables.rows.cpu().numpy()
+    num_programs = tile.programs_per_multiprocessor * num_multiprocessors(like)
+    query_starts = tables.query_starts.cpu().numpy()
+    units = plan_units(
+        query_starts[:-1], np.diff(query_starts), tables.context_lens.cpu().numpy(), rows, tile_m=tile.tile_m,
+        group_size=group_size, num_kv_heads=num_kv_heads, window=window, num_programs=num_programs,
+    )  # fmt: skip
+    num_split_units = int(np.count_nonzero(units[:, NUM_SPLITS] > 1))
+    return AttentionWork.of(torch.from_numpy(units).to(like.device), tile, num_split_units, num_kv_heads, size)
+
+
+# ---- the kernel -----------------------------------------------------------------------------------------------------
+
+
+def paged_attention(
+    q_THD: Tensor,
+    cache: Tensor,
+    tables: AttentionTables,
+    *,
+    scale: float,
+    window: int = 0,
+    sinks_H: Tensor | None = None,
+    softcap: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As the twin; `scale` is positive. q and out may be strided along T and H.
+
+    `tables.work`, a launch each, and the block table must be complete before the first kernel of the step starts: they are
+    read early.
+    """
+    out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device) if out is None else out
+    _, H, D = q_THD.shape
+    _, _, block_size, K, _ = cache.shape
+    dependent = pdl(q_THD)
+    works = tables.work
+    if works is None:
+        works = (plan(q_THD, tables, work_shape(q_THD.dtype, H, K, D, decode=tables.max_query_len == 1), window),)
+    for work in works:
+        _attention[K, work.units.shape[0]](
+            q_THD, cache, tables.block_table, work.units, tables.shifts, out, sinks_H, work.partials, work.stats, work.counters,
+            scale * LOG2_E.value, q_THD.stride(0), q_THD.stride(1), out.stride(0), out.stride(1), cache.stride(0),
+            tables.block_table.stride(0), H // K, D, max(16, triton.next_power_of_2(D)), block_size,
+            window, softcap, work.tile.tile_m, work.tile.tile_n, dependent,
+            num_warps=work.tile.num_warps, num_stages=work.tile.num_stages, **options(dependent),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def load_unit(units, unit):
+    """Its columns."""
+    at = units + unit * 8
+    row, first_token, num_tokens, position = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    first_key, end_key, num_splits, first_unit = tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
+    return row, first_token, num_tokens, position, first_key, end_key, num_splits, first_unit
+
+
+@triton.jit
+def _attention(
+    q, cache, block_table, units, shifts, out, sinks, partials, stats, counters, factor,
+    q_token_stride, q_head_stride, out_token_stride, out_head_stride, block_stride, table_stride,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    kv_head, unit = tl.program_id(0), tl.program_id(1)
+    row, first_token, num_tokens, pos, begin, end, num_splits, first_unit = load_unit(units, unit)
+    # Block ids are fetched a turn ahead: as an indirect load inside the loop they would cost K and V half their stages.
+    m_M, d_D, n_N = tl.arange(0, TILE_M), tl.arange(0, BLOCK_D), tl.arange(0, TILE_N)
+    table = block_table + row.to(tl.int64) * table_stride
+    key_N = begin + n_N
+    block_N = tl.load(table + key_N // BLOCK_SIZE, mask=key_N < end, other=0)
+    if PDL:  # also where there is nothing to do: the next kernel takes the end of this one for the end of all before it
+        tl.extra.cuda.gdc_wait()
+    if num_tokens == 0:
+        return
+    if shifts is not None:
+        shift = tl.load(shifts + row)
+        pos, begin, end = pos - shift, tl.maximum(begin - shift, 0), end - shift
+        block_N = tl.load(table + (begin + n_N) // BLOCK_SIZE, mask=begin + n_N < end, other=0)
+
+    token_M, head_M = first_token + m_M // G, kv_head * G + m_M % G
+    pos_M = pos + m_M // G
+    is_real_MD = (m_M < num_tokens * G)[:, None] & (d_D < D)[None, :]
+    q_M = token_M.to(tl.int64) * q_token_stride + head_M * q_head_stride
+    q_MD = tl.load(q + q_M[:, None] + d_D[None, :], mask=is_real_MD, other=0.0)
+    keys = cache + kv_head * (BLOCK_SIZE * D) + d_D[None, :]
+    values = keys + tl.num_programs(0) * (BLOCK_SIZE * D)
+    max_M = tl.full((TILE_M,), LOWEST, tl.float32)
+    sum_M = tl.zeros((TILE_M,), tl.float32)
+    acc_MD = tl.zeros((TILE_M, BLOCK_D), tl.float32)
+    for start in range(begin, end, TILE_N):
+        key_N = start + n_N
+        in_range_ND = (key_N < end)[:, None] & (d_D < D)[None, :]
+        offset_N = block_N.to(tl.int64) * block_stride + key_N % BLOCK_SIZE * D
+        next_key_N = key_N + TILE_N
+        block_N = tl.load(table + next_key_N // BLOCK_SIZE, mask=next_key_N < end, other=0)
+        k_ND = tl.load(keys + offset_N[:, None], mask=in_range_ND, other=0.0)
+        s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
+        if SOFTCAP > 0:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
+            s_MN = SOFTCAP * LOG2_E * (1 - 2 / (tl.exp2(s_MN * (factor * 2 / SOFTCAP)) + 1))
+        is_partly_hidden = start + TILE_N > tl.minimum(end, pos + 1)  # some key from some query
+        if WINDOW:
+            is_partly_hidden |= start < pos + num_tokens - WINDOW
+        if is_partly_hidden:
+            visible_MN = (key_N[None, :] <= pos_M[:, None]) & (key_N < end)[None, :]
+            if WINDOW:
+                visible_MN &= key_N[None, :] > pos_M[:, None] - WINDOW
+            s_MN = tl.where(visible_MN, s_MN, float("-inf"))
+        s_factor = 1.0 if SOFTCAP > 0 else factor
+        new_max_M = tl.maximum(max_M, tl.max(s_MN, 1) * s_factor)
+        p_MN = tl.exp2(s_MN * s_factor - new_max_M[:, None])
+        alpha_M = tl.exp2(max_M - new_max_M)
+        max_M = new_max_M
+        sum_M = sum_M * alpha_M + tl.sum(p_MN, 1)
+        v_ND = tl.load(values + offset_N[:, None], mask=in_range_ND, other=0.0)
+        acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD * alpha_M[:, None], input_precision="ieee")
+
+    if num_splits == 1:
+        if sinks is not None:
+            max_M, sum_M, alpha_M = _with_sink(max_M, sum_M, tl.load(sinks + head_M))
+            acc_MD *= alpha_M[:, None]
+        out_M = token_M.to(tl.int64) * out_token_stride + head_M * out_head_stride
+        o_MD = (acc_MD / sum_M[:, None]).to(out.dtype.element_ty)
+        tl.store(out + out_M[:, None] + d_D[None, :], o_MD, mask=is_real_MD)
+        return
+
+    # Split: leave the partial result; the last split to arrive merges all of them, in the order of their keys.
+    K = tl.num_programs(0)
+    place = (unit * K + kv_head).to(tl.int64)
+    tl.store(stats + place * (2 * TILE_M) + m_M, max_M)
+    tl.store(stats + place * (2 * TILE_M) + TILE_M + m_M, sum_M)
+    partial_M = partials + place * (TILE_M * D) + m_M * D
+    tl.store(partial_M[:, None] + d_D[None, :], acc_MD, mask=is_real_MD, cache_modifier=".cg")
+    tl.debug_barrier()  # the atomic below is one thread's; it must publish what all have stored
+    counter = counters + first_unit * K + kv_head
+    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") != num_splits - 1:
+        return
+    tl.store(counter, 0)
+    _merge(
+        out, sinks, partials, stats, first_unit, num_splits, kv_head, first_token, num_tokens,
+        out_token_stride, out_head_stride, G, D, BLOCK_D, TILE_M,
+    )  # fmt: skip
+
+
+@triton.jit
+def _merge(
+    out, sinks, partials, stats, first_unit, num_splits, kv_head, first_token, num_tokens,
+    out_token_stride, out_head_stride,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE_M: tl.constexpr,
+):  # fmt: skip
+    """The result of a split tile: X of its rows at a time, SPLITS parts of them on their way at once, always in the same order.
+
+    Holds few values: with more registers than the loop over keys needs, fewer programs would fit on a multiprocessor. Parts are
+    tensors of their own: nothing is summed across threads.
+    """
+    HELD: tl.constexpr = 64
+    ROWS: tl.constexpr = min(triton.next_power_of_2(G), HELD // 2)
+    SPLITS: tl.constexpr = min(HELD // ROWS, 8)
+    K = tl.num_programs(0)
+    x_X, d_D = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    for start in range(0, num_tokens * G, ROWS):
+        m_X = start + x_X
+        is_real_X = m_X < num_tokens * G
+        max_X = tl.full((ROWS,), LOWEST, tl.float32)
+        sum_X = tl.zeros((ROWS,), tl.float32)
+        acc_XD = tl.zeros((ROWS, BLOCK_D), tl.float32)
+        for split in range(0, num_splits, SPLITS):
+            maxima, sums, accs = (), (), ()
+            for s in tl.static_range(SPLITS):
+                there_X = is_real_X & (split + s < num_splits)
+                place = ((first_unit + split + s) * K + kv_head).to(tl.int64)
+                stats_X = stats + place * (2 * TILE_M) + m_X
+                maxima += (tl.load(stats_X, mask=there_X, other=LOWEST, cache_modifier=".cg"),)
+                sums += (tl.load(stats_X + TILE_M, mask=there_X, other=0.0, cache_modifier=".cg"),)
+                partial_XD = partials + place * (TILE_M * D) + m_X[:, None] * D + d_D[None, :]
+                accs += (
+                    tl.load(partial_XD, mask=there_X[:, None] & (d_D < D)[None, :], other=0.0, cache_modifier=".cg"),
+                )
+            new_max_X = max_X
+            for s in tl.static_range(SPLITS):
+                new_max_X = tl.maximum(new_max_X, maxima[s])
+            alpha_X = tl.exp2(max_X - new_max_X)
+            sum_X, acc_XD, max_X = sum_X * alpha_X, acc_XD * alpha_X[:, None], new_max_X
+            for s in tl.static_range(SPLITS):
+                weight_X = tl.exp2(maxima[s] - max_X)
+                sum_X += sums[s] * weight_X
+                acc_XD += accs[s] * weight_X[:, None]
+        head_X = kv_head * G + m_X % G
+        if sinks is not None:
+            max_X, sum_X, alpha_X = _with_sink(max_X, sum_X, tl.load(sinks + head_X, mask=is_real_X, other=0.0))
+            acc_XD *= alpha_X[:, None]
+        out_X = (first_token + m_X // G).to(tl.int64) * out_token_stride + head_X * out_head_stride
+        o_XD = (acc_XD / sum_X[:, None]).to(out.dtype.element_ty)
+        tl.store(out + out_X[:, None] + d_D[None, :], o_XD, mask=is_real_X[:, None] & (d_D < D)[None, :])
+
+
+@triton.jit
+def _with_sink(max_M, sum_M, sink_M):
+    """A softmax's maximum and sum with one more logit in it, and the factor for what was summed up so far."""
+    sink_M = sink_M.to(tl.float32) * LOG2_E
+    new_max_M = tl.maximum(max_M, sink_M)
+    alpha_M = tl.exp2(max_M - new_max_M)
+    return new_max_M, sum_M * alpha_M + tl.exp2(sink_M - new_max_M), alpha_M

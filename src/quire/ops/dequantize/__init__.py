@@ -1,0 +1,1 @@
+"""Published formats of weights back to floats."""

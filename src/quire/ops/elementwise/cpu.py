@@ -1,0 +1,87 @@
+"""Fused elementwise kernels on the CPU; twins: `ops/elementwise/reference.py`.
+
+Called by `layers`, which asks `supported()` first. Takes float32 and bfloat16, rows contiguous inside; knows nothing of
+models. `rope_and_write` writes the cache of `ops/attention/cpu.py`, whose block layout is not the twin's.
+"""
+
+import ctypes
+import functools
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from quire.ops.cpu.tape import Rows, compiled
+
+_PTR, _INT = ctypes.c_void_p, ctypes.c_int64
+
+
+@functools.cache
+def _kernels() -> SimpleNamespace | None:
+    return compiled(
+        "elementwise",
+        rms_norm=[ctypes.c_int, *[_PTR] * 3, _INT, *[_PTR] * 2, Rows, _INT, ctypes.c_float],
+        silu_mul=[ctypes.c_int, _PTR, _PTR, Rows, _INT],
+        rope_and_write=[ctypes.c_int, *[_PTR] * 7, Rows, *[_INT] * 10, _PTR, _PTR, ctypes.c_float],
+        embed=[_PTR, _PTR, _PTR, Rows, _INT],
+    )
+
+
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    return None if supported(dtype) else f"nothing is compiled for {dtype} on this machine"
+
+
+def supported(dtype: torch.dtype) -> bool:
+    """Whether the compiled kernels exist on this machine and take this dtype."""
+    return dtype in (torch.float32, torch.bfloat16) and _kernels() is not None
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Returns (normed, residual): the residual stream after adding x, and its norm. Without a residual, x is it."""
+    rows, width = x_TD.shape
+    normed = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    total = x_TD if residual_TD is None else torch.empty_like(normed)
+    _kernels().rms_norm(
+        x_TD.dtype == torch.bfloat16, normed.data_ptr(), total.data_ptr(), x_TD.data_ptr(), x_TD.stride(0),
+        None if residual_TD is None else residual_TD.data_ptr(), weight_D.data_ptr(), rows, width, eps,
+    )  # fmt: skip
+    return normed, total
+
+
+def embedding(token_ids_T: Tensor, weight_VD: Tensor) -> Tensor:
+    """The rows of the table that the ids (int32) name."""
+    out = weight_VD.new_empty(token_ids_T.shape[0], weight_VD.shape[1])
+    row_bytes = weight_VD.shape[1] * weight_VD.itemsize
+    _kernels().embed(out.data_ptr(), weight_VD.data_ptr(), token_ids_T.data_ptr(), token_ids_T.shape[0], row_bytes)
+    return out
+
+
+def silu_mul(x_T2F: Tensor) -> Tensor:
+    """silu(gate) * up, where a row is all of gate and then all of up."""
+    rows, width = x_T2F.shape[0], x_T2F.shape[1] // 2
+    out = x_T2F.new_empty(rows, width)
+    _kernels().silu_mul(x_T2F.dtype == torch.bfloat16, out.data_ptr(), x_T2F.data_ptr(), rows, width)
+    return out
+
+
+def rope_and_write(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    cos_sin: Tensor,
+    positions_T: Tensor,
+    cache: Tensor,
+    slots_T: Tensor,
+    interleaved: bool = False,
+    q_norm_D: Tensor | None = None,
+    k_norm_D: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """As the twin, in one pass. A negative slot is padding, which is rotated and not written."""
+    num_tokens, num_heads, head_size = q_THD.shape
+    _kernels().rope_and_write(
+        q_THD.dtype == torch.bfloat16, q_THD.data_ptr(), k_TKD.data_ptr(), v_TKD.data_ptr(), cos_sin.data_ptr(),
+        positions_T.data_ptr(), slots_T.data_ptr(), cache.data_ptr(), num_tokens, num_heads, k_TKD.shape[1], head_size,
+        cos_sin.shape[1], q_THD.stride(0), k_TKD.stride(0), v_TKD.stride(0), cache.shape[2], cache.stride(0), interleaved,
+        None if q_norm_D is None else q_norm_D.data_ptr(), None if k_norm_D is None else k_norm_D.data_ptr(), eps,
+    )  # fmt: skip

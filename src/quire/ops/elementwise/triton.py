@@ -1,0 +1,325 @@
+"""Norm, gated activation, lookups, and all that happens to q, k and v before attention, in Triton: twins in `ops/elementwise/reference.py`.
+
+Called by `layers` and by the Triton attention backend. Takes rows contiguous inside; results are fresh and contiguous. Knows nothing
+of models; of the cache, that a block lies in memory as [2, K, block_size, D], keys before values, head after head.
+
+Launch shapes come from the functions named `…_config`, of shapes alone. Where sums are involved, every launch of a width adds in the
+same order, so that a row's result does not depend on its company.
+
+Shape letters: T tokens, D width (or head size), F half of a gated projection, H query heads, K key/value heads, S rows picked,
+V vocabulary; in kernels C heads of a program, P pairs that rotate together, N elements of a tile.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.launch import options, pdl
+
+# The widest row that is held in registers, and the tile in which wider ones are read twice.
+MAX_ROW = 8192
+# Elements that a thread holds of each operand: one 16-byte load of bfloat16.
+PER_THREAD = 8
+SILU_MUL_TILE, SILU_MUL_WARPS = 1024, 4
+
+
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    return None
+
+
+def rms_norm_config(width: int) -> tuple[int, int]:
+    """(elements of a tile, warps)."""
+    tile = min(triton.next_power_of_2(width), MAX_ROW)
+    return tile, min(max(tile // (32 * PER_THREAD), 1), 16)
+
+
+def gather_config(width: int) -> tuple[int, int]:
+    return min(triton.next_power_of_2(width), 2048), 4
+
+
+def rope_config(num_tokens: int, num_pairs: int) -> tuple[int, int]:
+    """(heads of a program, warps). Heads per warp are fixed, and with them how a head is spread over threads and summed."""
+    num_warps = 1 if num_tokens <= 32 else 2
+    return num_warps * max(32 * PER_THREAD // num_pairs, 1), num_warps
+
+
+# ---- norm ----
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Returns (normed, residual): the residual stream after adding x, and its norm. Without a residual, x is it."""
+    num_rows, width = x_TD.shape
+    normed = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    total, added_stride = (x_TD, 0) if residual_TD is None else (torch.empty_like(normed), residual_TD.stride(0))
+    tile, num_warps = rms_norm_config(width)
+    kernel = _rms_norm_kernel if width <= tile else _wide_rms_norm_kernel
+    if num_rows:
+        kernel[(num_rows,)](
+            normed, total, x_TD, residual_TD, weight_D, eps, x_TD.stride(0), added_stride, D=width, N=tile, PDL=pdl(x_TD),
+            num_warps=num_warps, **options(pdl(x_TD)),
+        )  # fmt: skip
+    return normed, total
+
+
+@triton.jit
+def _rms_norm_kernel(
+    normed_ptr, total_ptr, x_ptr, added_ptr, weight_ptr, eps, x_stride, added_stride,
+    D: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    i_N = tl.arange(0, N)
+    inside = i_N < D
+    weight_N = tl.load(weight_ptr + i_N, inside, 0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x_N = tl.load(x_ptr + row * x_stride + i_N, inside, 0.0)
+    if added_ptr is not None:
+        x_N = _sum(x_N, tl.load(added_ptr + row * added_stride + i_N, inside, 0.0))
+        tl.store(total_ptr + row * D + i_N, x_N, inside)
+    wide_N = x_N.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide_N * wide_N, 0) / D + eps)
+    tl.store(normed_ptr + row * D + i_N, _scaled(wide_N, inverse, weight_N, x_N.dtype), inside)
+
+
+@triton.jit
+def _wide_rms_norm_kernel(
+    normed_ptr, total_ptr, x_ptr, added_ptr, weight_ptr, eps, x_stride, added_stride,
+    D: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A row in tiles, read twice; adds again rather than read what it wrote."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    squares_N = tl.zeros((N,), tl.float32)
+    for start in range(0, D, N):
+        i_N = start + tl.arange(0, N)
+        x_N = tl.load(x_ptr + row * x_stride + i_N, i_N < D, 0.0)
+        if added_ptr is not None:
+            x_N = _sum(x_N, tl.load(added_ptr + row * added_stride + i_N, i_N < D, 0.0))
+            tl.store(total_ptr + row * D + i_N, x_N, i_N < D)
+        squares_N += x_N.to(tl.float32) * x_N.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(squares_N, 0) / D + eps)
+    for start in range(0, D, N):
+        i_N = start + tl.arange(0, N)
+        x_N = tl.load(x_ptr + row * x_stride + i_N, i_N < D, 0.0)
+        if added_ptr is not None:
+            x_N = _sum(x_N, tl.load(added_ptr + row * added_stride + i_N, i_N < D, 0.0))
+        weight_N = tl.load(weight_ptr + i_N, i_N < D, 0.0)
+        tl.store(normed_ptr + row * D + i_N, _scaled(x_N.to(tl.float32), inverse, weight_N, x_N.dtype), i_N < D)
+
+
+@triton.jit
+def _sum(a, b):
+    """Rounded to their type: what is normed is what the stream holds."""
+    return (a.to(tl.float32) + b.to(tl.float32)).to(a.dtype)
+
+
+@triton.jit
+def _scaled(wide, inverse, weight, DTYPE: tl.constexpr):
+    """Rounded before the weight, and after: see the twin."""
+    return ((wide * inverse).to(DTYPE).to(tl.float32) * weight.to(tl.float32)).to(DTYPE)
+
+
+# ---- gated activation ----
+
+
+def silu_mul(x_T2F: Tensor) -> Tensor:
+    """silu(gate) * up, where a row is all of gate and then all of up."""
+    num_rows, width = x_T2F.shape[0], x_T2F.shape[1] // 2
+    out = x_T2F.new_empty(num_rows, width)
+    if num_rows:
+        _silu_mul_kernel[num_rows, triton.cdiv(width, SILU_MUL_TILE)](
+            out,
+            x_T2F,
+            x_T2F.stride(0),
+            F=width,
+            N=SILU_MUL_TILE,
+            PDL=pdl(x_T2F),
+            num_warps=SILU_MUL_WARPS,
+            **options(pdl(x_T2F)),
+        )
+    return out
+
+
+@triton.jit
+def _silu_mul_kernel(out_ptr, x_ptr, x_stride, F: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    i_N = tl.program_id(1) * N + tl.arange(0, N)
+    gate_ptr = x_ptr + row * x_stride
+    gate = tl.load(gate_ptr + i_N, i_N < F, 0.0).to(tl.float32)
+    up = tl.load(gate_ptr + F + i_N, i_N < F, 0.0).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(x_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * F + i_N, silu.to(tl.float32) * up, i_N < F)
+
+
+# ---- lookups ----
+
+
+def embedding(token_ids_T: Tensor, weight_VD: Tensor) -> Tensor:
+    """The rows of the table that the ids name."""
+    return gather_rows(weight_VD, token_ids_T)
+
+
+def gather_rows(x_TD: Tensor, idx_S: Tensor, out: Tensor | None = None) -> Tensor:
+    """The rows of x that the indices name, [S, D]; into `out`, contiguous, if it is given."""
+    num_rows, width = idx_S.shape[0], x_TD.shape[1]
+    out = x_TD.new_empty(num_rows, width) if out is None else out
+    tile, num_warps = gather_config(width)
+    if num_rows:
+        _gather_kernel[num_rows, triton.cdiv(width, tile)](
+            out, x_TD, idx_S, x_TD.stride(0), D=width, N=tile, PDL=pdl(x_TD), num_warps=num_warps, **options(pdl(x_TD))
+        )
+    return out
+
+
+@triton.jit
+def _gather_kernel(out_ptr, x_ptr, idx_ptr, x_stride, D: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    i_N = tl.program_id(1) * N + tl.arange(0, N)
+    from_row = tl.load(idx_ptr + row).to(tl.int64)
+    tl.store(out_ptr + row * D + i_N, tl.load(x_ptr + from_row * x_stride + i_N, i_N < D), i_N < D)
+
+
+# ---- before attention ----
+
+
+def rope_and_write(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    cos_sin: Tensor,
+    positions_T: Tensor,
+    cache: Tensor,
+    slots_T: Tensor,
+    interleaved: bool = False,
+    q_norm_D: Tensor | None = None,
+    k_norm_D: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Each head of q and k normed if weights are given (both or none), then rotated, in place; k and v into the cache; one launch.
+
+    `cache` has the twin's shape, [blocks, 2, block_size, K, D], whatever its strides inside a block: see this file's head.
+    """
+    num_tokens, num_heads, head_size = q_THD.shape
+    num_kv_heads, rotary_dim = k_TKD.shape[1], cos_sin.shape[1]
+    num_pairs = triton.next_power_of_2(rotary_dim // 2)
+    heads, num_warps = rope_config(num_tokens, num_pairs)
+    grid = num_tokens, triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
+    if num_tokens:
+        _rope_and_write_kernel[grid](
+            q_THD, k_TKD, v_TKD, cos_sin, positions_T, cache, slots_T, q_norm_D, k_norm_D, eps,
+            q_THD.stride(0), k_TKD.stride(0), v_TKD.stride(0), cache.stride(0),
+            H=num_heads, K=num_kv_heads, D=head_size, ROTARY=rotary_dim, BLOCK_SIZE=cache.shape[2], INTERLEAVED=interleaved,
+            C=heads, P=num_pairs, PDL=pdl(q_THD), num_warps=num_warps, **options(pdl(q_THD)),
+        )  # fmt: skip
+
+
+@triton.jit
+def _rope_and_write_kernel(
+    q_ptr, k_ptr, v_ptr, cos_sin_ptr, positions_ptr, cache_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, eps,
+    q_stride, k_stride, v_stride, cache_stride,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    C: tl.constexpr, P: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program has some heads of one token: of q, or after all of those of k, or after those of v."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    Q_CHUNKS: tl.constexpr = (H + C - 1) // C
+    K_CHUNKS: tl.constexpr = (K + C - 1) // C
+    token, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    c_C1 = tl.arange(0, C)[:, None]
+    if chunk < Q_CHUNKS:
+        head_C1 = chunk * C + c_C1
+        _turn(
+            q_ptr + token * q_stride + head_C1 * D, head_C1 < H, q_norm_ptr, eps, cos_sin_ptr, positions_ptr + token,
+            None, None, cache_stride, D, ROTARY, BLOCK_SIZE, INTERLEAVED, P, PDL,
+        )  # fmt: skip
+    elif chunk < Q_CHUNKS + K_CHUNKS:
+        head_C1 = (chunk - Q_CHUNKS) * C + c_C1
+        _turn(
+            k_ptr + token * k_stride + head_C1 * D, head_C1 < K, k_norm_ptr, eps, cos_sin_ptr, positions_ptr + token,
+            cache_ptr + head_C1 * (BLOCK_SIZE * D), slots_ptr + token, cache_stride, D, ROTARY, BLOCK_SIZE, INTERLEAVED, P, PDL,
+        )  # fmt: skip
+    else:
+        head_C1 = (chunk - Q_CHUNKS - K_CHUNKS) * C + c_C1
+        i_1D = tl.arange(0, triton.next_power_of_2(D))[None, :]
+        inside = (head_C1 < K) & (i_1D < D)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        v_CD = tl.load(v_ptr + token * v_stride + head_C1 * D + i_1D, inside)
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        to_C1 = cache_ptr + (K + head_C1) * (BLOCK_SIZE * D) + _place(slot, cache_stride, BLOCK_SIZE, D)
+        tl.store(to_C1 + i_1D, v_CD, inside & (slot >= 0))
+
+
+@triton.jit
+def _place(slot, cache_stride, BLOCK_SIZE: tl.constexpr, D: tl.constexpr):
+    """Where a slot lies, counted from the first token of block 0. `slot` is an int64, and so is this."""
+    return slot // BLOCK_SIZE * cache_stride + slot % BLOCK_SIZE * D
+
+
+@triton.jit
+def _turn(
+    x_C1, inside_C1, norm_ptr, eps, cos_sin_ptr, position_ptr, cache_C1, slot_ptr, cache_stride,
+    D: tl.constexpr, ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr, INTERLEAVED: tl.constexpr, P: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Heads at the pointers `x_C1` normed and rotated in place and, where there is a cache, written to it.
+
+    Three tiles: the first and the second of each pair, and what of a head does not rotate.
+    """
+    HALF: tl.constexpr = ROTARY // 2
+    REST: tl.constexpr = D - ROTARY
+    # As wide as the heads, so that weights, cosines and sines arrive in the threads that need them, not through shared memory.
+    p_CP = tl.broadcast_to(tl.arange(0, P)[None, :], (inside_C1.shape[0], P))
+    i1_CP = 2 * p_CP if INTERLEAVED else p_CP
+    i2_CP = i1_CP + (1 if INTERLEAVED else HALF)
+    inside_CP = inside_C1 & (p_CP < HALF)
+    # No narrower than P: a tile that fills all threads once is in none of them twice, so none reads what another has written.
+    i3_1R = ROTARY + tl.arange(0, max(triton.next_power_of_2(REST), P))[None, :]
+    inside_CR = inside_C1 & (i3_1R < D)
+    if norm_ptr is not None:
+        weight1, weight2 = tl.load(norm_ptr + i1_CP, p_CP < HALF, 0.0), tl.load(norm_ptr + i2_CP, p_CP < HALF, 0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    position = tl.load(position_ptr).to(tl.int64)
+    x1, x2 = tl.load(x_C1 + i1_CP, inside_CP, 0.0), tl.load(x_C1 + i2_CP, inside_CP, 0.0)
+    if REST > 0:
+        x3 = tl.load(x_C1 + i3_1R, inside_CR, 0.0)
+    if cache_C1 is not None:
+        slot = tl.load(slot_ptr).to(tl.int64)
+        to_C1 = cache_C1 + _place(slot, cache_stride, BLOCK_SIZE, D)
+    cos = tl.load(cos_sin_ptr + position * ROTARY + p_CP, p_CP < HALF, 0.0)
+    sin = tl.load(cos_sin_ptr + position * ROTARY + HALF + p_CP, p_CP < HALF, 0.0)
+
+    if norm_ptr is not None:
+        wide1, wide2 = x1.to(tl.float32), x2.to(tl.float32)
+        squares = tl.sum(wide1 * wide1 + wide2 * wide2, 1, keep_dims=True)
+        if REST > 0:
+            wide3 = x3.to(tl.float32)
+            squares += tl.sum(wide3 * wide3, 1, keep_dims=True)
+        inverse = tl.rsqrt(squares / D + eps)
+        x1, x2 = _scaled(wide1, inverse, weight1, x1.dtype), _scaled(wide2, inverse, weight2, x2.dtype)
+        if REST > 0:
+            x3 = _scaled(wide3, inverse, tl.load(norm_ptr + i3_1R, i3_1R < D, 0.0), x3.dtype)
+    wide1, wide2 = x1.to(tl.float32), x2.to(tl.float32)
+    x1, x2 = wide1 * cos - wide2 * sin, wide2 * cos + wide1 * sin
+
+    tl.store(x_C1 + i1_CP, x1, inside_CP)
+    tl.store(x_C1 + i2_CP, x2, inside_CP)
+    if REST > 0:
+        tl.store(x_C1 + i3_1R, x3, inside_CR)
+    if cache_C1 is not None:
+        tl.store(to_C1 + i1_CP, x1, inside_CP & (slot >= 0))
+        tl.store(to_C1 + i2_CP, x2, inside_CP & (slot >= 0))
+        if REST > 0:
+            tl.store(to_C1 + i3_1R, x3, inside_CR & (slot >= 0))

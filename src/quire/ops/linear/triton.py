@@ -1,0 +1,137 @@
+"""Linear layers of few rows, at the speed their weights can be read; twin: `ops/linear/reference.py`.
+
+Called by quantization methods where `few_rows` says so. Knows tensors only. Every program has its share of the weights on the
+way into registers before the input exists, so that with dependent launch memory never rests between two layers.
+
+Shape letters: M rows, N outputs, K inputs, F half of a gated projection.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.launch import options, pdl
+
+# Up to so many inputs, four rows and two are multiplied here, and more by cuBLAS. Measured, whole decode steps on an H200:
+# Qwen3-0.6B (K to 3072) at 4 rows 1.20 ms against cuBLAS 1.40; Qwen3-8B (K 4096 and 12288) at 2 rows 4.91 against 5.01, at 4
+# rows 7.0 against 5.0. The limits lie between these K.
+FOUR_ROWS_K, TWO_ROWS_K = 3072, 8192
+MULTIPROCESSORS = 132
+TILE_BYTES = 16 << 10  # of weights, that a program has in flight: with 4 warps, 32 registers per thread
+
+
+class Config(NamedTuple):
+    """How one product is cut up."""
+
+    block_n: int  # outputs of a program
+    block_k: int  # inputs of a chunk; a program's chunks are all in flight at once
+    warps: int
+
+
+def few_rows(x_MK: Tensor, weight_NK: Tensor) -> bool:
+    """Whether this file is to be preferred to torch; its kernel takes for granted that both are contiguous."""
+    if not x_MK.is_cuda or len(x_MK) > max_rows(x_MK.shape[1]) or x_MK.dtype != weight_NK.dtype:
+        return False
+    return x_MK.is_contiguous() and weight_NK.is_contiguous()
+
+
+def max_rows(K: int) -> int:
+    return 4 if K <= FOUR_ROWS_K else 2 if K <= TWO_ROWS_K else 1
+
+
+def config(N: int, K: int, dtype: torch.dtype, gated: bool = False) -> Config:
+    """`N` counts outputs, so half the weight's rows if gated. The same for any M: a row's sums do not depend on its company."""
+    row_bytes = K * dtype.itemsize * (2 if gated else 1)
+    warps = min(16, max(4, triton.next_power_of_2(row_bytes * 4 // TILE_BYTES)))
+    block_k = min(triton.next_power_of_2(K), warps * 32 * 16 // dtype.itemsize)  # 16 bytes per thread
+    block_n = max(1, min(TILE_BYTES // row_bytes, N // MULTIPROCESSORS))
+    return Config(1 << block_n.bit_length() - 1, block_k, warps)
+
+
+def linear(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    cut: Config | None = None,
+) -> Tensor:
+    """x W^T + b, rounded to x's dtype and then given as `out_dtype`."""
+    y_MN = torch.empty(len(x_MK), len(weight_NK), dtype=out_dtype or x_MK.dtype, device=x_MK.device)
+    _launch(x_MK, weight_NK, bias_N, y_MN, False, cut)
+    return y_MN
+
+
+def linear_silu_mul(
+    x_MK: Tensor, weight_2F_K: Tensor, bias_2F: Tensor | None = None, *, cut: Config | None = None
+) -> Tensor:
+    """silu(gate) * up; gate is the first half of the weight's rows, up the second."""
+    y_MF = torch.empty(len(x_MK), len(weight_2F_K) // 2, dtype=x_MK.dtype, device=x_MK.device)
+    _launch(x_MK, weight_2F_K, bias_2F, y_MF, True, cut)
+    return y_MF
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, gated: bool, cut: Config | None) -> None:
+    (M, K), N = x.shape, y.shape[1]
+    block_n, block_k, warps = cut or config(N, K, x.dtype, gated)
+    dependent = pdl(x)
+    _linear_kernel[(triton.cdiv(N, block_n),)](
+        x, weight, bias, y, N, M, K, block_n, block_k, gated, dependent, num_warps=warps, **options(dependent)
+    )
+
+
+@triton.jit
+def _linear_kernel(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, N,
+    M: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program computes BLOCK_N outputs of every row, from as many rows of the weight (twice, if gated) in its registers."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Past the end the last row again: no mask, so nothing but loads between a program's start and its wait.
+    row = tl.minimum(n, N - 1).to(tl.int64)
+    weights = _load_chunks(weight_ptr + row[:, None] * K, K, BLOCK_K)
+    bias = tl.load(bias_ptr + row) if bias_ptr is not None else 0.0
+    if GATED:
+        up_weights = _load_chunks(weight_ptr + (row + N)[:, None] * K, K, BLOCK_K)
+        up_bias = tl.load(bias_ptr + row + N) if bias_ptr is not None else 0.0
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    xs = ()
+    for m in tl.static_range(M):
+        xs += (_load_chunks(x_ptr + m * K, K, BLOCK_K),)
+    for m in tl.static_range(M):
+        y = _sum_products(weights, xs[m], bias)
+        if GATED:
+            up = _sum_products(up_weights, xs[m], up_bias)
+            # Rounded as often as the twin does.
+            gate = y.to(tl.float32)
+            gate = (gate / (1.0 + tl.exp(-gate))).to(y.dtype)
+            y = (gate.to(tl.float32) * up.to(tl.float32)).to(y.dtype)
+        tl.store(y_ptr + m * N + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _load_chunks(ptrs, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """K values from each pointer on, as a tuple of tiles [pointers, BLOCK_K]."""
+    chunks = ()
+    for start in tl.static_range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)[None, :]
+        if K % BLOCK_K == 0:
+            chunks += (tl.load(ptrs + k),)
+        else:
+            chunks += (tl.load(ptrs + k, mask=k < K, other=0.0),)
+    return chunks
+
+
+@triton.jit
+def _sum_products(weights, xs, bias):
+    """One input row times the rows of the weight that these tiles hold, plus bias, in the input's dtype."""
+    products = weights[0].to(tl.float32) * xs[0].to(tl.float32)
+    for c in tl.static_range(1, len(weights)):
+        products += weights[c].to(tl.float32) * xs[c].to(tl.float32)
+    return (tl.sum(products, 1) + bias).to(xs[0].dtype)

@@ -1,0 +1,419 @@
+"""A mixture's experts in Triton, from one row to thousands; twin: `ops/moe/reference.py`.
+
+Called by the Triton expert backend. Knows tensors only. Nothing waits for the device and launches depend on shapes alone, so that a step
+can be recorded. No sum is made with atomics: the same input gives the same bits.
+
+Few rows: every (token, expert) pair reads its own weights, at the speed of memory, in two launches. More: pairs are sorted by expert,
+each expert's rows go through it in tiles of `block_m`, and what a token got from its experts is added up, in their order.
+
+Shape letters: T tokens, K experts of a token, A = T * K assignments (token a // K to its a % K-th expert), E experts, D hidden size,
+F width of an expert; of one product M rows, N outputs, J inputs; in the sorting kernels B bins (E filled up), C assignments at a time,
+P parts.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from quire.ops.launch import capability, has_little_shared_memory, options, pdl, wait_turn
+from quire.ops.moe.triton import reference as twin
+
+ALPHA, LIMIT = tl.constexpr(twin.ALPHA), tl.constexpr(twin.LIMIT)
+# Bytes of weights that a program of few rows has in flight, for either product.
+GATE_UP_BYTES, DOWN_BYTES = 16 << 10, 32 << 10
+MAX_FEW_ROWS = 8
+# Assignments are sorted in parts of so many or more, in so many parts or fewer.
+SORT_PART, MAX_SORT_PARTS = 4096, 16
+
+
+class Tile(NamedTuple):
+    """How one product is cut up."""
+
+    block_n: int  # outputs of a program; of a gated product, as many gates and as many ups
+    block_k: int  # inputs at a time
+    num_warps: int
+    num_stages: int = 1
+    swap: bool = False  # weights are the left operand: tensor cores want 64 rows there, and few tokens are not so many
+    bulk: bool = False  # weights come tile by tile, not address by address: rows are multiples of 16 bytes
+
+
+class Config(NamedTuple):
+    block_m: int  # assignments of a tile, all to one expert; 0: each by itself, nothing sorted
+    gate_up: Tile
+    down: Tile
+
+
+def config(
+    num_tokens: int, top_k: int, num_experts: int, hidden_size: int, expert_size: int, dtype: torch.dtype
+) -> Config:
+    """By shapes and the kind of card. All tiles of tensor cores add up inputs from the first to the last: company hardly changes a row's sums."""
+    mean = num_tokens * top_k / num_experts  # rows of an expert
+    if num_tokens == 1 or (num_tokens <= MAX_FEW_ROWS and mean <= 0.5):
+        return Config(
+            0,
+            _few_rows_tile(2 * hidden_size * dtype.itemsize, hidden_size, GATE_UP_BYTES, dtype),
+            _few_rows_tile(top_k * expert_size * dtype.itemsize, expert_size, DOWN_BYTES, dtype),
+        )
+    if dtype == torch.float32:  # exactness checks: no tensor cores, speed does not matter
+        return Config(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
+    largest = 64 if has_little_shared_memory() else 128
+    block_m = min(
+        max(16, triton.next_power_of_2(int(1.5 * mean))), largest
+    )  # most experts have one tile, until they fill several
+    if block_m <= 32:
+        return Config(block_m, Tile(64, 64, 4, 4, swap=True), Tile(128, 64, 4, 4, swap=True))
+    if block_m == 64:
+        return Config(block_m, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))
+    if hidden_size % 256 or expert_size % 128:
+        return Config(
+            block_m, Tile(128, 64, 8, 4), Tile(256, 64, 8, 3) if hidden_size % 256 == 0 else Tile(128, 64, 8, 4)
+        )
+    bulk = capability() >= (9, 0)
+    return Config(block_m, Tile(128, 64, 8, 4, bulk=bulk), Tile(256, 64, 8, 3, bulk=bulk))
+
+
+def _few_rows_tile(output_bytes: int, num_inputs: int, tile_bytes: int, dtype: torch.dtype) -> Tile:
+    """`output_bytes`: of weights behind one output. 64 registers of a thread hold weights at most, loaded 16 bytes at a time."""
+    block_n = 1 << max(1, tile_bytes // output_bytes).bit_length() - 1
+    num_warps = min(16, max(4, triton.next_power_of_2(block_n * output_bytes // (32 * 64 * 4))))
+    return Tile(
+        block_n, min(triton.next_power_of_2(num_inputs), num_warps * 32 * 16 // dtype.itemsize // block_n), num_warps
+    )
+
+
+def experts(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    expert_ids_TK: Tensor,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    *,
+    activation: str = "silu",
+    gate_up_bias_E2F: Tensor | None = None,
+    down_bias_ED: Tensor | None = None,
+    added_TD: Tensor | None = None,
+    cut: Config | None = None,
+) -> Tensor:
+    """Each token's experts applied to it and added up by weight, on top of `added_TD`. An expert's first F rows are its gate.
+
+    Everything is contiguous.
+    """
+    (T, D), K, (E, _, F) = x_TD.shape, weights_TK.shape[1], down_EDF.shape
+    out_TD = torch.empty(T, D, dtype=x_TD.dtype, device=x_TD.device)
+    if not T:
+        return out_TD
+    cut = cut or config(T, K, E, D, F, x_TD.dtype)
+    h_AF = torch.empty(T * K, F, dtype=x_TD.dtype, device=x_TD.device)
+    common = dict(TOP_K=K, PDL=pdl(x_TD), **options(pdl(x_TD)))
+    if not cut.block_m:
+        tile = cut.gate_up
+        _few_gate_up_kernel[T * K, triton.cdiv(F, tile.block_n)](
+            h_AF, x_TD, expert_ids_TK, gate_up_E2FD, gate_up_bias_E2F, N=F, J=D, ACTIVATION=activation,
+            BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps, **common,
+        )  # fmt: skip
+        tile = cut.down
+        _few_down_kernel[T, triton.cdiv(D, tile.block_n)](
+            out_TD, h_AF, weights_TK, expert_ids_TK, down_EDF, down_bias_ED, added_TD, N=D, J=F,
+            BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps, **common,
+        )  # fmt: skip
+        return out_TD
+    plan = sort_by_expert(expert_ids_TK, E, cut.block_m)
+    y_AD = torch.empty(T * K, D, dtype=x_TD.dtype, device=x_TD.device)
+    _grouped(h_AF, x_TD, gate_up_E2FD, gate_up_bias_E2F, plan, cut.gate_up, GATED=True, ACTIVATION=activation, **common)
+    _grouped(y_AD, h_AF, down_EDF, down_bias_ED, plan, cut.down, GATED=False, ACTIVATION=activation, **common)
+    block = min(triton.next_power_of_2(D), 1024)
+    _add_up_kernel[T, triton.cdiv(D, block)](
+        out_TD, y_AD, weights_TK, added_TD, D=D, BLOCK=block, num_warps=4, **common
+    )
+    return out_TD
+
+
+# ---- many rows: sort, multiply, multiply, add up ----
+
+
+class Plan(NamedTuple):
+    """Assignments by expert, and the tiles they are cut into; all on the device."""
+
+    order_A: Tensor  # int32: assignments in the order of their experts
+    tiles: Tensor  # int32: the number of tiles, then of each its expert, its first place in `order_A`, and where its expert ends
+    block_m: int
+    max_tiles: int  # however the assignments are spread
+
+
+def sort_by_expert(expert_ids_TK: Tensor, num_experts: int, block_m: int) -> Plan:
+    """The order of tokens is kept inside an expert. Few assignments are sorted in one launch; many are counted in parts first."""
+    A = expert_ids_TK.numel()
+    max_tiles = min(A, (A + min(num_experts, A) * (block_m - 1)) // block_m)
+    ints = dict(dtype=torch.int32, device=expert_ids_TK.device)
+    plan = Plan(torch.empty(A, **ints), torch.empty(1 + 3 * max_tiles, **ints), block_m, max_tiles)
+    dependent, bins = pdl(expert_ids_TK), triton.next_power_of_2(num_experts)
+    part = max(SORT_PART, triton.next_power_of_2(triton.cdiv(A, MAX_SORT_PARTS)))
+    num_parts = triton.cdiv(A, part)
+    chunk = min(max(triton.next_power_of_2(A), 128), 2048)
+    common = dict(PART=part, BINS=bins, CHUNK=chunk, PDL=dependent, num_warps=4, **options(dependent))
+    counts = torch.empty(num_parts, bins, **ints) if num_parts > 1 else None
+    if counts is not None:
+        _count_kernel[(num_parts,)](counts, expert_ids_TK, A, **common)
+    _sort_kernel[num_experts, num_parts](
+        plan.order_A, plan.tiles, expert_ids_TK, counts, A, MAX_PARTS=MAX_SORT_PARTS, BLOCK_M=block_m, **common
+    )
+    return plan
+
+
+@triton.jit
+def _count_kernel(
+    counts_ptr, ids_ptr, num_assignments, PART: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+):
+    """How many assignments of a part each expert has."""
+    wait_turn(PDL)
+    part = tl.program_id(0)
+    counts_B = _count(ids_ptr, part * PART, tl.minimum(part * PART + PART, num_assignments), BINS, CHUNK)
+    tl.store(counts_ptr + part * BINS + tl.arange(0, BINS), counts_B)
+
+
+@triton.jit
+def _count(ids_ptr, begin, end, BINS: tl.constexpr, CHUNK: tl.constexpr):
+    counts_B = tl.zeros((BINS,), tl.int32)
+    for start in range(begin, end, CHUNK):
+        place_C = start + tl.arange(0, CHUNK)
+        counts_B += tl.histogram(tl.load(ids_ptr + place_C, place_C < end, 0), BINS, mask=place_C < end)
+    return counts_B
+
+
+@triton.jit
+def _sort_kernel(
+    order_ptr, tiles_ptr, ids_ptr, counts_ptr, num_assignments,
+    MAX_PARTS: tl.constexpr, PART: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program per expert and part: everybody's counts say where an expert's assignments begin; then those of the part are listed."""
+    wait_turn(PDL)
+    expert, part = tl.program_id(0), tl.program_id(1)
+    bin_B = tl.arange(0, BINS)
+    before = 0  # the expert's assignments in earlier parts
+    if counts_ptr is None:
+        counts_B = _count(ids_ptr, 0, num_assignments, BINS, CHUNK)
+    else:
+        p_P = tl.arange(0, MAX_PARTS)
+        there_PB = (p_P < tl.num_programs(1))[:, None] & (bin_B >= 0)[None, :]
+        counts_PB = tl.load(counts_ptr + p_P[:, None] * BINS + bin_B[None, :], there_PB, 0)
+        counts_B = tl.sum(counts_PB, 0)
+        before = tl.sum(tl.where((p_P < part)[:, None] & (bin_B == expert)[None, :], counts_PB, 0))
+    count = tl.sum(tl.where(bin_B == expert, counts_B, 0), 0)
+    first = tl.sum(tl.where(bin_B < expert, counts_B, 0), 0)
+    if part == 0:
+        tiles_B = (counts_B + BLOCK_M - 1) // BLOCK_M
+        first_tile = tl.sum(tl.where(bin_B < expert, tiles_B, 0), 0)
+        if expert == 0:
+            tl.store(tiles_ptr, tl.sum(tiles_B, 0))
+        for start in range(0, count, BINS * BLOCK_M):  # BINS tiles at a time
+            place_B = start + bin_B * BLOCK_M
+            tile_B = tiles_ptr + 1 + 3 * (first_tile + place_B // BLOCK_M)
+            tl.store(tile_B, expert, place_B < count)
+            tl.store(tile_B + 1, first + place_B, place_B < count)
+            tl.store(tile_B + 2, first + count, place_B < count)
+    first += before
+    end = tl.minimum(part * PART + PART, num_assignments)
+    for start in range(part * PART, end, CHUNK):
+        place_C = start + tl.arange(0, CHUNK)
+        mine_C = (tl.load(ids_ptr + place_C, place_C < end, -1) == expert).to(tl.int32)
+        tl.store(order_ptr + first + tl.cumsum(mine_C, 0) - 1, place_C, mine_C != 0)
+        first += tl.sum(mine_C, 0)
+
+
+def _grouped(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, tile: Tile, **constants) -> None:
+    """One product of every expert with its rows. The gated one takes rows by token and leaves them sorted, the other turns that round."""
+    N, J = out.shape[1], x.shape[1]
+    bulk = TensorDescriptor.from_tensor(weight.view(-1, J), [tile.block_n, tile.block_k]) if tile.bulk else None
+    _grouped_kernel[(plan.max_tiles * triton.cdiv(N, tile.block_n),)](
+        out, x, weight, bulk, bias, plan.order_A, plan.tiles, N=N, J=J, BLOCK_M=plan.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        SWAP=tile.swap, num_warps=tile.num_warps, num_stages=tile.num_stages, **constants,
+    )  # fmt: skip
+
+
+@triton.jit
+def _grouped_kernel(
+    out_ptr, x_ptr, weight_ptr, weight_bulk, bias_ptr, order_ptr, tiles_ptr,
+    N: tl.constexpr, J: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program has BLOCK_N outputs of one tile's rows; the programs of a tile are neighbours and share its rows in the cache."""
+    COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    wait_turn(PDL)
+    tile, column = tl.program_id(0) // COLUMNS, tl.program_id(0) % COLUMNS
+    if tile >= tl.load(tiles_ptr):
+        return
+    expert = tl.load(tiles_ptr + 1 + 3 * tile).to(tl.int64)
+    place_M = tl.load(tiles_ptr + 2 + 3 * tile) + tl.arange(0, BLOCK_M)
+    end = tl.load(tiles_ptr + 3 + 3 * tile)
+    inside_M = place_M < end
+    # Past the ends the last row or output again: loads need no mask.
+    place_M = tl.minimum(place_M, end - 1)
+    assignment_M = tl.load(order_ptr + place_M)
+    from_M = (assignment_M // TOP_K if GATED else place_M).to(tl.int64)
+    to_M = (place_M if GATED else assignment_M).to(tl.int64)
+    n_N = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    output_N = tl.minimum(n_N, N - 1)
+
+    ROWS: tl.constexpr = 2 * N if GATED else N  # of an expert's matrix
+    k_K = tl.arange(0, BLOCK_K)
+    x_MK = x_ptr + from_M[:, None] * J + k_K[None, :]
+    weight_NK = weight_ptr + expert * (ROWS * J) + output_N[:, None] * J + k_K[None, :]
+    first_row = (expert * ROWS + column * BLOCK_N).to(tl.int32)
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
+    acc_up = acc
+    for start in range(0, J, BLOCK_K):
+        x = _load(x_MK + start, start + k_K[None, :], J, BLOCK_K)
+        if weight_bulk is None:
+            acc = _multiply(x, _load(weight_NK + start, start + k_K[None, :], J, BLOCK_K), acc, SWAP)
+            if GATED:
+                acc_up = _multiply(
+                    x, _load(weight_NK + (N * J + start), start + k_K[None, :], J, BLOCK_K), acc_up, SWAP
+                )
+        else:  # past an expert's end the next one's rows, past an input's end zeros
+            acc = _multiply(x, weight_bulk.load([first_row, start]), acc, SWAP)
+            if GATED:
+                acc_up = _multiply(x, weight_bulk.load([first_row + N, start]), acc_up, SWAP)
+
+    y_MN = tl.trans(acc) if SWAP else acc
+    if bias_ptr is not None:
+        y_MN += tl.load(bias_ptr + expert * ROWS + output_N).to(tl.float32)[None, :]
+    if GATED:
+        up_MN = tl.trans(acc_up) if SWAP else acc_up
+        if bias_ptr is not None:
+            up_MN += tl.load(bias_ptr + expert * ROWS + N + output_N).to(tl.float32)[None, :]
+        y_MN = _gated(y_MN, up_MN, ACTIVATION)
+    inside_MN = inside_M[:, None] & (n_N < N)[None, :]
+    tl.store(out_ptr + to_M[:, None] * N + n_N[None, :], y_MN.to(out_ptr.dtype.element_ty), inside_MN)
+
+
+@triton.jit
+def _load(ptrs, input_1K, J: tl.constexpr, BLOCK_K: tl.constexpr):
+    if J % BLOCK_K == 0:
+        return tl.load(ptrs)
+    else:
+        return tl.load(ptrs, input_1K < J, 0.0)
+
+
+@triton.jit
+def _multiply(x_MK, weight_NK, acc, SWAP: tl.constexpr):
+    """float32 as such, for exactness; other types know no such choice."""
+    if SWAP:
+        return tl.dot(weight_NK, tl.trans(x_MK), acc, input_precision="ieee")
+    else:
+        return tl.dot(x_MK, tl.trans(weight_NK), acc, input_precision="ieee")
+
+
+@triton.jit
+def _gated(gate, up, ACTIVATION: tl.constexpr):
+    """In float32."""
+    if ACTIVATION == "silu":
+        return gate * tl.sigmoid(gate) * up
+    elif ACTIVATION == "gelu_pytorch_tanh":
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)  # sqrt(2 / pi)
+        return gate * tl.sigmoid(2.0 * inner) * up  # (1 + tanh(x)) / 2 is sigmoid(2 x)
+    else:
+        tl.static_assert(ACTIVATION == "clamped_swiglu")
+        gate = tl.minimum(gate, LIMIT)
+        return gate * tl.sigmoid(gate * ALPHA) * (tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0)
+
+
+@triton.jit
+def _add_up_kernel(
+    out_ptr, y_ptr, weights_ptr, added_ptr, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """What a token's experts gave, by weight."""
+    wait_turn(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < D
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(TOP_K):
+        weight = tl.load(weights_ptr + token * TOP_K + k)
+        total += weight * tl.load(y_ptr + (token * TOP_K + k) * D + i, inside, 0.0).to(tl.float32)
+    if added_ptr is not None:
+        total += tl.load(added_ptr + token * D + i, inside, 0.0).to(tl.float32)
+    tl.store(out_ptr + token * D + i, total.to(out_ptr.dtype.element_ty), inside)
+
+
+# ---- few rows: all weights of a program are on their way before the first product ----
+
+
+@triton.jit
+def _few_gate_up_kernel(
+    h_ptr, x_ptr, ids_ptr, weight_ptr, bias_ptr,
+    N: tl.constexpr, J: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program has BLOCK_N of an assignment's activations. Assignments to the same expert run side by side: it is read once."""
+    wait_turn(PDL)
+    assignment = tl.program_id(0)
+    expert = tl.load(ids_ptr + assignment).to(tl.int64)
+    n_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    output_N = tl.minimum(n_N, N - 1)
+    weight_N1 = weight_ptr + expert * (2 * N * J) + output_N[:, None] * J
+    gates = _load_chunks(weight_N1, J, BLOCK_K)
+    ups = _load_chunks(weight_N1 + N * J, J, BLOCK_K)
+    xs = _load_chunks(_for_all(x_ptr + (assignment // TOP_K).to(tl.int64) * J, BLOCK_N), J, BLOCK_K)
+    gate_N = tl.sum(_products(gates, xs), 1)
+    up_N = tl.sum(_products(ups, xs), 1)
+    if bias_ptr is not None:
+        gate_N += tl.load(bias_ptr + expert * (2 * N) + output_N).to(tl.float32)
+        up_N += tl.load(bias_ptr + expert * (2 * N) + N + output_N).to(tl.float32)
+    h_N = _gated(gate_N, up_N, ACTIVATION)
+    tl.store(h_ptr + assignment.to(tl.int64) * N + n_N, h_N.to(h_ptr.dtype.element_ty), n_N < N)
+
+
+@triton.jit
+def _few_down_kernel(
+    out_ptr, h_ptr, weights_ptr, ids_ptr, weight_ptr, bias_ptr, added_ptr,
+    N: tl.constexpr, J: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program has BLOCK_N outputs of a token: from all of its experts, added up in their order."""
+    wait_turn(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    n_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    output_N = tl.minimum(n_N, N - 1)
+    matrices = ()
+    for k in tl.static_range(TOP_K):
+        expert = tl.load(ids_ptr + token * TOP_K + k).to(tl.int64)
+        matrices += (_load_chunks(weight_ptr + expert * (N * J) + output_N[:, None] * J, J, BLOCK_K),)
+    total_NK, total_N = tl.zeros((BLOCK_N, BLOCK_K), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
+    for k in tl.static_range(TOP_K):
+        weight = tl.load(weights_ptr + token * TOP_K + k)
+        h_N1 = _for_all(h_ptr + (token * TOP_K + k) * J, BLOCK_N)
+        total_NK += weight * _products(matrices[k], _load_chunks(h_N1, J, BLOCK_K))
+        if bias_ptr is not None:
+            expert = tl.load(ids_ptr + token * TOP_K + k).to(tl.int64)
+            total_N += weight * tl.load(bias_ptr + expert * N + output_N).to(tl.float32)
+    if added_ptr is not None:
+        total_N += tl.load(added_ptr + token * N + output_N).to(tl.float32)
+    tl.store(out_ptr + token * N + n_N, (tl.sum(total_NK, 1) + total_N).to(out_ptr.dtype.element_ty), n_N < N)
+
+
+@triton.jit
+def _for_all(row_ptr, BLOCK_N: tl.constexpr):
+    """The row once per output: it arrives in the threads that have the weights, not through shared memory."""
+    return row_ptr + tl.zeros((BLOCK_N, 1), tl.int32)
+
+
+@triton.jit
+def _load_chunks(ptrs, J: tl.constexpr, BLOCK_K: tl.constexpr):
+    """J values from each pointer on, as a tuple of tiles [pointers, BLOCK_K]."""
+    chunks = ()
+    for start in tl.static_range(0, J, BLOCK_K):
+        k_1K = start + tl.arange(0, BLOCK_K)[None, :]
+        chunks += (_load(ptrs + k_1K, k_1K, J, BLOCK_K),)
+    return chunks
+
+
+@triton.jit
+def _products(weights, xs):
+    """Chunks of weights times chunks of a row, element by element, added up over the chunks."""
+    total = weights[0].to(tl.float32) * xs[0].to(tl.float32)
+    for c in tl.static_range(1, len(weights)):
+        total += weights[c].to(tl.float32) * xs[c].to(tl.float32)
+    return total

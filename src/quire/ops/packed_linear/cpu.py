@@ -1,0 +1,202 @@
+"""Linear layers with packed weights (4, 8 or 16 bits) on compiled kernels; twin: `ops/packed_linear/reference.py`.
+
+Called by quantization methods, hundreds of times per token, so a call costs microseconds. Knows nothing about models,
+files or layers. Where `supported()` is False everything here still works, on the twin.
+"""
+
+import ctypes
+import functools
+import math
+import mmap
+
+import torch
+from torch import Tensor
+
+from quire.errors import ConfigError
+from quire.ops.cpu import build
+from quire.ops.cpu.tape import Rows, bind
+from quire.ops.packed_linear import reference as packed
+from quire.ops.packed_linear.reference import PackedWeight, gateable, joinable, packable
+
+__all__ = [
+    "PackedWeight", "concat", "gateable", "joinable", "linear", "linear_silu_mul", "pack_dense", "pack_gguf", "packable", "supported"
+]  # fmt: skip
+
+# Up to this many rows integer products beat unpacking to bf16 tiles (benchmarks/cpu_linear.py).
+FEW_ROWS = {4: 4, 8: 5, 16: 0}
+
+
+class _Weight(ctypes.Structure):
+    """Mirrors `Weight` in src/linear.cpp."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("mins", ctypes.c_void_p),
+        ("n", ctypes.c_int32),
+        ("k", ctypes.c_int32),
+        ("bits", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("zero", ctypes.c_int32),
+        ("wide_scales", ctypes.c_int32),
+        ("few_rows", ctypes.c_int32),
+        ("shift", ctypes.c_int32),
+    ]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    library = build.load("linear")
+    if library is None or not library.quire_linear_supported():
+        return None
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    library.linear = bind(library, "quire_linear", (pointer, pointer, Rows, pointer, integer, pointer))
+    library.linear_silu_mul = bind(library, "quire_linear_silu_mul", (pointer, pointer, Rows, pointer))
+    library.quire_pack_gguf.argtypes = (pointer, ctypes.c_char_p, pointer)
+    library.quire_pack_dense.argtypes = (pointer, pointer)
+    return library
+
+
+def supported() -> bool:
+    """Whether the compiled kernels run here: AVX-512 with BF16 and VNNI, AMX where there is, and a compiler."""
+    return _library() is not None
+
+
+def _view(w: PackedWeight) -> _Weight:
+    scales, mins = (0 if part is None else part.data_ptr() for part in (w.scales, w.mins))
+    wide = int(w.scales is not None and w.scales.dtype == torch.float32)
+    return _Weight(w.data.data_ptr(), scales, mins, w.n, w.k, w.bits, w.group, w.zero, wide, FEW_ROWS[w.bits])
+
+
+def _shift(w: PackedWeight) -> int:
+    """The power of two that brings the largest weight just below float16's limit, for src/unpack.h."""
+    if w.scales is None:
+        return 0
+    largest = w.scales.float().abs() * max(w.zero, 2**w.bits - 1 - w.zero)
+    if w.mins is not None:
+        largest += w.mins.float().abs()
+    _, exponent = math.frexp(largest.max().item())
+    return max(-14, min(15 - exponent, 15))
+
+
+def _native(w: PackedWeight) -> int:
+    """The address of the kernels' view of a filled weight, kept with the weight as are the tensors it points into."""
+    address = w.__dict__.get("_address")
+    if address is None:
+        view = _view(w)
+        view.shift = _shift(w)
+        address = ctypes.addressof(view)
+        w.__dict__.update(_kept_view=view, _address=address)
+    return address
+
+
+def pack_gguf(type_name: str, raw: Tensor, n: int, k: int) -> PackedWeight:
+    """Packs the raw bytes of a GGUF tensor of type `type_name`, which may be a read-only memory map."""
+    library = _library()
+    if library is None:
+        return packed.pack_gguf(type_name, raw, n, k)
+    w = packed.empty_gguf(type_name, raw, n, k)
+    if library.quire_pack_gguf(ctypes.byref(_view(w)), type_name.encode(), raw.data_ptr()) != 0:
+        raise ConfigError(f"the compiled kernels do not know the GGUF type {type_name}")
+    return w
+
+
+def pack_dense(weight: Tensor) -> PackedWeight:
+    """Keeps a float weight [n, k] as bf16."""
+    library = _library()
+    if library is None:
+        return packed.pack_dense(weight)
+    w = packed.empty_dense(weight)
+    source = weight.to(torch.bfloat16).contiguous()
+    library.quire_pack_dense(ctypes.byref(_view(w)), source.data_ptr())
+    return w
+
+
+class _HugePages:
+    """Room for weights in huge pages, 32 MiB at a time: fewer address translations, reading is 10 to 20% faster.
+
+    A chunk is freed when the last weight in it is.
+    """
+
+    CHUNK_BYTES, PAGE_BYTES = 32 << 20, 2 << 20
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes > len(self._rest):
+            self._rest = self._chunk(max(self.CHUNK_BYTES, num_bytes))
+        taken = self._rest[:num_bytes]
+        self._rest = self._rest[-(-num_bytes // 64) * 64 :]
+        return taken.view(dtype).view(shape)
+
+    def forget(self) -> None:
+        """Lets go of what is left: weights keep what they were given."""
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def _chunk(self, num_bytes: int) -> Tensor:
+        chunk = torch.empty(num_bytes + self.PAGE_BYTES, dtype=torch.uint8)
+        chunk = chunk[-chunk.data_ptr() % self.PAGE_BYTES :][:num_bytes]
+        advise = getattr(mmap, "MADV_HUGEPAGE", None)
+        if advise is not None:  # advice only: where it is refused, pages are small
+            libc = ctypes.CDLL(None)
+            libc.madvise(ctypes.c_void_p(chunk.data_ptr()), ctypes.c_size_t(num_bytes), advise)
+        return chunk
+
+
+huge_pages = _HugePages()
+
+
+def concat(weights: list[PackedWeight]) -> PackedWeight:
+    """One weight with the outputs of all, in order, copied into huge pages; also worth it for a single weight.
+
+    All must have the same form and, but for the last, outputs in multiples of 16.
+    """
+    joined = packed.concat(weights, huge_pages.empty)
+    if supported():
+        _native(joined)  # now, not while a tape records: it computes with torch
+    return joined
+
+
+def _check(x: Tensor, w: PackedWeight) -> None:
+    if x.shape[1] != w.k or x.dtype is not torch.bfloat16 or not x.is_contiguous():
+        raise ConfigError(
+            f"a packed linear layer needs contiguous bfloat16 [rows, {w.k}], got {x.dtype} {tuple(x.shape)}"
+        )
+
+
+def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """x [T, k] in bf16 times the weight, plus a float32 bias: [T, n] in bf16 or float32."""
+    _check(x, w)
+    library = _library()
+    if library is None:
+        return packed.linear(x, w, bias, out_dtype)
+    wide = out_dtype is torch.float32
+    if not wide and out_dtype is not torch.bfloat16:
+        raise ConfigError(f"a packed linear layer gives bfloat16 or float32, not {out_dtype}")
+    rows = len(x)
+    out = x.new_empty((rows, w.n), dtype=out_dtype) if wide else x.new_empty((rows, w.n))
+    if rows:
+        bias_ptr = None
+        if bias is not None:
+            if bias.dtype != torch.float32:  # asking torch to leave it as it is would count as computing: see tape.py
+                bias = bias.float()
+            bias_ptr = bias.data_ptr()
+        library.linear(_native(w), x.data_ptr(), rows, out.data_ptr(), wide, bias_ptr)
+    return out
+
+
+def linear_silu_mul(x: Tensor, w: PackedWeight) -> Tensor:
+    """silu(gate) * up in bf16 [T, n / 2] where gate and up are the halves of `linear(x, w)`: the same bits in one call."""
+    _check(x, w)
+    library = _library()
+    if library is None:
+        return packed.linear_silu_mul(x, w)
+    if not gateable(w):
+        raise ConfigError(f"the halves of {w.n} outputs are not multiples of 16: multiply and gate in two calls")
+    rows = len(x)
+    out = x.new_empty((rows, w.n // 2))
+    if rows:
+        library.linear_silu_mul(_native(w), x.data_ptr(), rows, out.data_ptr())
+    return out

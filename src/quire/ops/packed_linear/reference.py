@@ -1,0 +1,274 @@
+"""Packed weights in plain torch: the layout, how GGUF blocks turn into it, the product; twin of `ops/packed_linear/cpu.py`.
+
+Called by tests as the oracle and by `ops/packed_linear/cpu.py` for all that is no kernel. Knows nothing of models and files.
+
+Shape letters: P panels of 16 outputs, B blocks of 32 inputs. A weight is scale * (q - zero) + min, scale and min per
+output and group of 32 or 16 inputs. `data` holds q as `ops/cpu/src/linear.cpp` draws it: the sixteen outputs of a panel
+side by side, four bytes each, so that one 512-bit load serves sixteen outputs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.errors import ConfigError, UnsupportedModelError
+
+LANES = 16  # outputs in a panel
+BLOCK = 32  # inputs in a block
+BYTE_ORDER = [0, 2, 1, 3]  # of four neighbouring inputs in their 32-bit lane: it is its own inverse
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """The weight [n, k] of a linear layer; `bits` 16 holds bf16 itself and has no scales."""
+
+    data: Tensor  # uint8 [P, B, bytes of a block]
+    scales: Tensor | None  # float16 or float32 [P, K / group, 16]
+    mins: Tensor | None  # like scales; None where all are zero
+    n: int
+    k: int
+    bits: int
+    group: int = BLOCK
+    zero: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in (self.data, self.scales, self.mins) if part is not None)
+
+    def dequantize(self) -> Tensor:
+        """The weight as float32 [n, k], bit for bit what the packed numbers mean."""
+        P, B, _ = self.data.shape
+        if self.bits == 16:
+            lanes = self.data.view(torch.bfloat16).view(P, B * BLOCK // 2, LANES, 2).transpose(1, 2)
+            return lanes.reshape(P * LANES, self.k)[: self.n].float()
+        q = self.data.view(P, B, -1, LANES, 4)
+        q = q[..., BYTE_ORDER]
+        if self.bits == 4:
+            q = torch.cat((q & 15, q >> 4), dim=2)
+        q = q.permute(0, 3, 1, 2, 4).reshape(P * LANES, -1, self.group)
+        weight = (q.float() - self.zero) * _per_output(self.scales)
+        if self.mins is not None:
+            weight = weight + _per_output(self.mins)
+        return weight.view(P * LANES, self.k)[: self.n]
+
+    @cached_property
+    def dense(self) -> Tensor:
+        """The weight in bf16, kept: only the plain product uses it."""
+        return self.dequantize().bfloat16()
+
+
+def _per_output(scales: Tensor) -> Tensor:
+    return scales.transpose(1, 2).reshape(-1, scales.shape[1], 1).float()
+
+
+# ---------------------------------------------------------------------------------------------------------- formats
+
+Decoded = tuple[Tensor, Tensor, Tensor | None]  # q uint8 [blocks, weights], scales and mins float32 [blocks, groups]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A GGUF type: `block_bytes` hold `block_weights` weights; what it turns into, and the plain way to read it."""
+
+    block_bytes: int
+    block_weights: int
+    bits: int
+    decode: Callable[[Tensor], Decoded]
+    zero: int = 0
+    group: int = BLOCK
+    has_min: bool = False
+    scale_dtype: torch.dtype = torch.float16  # float32 where a scale is a product that float16 cannot hold
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(qs: Tensor) -> Tensor:
+    return torch.cat((qs & 15, qs >> 4), dim=1)
+
+
+def _fifth_bits(bytes_: Tensor) -> Tensor:
+    bits = bytes_[:, :, None] >> torch.arange(8, dtype=torch.uint8)
+    return (bits & 1).flatten(1) << 4
+
+
+def _k_nibbles(qs: Tensor) -> Tensor:
+    """128 bytes: each run of 32 holds one group of 32 in its low nibbles and the next one in its high nibbles."""
+    runs = qs.view(-1, 4, 1, 32)
+    return torch.cat((runs & 15, runs >> 4), dim=2).flatten(1)
+
+
+def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight 6-bit scales and mins in twelve bytes; upper bits of the last four lie in the spare ones of the first."""
+    first, second, rest = blocks[:, 4:16].split(4, dim=1)
+    scales = torch.cat((first & 63, (rest & 15) | (first >> 6 << 4)), dim=1)
+    mins = torch.cat((second & 63, (rest >> 4) | (second >> 6 << 4)), dim=1)
+    return _half(blocks, 0) * scales.float(), -(_half(blocks, 2) * mins.float())
+
+
+def _q4_0(blocks: Tensor) -> Decoded:
+    return _nibbles(blocks[:, 2:]), _half(blocks, 0), None
+
+
+def _q4_1(blocks: Tensor) -> Decoded:
+    return _nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q5_0(blocks: Tensor) -> Decoded:
+    return _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6]), _half(blocks, 0), None
+
+
+def _q5_1(blocks: Tensor) -> Decoded:
+    return _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8]), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q8_0(blocks: Tensor) -> Decoded:
+    return blocks[:, 2:] ^ 0x80, _half(blocks, 0), None
+
+
+def _q4_k(blocks: Tensor) -> Decoded:
+    return _k_nibbles(blocks[:, 16:].contiguous()), *_k_scales(blocks)
+
+
+def _q5_k(blocks: Tensor) -> Decoded:
+    upper = blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    return _k_nibbles(blocks[:, 48:].contiguous()) | upper.flatten(1) << 4, *_k_scales(blocks)
+
+
+def _q6_k(blocks: Tensor) -> Decoded:
+    low, high = blocks[:, :128].reshape(-1, 2, 1, 64), blocks[:, 128:192].reshape(-1, 2, 1, 32)
+    low = torch.cat((low & 15, low >> 4), dim=2).flatten(1)
+    high = (high >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None] & 3).flatten(1)
+    scales = blocks[:, 192:208].contiguous().view(torch.int8).float()
+    return low | high << 4, _half(blocks, 208) * scales, None
+
+
+FORMATS = {
+    "Q4_0": Format(18, 32, 4, _q4_0, zero=8),
+    "Q4_1": Format(20, 32, 4, _q4_1, has_min=True),
+    "Q4_K": Format(144, 256, 4, _q4_k, has_min=True, scale_dtype=torch.float32),
+    "Q5_0": Format(22, 32, 8, _q5_0, zero=16),
+    "Q5_1": Format(24, 32, 8, _q5_1, has_min=True),
+    "Q5_K": Format(176, 256, 8, _q5_k, has_min=True, scale_dtype=torch.float32),
+    "Q6_K": Format(210, 256, 8, _q6_k, zero=32, group=16, scale_dtype=torch.float32),
+    "Q8_0": Format(34, 32, 8, _q8_0, zero=128),
+}
+
+
+def packable(type_name: str, n: int, k: int) -> bool:
+    """Whether `pack_gguf` (or, for F32, F16 and BF16, `pack_dense`) takes a weight of this type and shape."""
+    if type_name in ("F32", "F16", "BF16"):
+        return n > 0 and k > 0 and k % BLOCK == 0
+    return type_name in FORMATS and n > 0 and k > 0 and k % FORMATS[type_name].block_weights == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- packing
+
+
+def empty_gguf(type_name: str, raw: Tensor, n: int, k: int) -> PackedWeight:
+    """Room for `pack_gguf`, after checking that `raw` can be what it is said to be."""
+    if not packable(type_name, n, k):
+        raise UnsupportedModelError(f"a {type_name} weight of {n} x {k} cannot be packed: dequantize it instead")
+    form = FORMATS[type_name]
+    expected = n * k // form.block_weights * form.block_bytes
+    if raw.dtype != torch.uint8 or not raw.is_contiguous() or raw.numel() != expected:
+        raise ConfigError(f"a {type_name} weight of {n} x {k} needs {expected} contiguous bytes, got {raw.numel()}")
+    P, B = -(-n // LANES), k // BLOCK
+    data = torch.empty(P, B, LANES * BLOCK * form.bits // 8, dtype=torch.uint8)
+    scales = torch.empty(P, k // form.group, LANES, dtype=form.scale_dtype)
+    mins = torch.empty_like(scales) if form.has_min else None
+    return PackedWeight(data, scales, mins, n, k, form.bits, form.group, form.zero)
+
+
+def empty_dense(weight: Tensor) -> PackedWeight:
+    """Room for `pack_dense`."""
+    n, k = weight.shape
+    if not packable("BF16", n, k):
+        raise UnsupportedModelError(f"a weight of {n} x {k} cannot be packed: inputs must be a multiple of {BLOCK}")
+    data = torch.empty(-(-n // LANES), k // BLOCK, LANES * BLOCK * 2, dtype=torch.uint8)
+    return PackedWeight(data, None, None, n, k, 16)
+
+
+def pack_gguf(type_name: str, raw: Tensor, n: int, k: int) -> PackedWeight:
+    packed = empty_gguf(type_name, raw, n, k)
+    form, P, B = FORMATS[type_name], packed.data.shape[0], packed.data.shape[1]
+    q, scales, mins = form.decode(raw.view(-1, form.block_bytes))
+
+    def lanes(values: Tensor, per_row: int) -> Tensor:
+        """[n, per_row] to [P, 16, per_row], outputs beyond n zero."""
+        return F.pad(values.reshape(n, per_row), (0, 0, 0, P * LANES - n)).view(P, LANES, per_row)
+
+    quads = lanes(q, k).view(P, LANES, B, 8, 4).permute(0, 2, 3, 1, 4)[..., BYTE_ORDER]
+    if form.bits == 4:
+        quads = quads[:, :, :4] | quads[:, :, 4:] << 4
+    packed.data.copy_(quads.reshape(packed.data.shape))
+    packed.scales.copy_(lanes(scales, k // form.group).transpose(1, 2))
+    if mins is not None:
+        packed.mins.copy_(lanes(mins, k // form.group).transpose(1, 2))
+    return packed
+
+
+def pack_dense(weight: Tensor) -> PackedWeight:
+    """Keeps a float weight [n, k] as bf16."""
+    packed = empty_dense(weight)
+    P = packed.data.shape[0]
+    rows = F.pad(weight.bfloat16(), (0, 0, 0, P * LANES - packed.n))
+    pairs = rows.view(P, LANES, packed.k // 2, 2).transpose(1, 2).contiguous()
+    packed.data.copy_(pairs.view(torch.uint8).view(packed.data.shape))
+    return packed
+
+
+def joinable(first: PackedWeight, second: PackedWeight) -> bool:
+    """Whether `concat` can put the outputs of `second` behind those of `first`."""
+    return _form(first) == _form(second) and first.n % LANES == 0
+
+
+def gateable(w: PackedWeight) -> bool:
+    """Whether `linear_silu_mul` takes this weight."""
+    return w.n % (2 * LANES) == 0
+
+
+def concat(weights: list[PackedWeight], allocate: Callable[..., Tensor] = torch.empty) -> PackedWeight:
+    """One weight with the outputs of all, in order, for fused projections. All need one form and whole panels."""
+    first = weights[0]
+    if any(_form(w) != _form(first) for w in weights):
+        raise ConfigError("packed weights of different forms cannot be fused: keep them as separate layers")
+    if any(w.n % LANES for w in weights[:-1]):
+        raise ConfigError(f"packed weights can be fused only where outputs are multiples of {LANES}")
+
+    def joined(parts: list[Tensor]) -> Tensor:
+        shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+        return torch.cat(parts, out=allocate(shape, dtype=parts[0].dtype))
+
+    scales, mins = [w.scales for w in weights if w.scales is not None], [w.mins for w in weights if w.mins is not None]
+    return replace(
+        first,
+        data=joined([w.data for w in weights]),
+        scales=joined(scales) if scales else None,
+        mins=joined(mins) if mins else None,
+        n=sum(w.n for w in weights),
+    )
+
+
+def _form(w: PackedWeight) -> tuple:
+    return w.k, w.bits, w.group, w.zero, w.mins is None, None if w.scales is None else w.scales.dtype
+
+
+# ---------------------------------------------------------------------------------------------------------- product
+
+
+def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """x [T, k] in bf16 times the weight, plus a float32 bias: [T, n] in bf16 or float32."""
+    y = F.linear(x, w.dense).to(out_dtype)
+    return y if bias is None else y + bias.to(out_dtype)
+
+
+def linear_silu_mul(x: Tensor, w: PackedWeight) -> Tensor:
+    """silu(gate) * up where gate and up are the halves of `linear(x, w)`: [T, n / 2] in bf16."""
+    gate, up = linear(x, w).chunk(2, -1)
+    return F.silu(gate) * up

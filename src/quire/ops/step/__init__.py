@@ -1,0 +1,1 @@
+"""What begins a step: ids, positions and slots of its tokens."""

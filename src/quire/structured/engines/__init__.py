@@ -1,0 +1,1 @@
+"""The libraries that follow a grammar token by token, behind one interface."""

@@ -1,0 +1,174 @@
+"""The llguidance engine: its own JSON schemas, which refuse what they do not know, regular expressions and Lark grammars.
+
+Used by `compiler.py`. Grammars compile lazily, so their cost shows while matching: the library's own limits bound it, and a
+matcher that hits one is at a dead end.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy
+
+from quire.errors import RequestError
+from quire.messages import Vocabulary
+from quire.structured.engines.base import Engine, Grammar, Matcher
+from quire.structured.spec import GrammarSpec, is_lark
+
+# What a grammar's alternatives may come to at one place. Accepting a token keeps Python's lock, for 0.1 s at that size.
+MAX_ROW = 1000
+_BLANKS = r"( |\n[ \t]{0,16})?"  # as in our own grammars: never blanks for ever
+
+
+class LLGuidance(Engine):
+    name = "llguidance"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        import llguidance
+
+        self.vocabulary = vocabulary
+        tokenizer = llguidance.TokenizerWrapper(_Tokens(vocabulary))
+        self._tokenizer = llguidance.LLTokenizer(tokenizer, n_vocab=vocabulary.size, eos_token=vocabulary.stop_ids)
+
+    @staticmethod
+    def lower(spec: GrammarSpec, compact: bool = False) -> GrammarSpec:
+        import llguidance
+
+        make = llguidance.LLMatcher
+        if spec.kind == "json":
+            schema = json.loads(spec.text)
+            if not isinstance(schema, dict):
+                raise RequestError("the llguidance engine takes schemas that are objects: write {} for true.")
+            if "x-guidance" in schema:
+                raise RequestError("x-guidance is not supported: remove it.")
+            options: dict[str, Any] = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _BLANKS}
+            return GrammarSpec(spec.kind, make.grammar_from_json_schema(spec.text, overrides=options))
+        if spec.kind == "regex":
+            return GrammarSpec(spec.kind, make.grammar_from_regex(spec.text))
+        if spec.kind == "choice":
+            choices = " | ".join(json.dumps(choice) for choice in dict.fromkeys(json.loads(spec.text)))
+            return GrammarSpec(spec.kind, make.grammar_from_lark(f"start: {choices}"))
+        if spec.kind == "grammar" and is_lark(spec.text):
+            return GrammarSpec(spec.kind, make.grammar_from_lark(spec.text))
+        if spec.kind == "grammar":
+            return GrammarSpec(spec.kind, make.grammar_from_lark(_as_lark(spec.text)))
+        raise RequestError(f"{spec.kind} needs the xgrammar engine.")
+
+    def compile_lowered(self, spec: GrammarSpec) -> Grammar:
+        import llguidance
+
+        limits = llguidance.LLParserLimits(max_items_in_row=MAX_ROW)
+        matcher = llguidance.LLMatcher(self._tokenizer, spec.text, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise RequestError(f"the {spec.kind} cannot be compiled: {_sentence(matcher.get_error())}.")
+        if matcher.get_grammar_warnings():
+            raise RequestError(
+                f"the {spec.kind} would not be honoured: {_sentence(matcher.get_grammar_warnings()[0])}."
+            )
+        return _Grammar(matcher, self.vocabulary, len(spec.text))
+
+
+class _Tokens:
+    """The vocabulary as the library wants it: one entry for each logit, none empty."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens = [token or b"\xff" for token in vocabulary.tokens]
+        self.tokens += [b"\xff"] * (vocabulary.size - len(self.tokens))  # 0xff is in no text
+        padding = range(len(vocabulary.tokens), vocabulary.size)
+        self.special_token_ids = sorted({*vocabulary.special_ids, *vocabulary.stop_ids, *padding})
+        self.eos_token_id = vocabulary.stop_ids[0]
+        hidden = set(self.special_token_ids)
+        self._ids = {token: token_id for token_id, token in enumerate(self.tokens) if token_id not in hidden}
+        self._longest = max(map(len, self._ids))
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """The longest token first. Asked about forced texts only, which the library then allows in this one tokenization."""
+        text, at, result = text.encode() if isinstance(text, str) else text, 0, []
+        while at < len(text):
+            lengths = range(min(self._longest, len(text) - at), 0, -1)
+            length = next((n for n in lengths if text[at : at + n] in self._ids), 0)
+            if length:
+                result.append(self._ids[text[at : at + length]])
+            at += max(length, 1)
+        return result
+
+
+class _Grammar(Grammar):
+    def __init__(self, matcher: Any, vocabulary: Vocabulary, num_chars: int) -> None:
+        self._fresh, self._vocabulary = matcher, vocabulary
+        self.num_bytes = 64 * num_chars  # the library does not tell
+
+    def _matcher(self) -> Matcher:
+        return _Matcher(self._fresh.deep_copy(), self._vocabulary)
+
+
+class _Matcher(Matcher):
+    def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
+        super().__init__(vocabulary)
+        self._matcher = matcher
+        self._ended = False
+        self._stop_ids = frozenset(vocabulary.stop_ids)
+
+    def _accept(self, token_id: int) -> bool:
+        if self._ended:
+            return False
+        if token_id in self._stop_ids:  # kept out of the library: it could not be taken back
+            self._ended = self.is_complete
+            return self._ended
+        return self._matcher.try_consume_tokens([token_id]) == 1
+
+    def rollback(self, count: int) -> None:
+        if count and self._ended:
+            self._ended = False
+            count -= 1
+        if count and not self._matcher.rollback(count):
+            raise ValueError("more tokens are to be taken back than were accepted")
+
+    def _fill(self, mask: numpy.ndarray) -> None:
+        if self._matcher.is_error():
+            mask[:] = 0
+        else:
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+
+    @classmethod
+    def fill_all(cls, matchers: Sequence[Matcher], masks: numpy.ndarray, rows: Sequence[int]) -> None:
+        sound = [(matcher._matcher, row) for matcher, row in zip(matchers, rows) if not matcher._matcher.is_error()]
+        for matcher, row in zip(matchers, rows):
+            if matcher._matcher.is_error():
+                masks[row] = 0
+        if sound:
+            _executor().unsafe_compute_mask_ptr(sound, masks.ctypes.data, masks.shape[1] * 4, masks.shape[0])
+
+    @property
+    def is_complete(self) -> bool:
+        return self._matcher.is_accepting()
+
+    @property
+    def terminated(self) -> bool:
+        return self._ended
+
+
+@cache
+def _executor() -> Any:
+    import llguidance
+
+    return llguidance.LLExecutor()
+
+
+def _as_lark(gbnf: str) -> str:
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(gbnf)
+    except Exception as error:  # the converter raises plain Exception for everything
+        raise RequestError(f"the grammar cannot be read: {_sentence(str(error))}.") from None
+
+
+def _sentence(message: str) -> str:
+    """The line that says why; others draw a picture of where."""
+    lines = [line.strip() for line in message.strip().splitlines()] or ["unknown reason"]
+    why = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    return why[:200].rstrip(".")

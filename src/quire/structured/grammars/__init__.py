@@ -1,0 +1,1 @@
+"""Grammars from JSON schemas and regular expressions."""

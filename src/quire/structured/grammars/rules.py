@@ -1,0 +1,215 @@
+"""A grammar under construction: rules of alternatives, pruned of what can never end, written as GBNF for an engine.
+
+Filled by `json_grammar.py`, and by itself from regular languages. Must not know JSON beyond how characters are spelled
+inside its strings.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from quire.errors import RequestError
+from quire.structured.grammars.regular import Node, automaton, without
+
+MAX_RULES = 20_000
+MAX_STRING_STATES = 300  # an engine spends milliseconds on each
+MAX_OWN = 16  # copies of a basic rule
+MAX_TEXT_CHARS = 4_000_000
+
+
+class Ref(NamedTuple):
+    rule: str
+
+
+class Many(NamedTuple):
+    """Any number of times."""
+
+    symbols: tuple
+
+
+Symbol = str | Ref | Many  # a string is GBNF that needs no rule
+Alternative = tuple[Symbol, ...]
+
+
+class Rules:
+    def __init__(self, basics: dict[str, str] | None = None) -> None:
+        self._basics = basics or {}  # rules already written, which all end
+        self._rules: dict[str, list[Alternative]] = {}
+        self._languages: dict[tuple[Node, bool], Ref] = {}
+        self._num_own = 0
+
+    def new(self, stem: str) -> str:
+        return f"{stem}{len(self._rules)}"
+
+    def add(self, name: str, alternatives: Iterable[Alternative]) -> Ref:
+        if len(self._rules) >= MAX_RULES:
+            raise RequestError("the schema or pattern is too complex: it needs too many grammar rules.")
+        self._rules[name] = list(dict.fromkeys(alternatives))
+        return Ref(name)
+
+    def language(self, node: Node, quoted: bool) -> Ref:
+        """A rule for a regular language; `quoted`: as characters inside a JSON string, with the quote that closes it."""
+        key = (node, quoted)
+        if key not in self._languages:
+            spell, end = (quoted_class, ('"\\""',)) if quoted else (plain_class, ())
+            if _is_plain(node):
+                self._languages[key] = self.add(self.new("r"), [(_structured(node, spell), *end)])
+            else:
+                self._languages[key] = self._states(node, spell, end)
+        return self._languages[key]
+
+    def _states(self, node: Node, spell: Callable[[tuple[tuple[int, int], ...]], str], end: Alternative) -> Ref:
+        machine = automaton(node)
+        if end and len(machine.moves) > MAX_STRING_STATES:
+            raise RequestError(
+                "minLength, maxLength or the counts of a pattern are too large in this schema: lower them, or drop oneOf, not and if."
+            )
+        stem = self.new("s")
+        if not machine.moves:
+            return self.add(stem, [])
+        for state in reversed(range(len(machine.moves))):
+            by_target: dict[int, list[tuple[int, int]]] = {}
+            for low, high, target in machine.moves[state]:
+                by_target.setdefault(target, []).append((low, high))
+            alternatives = [(spell(tuple(ranges)), Ref(f"{stem}_{target}")) for target, ranges in by_target.items()]
+            self.add(f"{stem}_{state}", alternatives + ([end] if machine.accepting[state] else []))
+        return Ref(f"{stem}_0")
+
+    def give_own(self, basic: str, opening: str, body: Callable[[str], str]) -> None:
+        """Where a basic rule is followed by something it becomes `opening` and a rule of its own, made by `body` from its name: an
+        engine that knows what must follow makes masks several times faster. Each costs time to compile, so only the first get one."""
+        aliases = {basic, *(name for name, found in self._rules.items() if found == [(Ref(basic),)])}
+        for alternatives in self._rules.values():
+            for idx, alternative in enumerate(alternatives):
+                written: list[Symbol] = []
+                for place, symbol in enumerate(alternative):
+                    is_last = place == len(alternative) - 1
+                    if is_last or not isinstance(symbol, Ref) or symbol.rule not in aliases or self._num_own >= MAX_OWN:
+                        written.append(symbol)
+                        continue
+                    own = f"own{self._num_own}"
+                    self._num_own += 1
+                    self._basics[own] = body(own)
+                    written += [opening, Ref(own)]
+                alternatives[idx] = tuple(written)
+
+    def gbnf(self, root: Ref) -> str | None:
+        """The rules that the root needs; None if no finite text can be made."""
+        ending = self._ending()
+        if root.rule not in ending:
+            return None
+        lines = [f"root ::= {root.rule}", *(f"{name} ::= {body}" for name, body in self._basics.items())]
+        queue = [root.rule] if root.rule not in self._basics else []
+        queued = {root.rule, *self._basics}
+        for name in queue:  # grows as it is read
+            kept = [a for a in self._rules[name] if self._ends(a, ending)]
+            lines.append(f"{name} ::= " + " | ".join(" ".join(map(_written, a)) or '""' for a in kept))
+            for found in _references(kept):
+                if found in ending and found not in queued:
+                    queued.add(found)
+                    queue.append(found)
+        text = "\n".join(lines) + "\n"
+        if len(text) > MAX_TEXT_CHARS:
+            raise RequestError("the schema or pattern is too complex: its grammar grows too long.")
+        return text
+
+    def _ending(self) -> set[str]:
+        """Rules from which a finite text can be made."""
+        users: dict[str, set[str]] = {}
+        for name, alternatives in self._rules.items():
+            for found in _references(alternatives):
+                users.setdefault(found, set()).add(name)
+        ending = set(self._basics)
+        queue = list(self._rules)
+        while queue:
+            name = queue.pop()
+            if name not in ending and any(self._ends(a, ending) for a in self._rules[name]):
+                ending.add(name)
+                queue += users.get(name, ())
+        return ending
+
+    def _ends(self, alternative: Alternative, ending: set[str]) -> bool:
+        return all(symbol.rule in ending for symbol in alternative if isinstance(symbol, Ref))
+
+
+def _references(alternatives: Iterable[Alternative]) -> Iterable[str]:
+    for alternative in alternatives:
+        for symbol in alternative:
+            if isinstance(symbol, Ref):
+                yield symbol.rule
+            elif isinstance(symbol, Many):
+                yield from _references([symbol.symbols])
+
+
+def _written(symbol: Symbol) -> str:
+    if isinstance(symbol, Ref):
+        return symbol.rule
+    if isinstance(symbol, Many):
+        return f"({' '.join(map(_written, symbol.symbols))})*"
+    return symbol
+
+
+def _is_plain(node: Node) -> bool:
+    """Can be written as it stands. Not so intersections, complements, and counts: engines expand `{m,n}` in ways that make some
+    masks take seconds, where an automaton's states are all cheap."""
+    while node.kind == "cat":
+        if not _is_plain(node.args[0]):
+            return False
+        node = node.args[1]
+    if node.kind == "repeat" and (node.args[1] > 1 or node.args[2] not in (None, 1)):
+        return False
+    return node.kind not in ("and", "not", "mod", "ends", "none") and all(
+        _is_plain(a) for a in node.args if isinstance(a, Node)
+    )
+
+
+def _structured(node: Node, spell: Callable[[tuple[tuple[int, int], ...]], str]) -> str:
+    if node.kind == "cat":
+        parts = []
+        while node.kind == "cat":
+            parts.append(_structured(node.args[0], spell))
+            node = node.args[1]
+        return " ".join([*parts, _structured(node, spell)])
+    if node.kind == "or":
+        return "(" + " | ".join(_structured(a, spell) for a in node.args) + ")"
+    if node.kind == "repeat":
+        return f"({_structured(node.args[0], spell)}){'?' if node.args[2] else '+' if node.args[1] else '*'}"
+    return spell(node.args) if node.kind == "chars" else '""'
+
+
+def literal(text: str) -> str:
+    return '"' + "".join(map(_character, map(ord, text))) + '"'
+
+
+def plain_class(ranges: Iterable[tuple[int, int]]) -> str:
+    ranges = without(ranges, [(0xD800, 0xDFFF)])
+    return "[" + "".join(_character(a) if a == b else f"{_character(a)}-{_character(b)}" for a, b in ranges) + "]"
+
+
+_SHORT_ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
+_ESCAPED = [(0, 31), (34, 34), (92, 92)]
+
+
+def escaped(text: str) -> str:
+    """Text as it stands inside a JSON string: one spelling for each character."""
+    return "".join(_json_escape(ord(c)) if any(a <= ord(c) <= b for a, b in _ESCAPED) else c for c in text)
+
+
+def quoted_class(ranges: Iterable[tuple[int, int]]) -> str:
+    """One character of these as it stands inside a JSON string."""
+    ranges = tuple(ranges)
+    plain = without(ranges, _ESCAPED)
+    parts = [plain_class(plain)] if plain else []
+    parts += [
+        literal(_json_escape(c)) for a, b in _ESCAPED for c in range(a, b + 1) if any(x <= c <= y for x, y in ranges)
+    ]
+    return parts[0] if len(parts) == 1 else f"({' | '.join(parts)})"
+
+
+def _json_escape(c: int) -> str:
+    return "\\" + _SHORT_ESCAPES[c] if c in _SHORT_ESCAPES else f"\\u{c:04x}"
+
+
+def _character(c: int) -> str:
+    if chr(c).isascii() and (chr(c).isalnum() or chr(c) in " _,:;{}()<>=/.!#%&@'`~+*?|"):
+        return chr(c)
+    return f"\\u{c:04x}" if c <= 0xFFFF else f"\\U{c:08x}"  # not \\x: engines read any number of digits after it
