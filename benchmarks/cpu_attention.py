@@ -13,9 +13,9 @@ from types import ModuleType
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from quire.ops.attention import cpu as native
+from quire.ops.attention import reference as twin
 from quire.ops.attention.reference import AttentionTables
-from quire.ops.attention.triton import cpu as native
-from quire.ops.attention.triton import reference as twin
 
 BLOCK_SIZE = 16
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.ops.elementwise.triton import silu_mul
+from quire.ops.linear import reference as ref
+from quire.ops.linear import triton as ops
 from quire.ops.linear.triton import Config
-from quire.ops.linear.triton import reference as ref
-from quire.ops.linear.triton import triton as ops
 
 DTYPE = torch.bfloat16
 ROWS = (1, 2, 3, 4)

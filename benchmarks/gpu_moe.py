@@ -16,11 +16,11 @@ import torch
 from graph_time import graph_us
 from torch import Tensor
 
+from quire.ops.moe import reference as twin
+from quire.ops.moe import triton as moe
 from quire.ops.moe.triton import Config, Tile
-from quire.ops.moe.triton import reference as twin
-from quire.ops.moe.triton import triton as moe
+from quire.ops.routing import reference as twin_routing
 from quire.ops.routing.reference import Routing
-from quire.ops.routing.triton import reference as twin_routing
 from quire.ops.routing.triton import route, router_logits
 
 DTYPE = torch.bfloat16

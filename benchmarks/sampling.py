@@ -16,7 +16,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from tests.sampling.on_cpu import sampling_rows  # noqa: E402
 
-from quire.ops.sampling.triton import cpu as sampling  # noqa: E402
+from quire.ops.sampling import cpu as sampling  # noqa: E402
 from quire.ops.vocab import cpu as vocab  # noqa: E402
 from quire.params import SamplingParams  # noqa: E402
 from quire.sampling.sampler import Sampler  # noqa: E402

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.layers.attention import flash_attn as backend
+from quire.ops.attention import reference as twin
 from quire.ops.attention.reference import AttentionTables
 from quire.ops.attention.triton import cache_view
-from quire.ops.attention.triton import reference as twin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MIXED = ((1, 40), (7, 0), (3, 300), (1, 0), (30, 5))

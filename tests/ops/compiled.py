@@ -16,12 +16,12 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from quire.ops import launch
+from quire.ops.attention import triton as attention
 from quire.ops.attention.reference import AttentionTables
-from quire.ops.attention.triton import triton as attention
-from quire.ops.mla.triton import triton as mla
-from quire.ops.moe.triton import triton as moe
+from quire.ops.mla import triton as mla
+from quire.ops.moe import triton as moe
+from quire.ops.routing import triton as routing
 from quire.ops.routing.reference import Routing
-from quire.ops.routing.triton import triton as routing
 
 NUM_MULTIPROCESSORS = 132
 EXPERTS = {  # experts of a token, experts, hidden size, width of an expert, activation, bias

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tests.ops.native_cache import write_kv
 from torch import Tensor
 
+from quire.ops.attention import cpu as native
+from quire.ops.attention import reference as twin
 from quire.ops.attention.reference import AttentionTables
-from quire.ops.attention.triton import cpu as native
-from quire.ops.attention.triton import reference as twin
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import quire
 from quire.errors import ConfigError, UnsupportedModelError
-from quire.ops.elementwise.triton import cpu as elementwise
+from quire.ops.elementwise import cpu as elementwise
 from quire.ops.packed_linear import cpu
 from quire.ops.packed_linear import reference as ref
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.ops.sampling.triton import gumbel
+from quire.ops.sampling import gumbel
 from quire.ops.vocab import cpu as native
 from quire.ops.vocab import reference as vocab
 

@@ -11,11 +11,11 @@ from tests.ops.native_cache import write_kv
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as apply_interleaved
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+from quire.ops.attention import cpu as native_attention
+from quire.ops.attention import reference as twin_attention
 from quire.ops.attention.reference import AttentionTables
-from quire.ops.attention.triton import cpu as native_attention
-from quire.ops.attention.triton import reference as twin_attention
-from quire.ops.elementwise.triton import cpu as native
-from quire.ops.elementwise.triton import reference as twin
+from quire.ops.elementwise import cpu as native
+from quire.ops.elementwise import reference as twin
 
 both = pytest.mark.parametrize("ops", [twin, native], ids=["twin", "native"])
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])

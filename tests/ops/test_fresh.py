@@ -2,8 +2,8 @@
 
 import torch
 
+from quire.ops.attention import cudnn as fresh
 from quire.ops.attention.reference import AttentionTables, paged_attention, write_kv
-from quire.ops.attention.triton import cudnn as fresh
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32

@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.ops.attention import reference as twin_attention
+from quire.ops.attention import triton as attention
 from quire.ops.attention.reference import AttentionTables
-from quire.ops.attention.triton import reference as twin_attention
-from quire.ops.attention.triton import triton as attention
-from quire.ops.blocks.triton import triton as blocks
-from quire.ops.elementwise.triton import reference as twin_elementwise
-from quire.ops.elementwise.triton import triton as elementwise
-from quire.ops.linear.triton import reference as twin_linear
-from quire.ops.linear.triton import triton as linear
-from quire.ops.mla.triton import reference as twin_mla
-from quire.ops.mla.triton import triton as mla
-from quire.ops.sampling.triton import reference as twin_sampling
-from quire.ops.sampling.triton import triton as sampling
+from quire.ops.blocks import triton as blocks
+from quire.ops.elementwise import reference as twin_elementwise
+from quire.ops.elementwise import triton as elementwise
+from quire.ops.linear import reference as twin_linear
+from quire.ops.linear import triton as linear
+from quire.ops.mla import reference as twin_mla
+from quire.ops.mla import triton as mla
+from quire.ops.sampling import reference as twin_sampling
+from quire.ops.sampling import triton as sampling
 
 ON_A_CARD = torch.cuda.is_available()
 DEVICE = "cuda" if ON_A_CARD else "cpu"

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from quire.layers.attention import triton as backend
+from quire.ops.attention import reference as twin
+from quire.ops.attention import triton as ops
 from quire.ops.attention.reference import AttentionTables
 from quire.ops.attention.triton import END_KEY, FIRST_UNIT, NUM_SPLITS, AttentionWork, Tile
-from quire.ops.attention.triton import reference as twin
-from quire.ops.attention.triton import triton as ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.blocks.triton import reference as twin
-from quire.ops.blocks.triton import triton as blocks
+from quire.ops.blocks import reference as twin
+from quire.ops.blocks import triton as blocks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPE = (2, 16, 3, 64)

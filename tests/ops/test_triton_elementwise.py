@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.ops.elementwise.triton import reference as twin
-from quire.ops.elementwise.triton import triton as ops
+from quire.ops.elementwise import reference as twin
+from quire.ops.elementwise import triton as ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter computes float32 and float16; bfloat16 is for the card.

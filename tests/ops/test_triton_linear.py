@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from quire.ops.linear import reference as ref
+from quire.ops.linear import triton as ops
 from quire.ops.linear.triton import Config
-from quire.ops.linear.triton import reference as ref
-from quire.ops.linear.triton import triton as ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from quire.ops.mask import triton as mask
 from quire.ops.mask.reference import mask_logits
-from quire.ops.mask.triton import triton as mask
 from quire.ops.vocab import cpu as vocab
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

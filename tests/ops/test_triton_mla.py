@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.ops.attention import triton as attention
 from quire.ops.attention.reference import AttentionTables
 from quire.ops.attention.triton import NUM_SPLITS, AttentionWork, Tile
-from quire.ops.attention.triton import triton as attention
-from quire.ops.mla.triton import reference as twin
-from quire.ops.mla.triton import triton as mla
+from quire.ops.mla import reference as twin
+from quire.ops.mla import triton as mla
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()

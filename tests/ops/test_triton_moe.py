@@ -8,12 +8,12 @@ from tests.ops.test_offsets import FAR, NO_RESERVE, Rows
 from torch import Tensor
 
 from quire.ops.launch import options, pdl
+from quire.ops.moe import reference as twin
+from quire.ops.moe import triton as moe
 from quire.ops.moe.triton import Config, Tile
-from quire.ops.moe.triton import reference as twin
-from quire.ops.moe.triton import triton as moe
+from quire.ops.routing import reference as twin_routing
+from quire.ops.routing import triton as routing
 from quire.ops.routing.reference import Routing
-from quire.ops.routing.triton import reference as twin_routing
-from quire.ops.routing.triton import triton as routing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32, torch.float16]

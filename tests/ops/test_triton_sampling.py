@@ -8,10 +8,10 @@ import torch
 from tests.sampling.on_cpu import sample, sampling_rows
 from torch import Tensor
 
+from quire.ops.sampling import gumbel
+from quire.ops.sampling import reference as twin
+from quire.ops.sampling import triton as sampling
 from quire.ops.sampling.penalties import penalize
-from quire.ops.sampling.triton import gumbel
-from quire.ops.sampling.triton import reference as twin
-from quire.ops.sampling.triton import triton as sampling
 from quire.params import SamplingParams
 from quire.sampling.rows import FLOATS, INTS
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from quire.ops.step.triton import cpu as cpu_step
-from quire.ops.step.triton import reference as twin
-from quire.ops.step.triton import triton as step
+from quire.ops.step import cpu as cpu_step
+from quire.ops.step import reference as twin
+from quire.ops.step import triton as step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

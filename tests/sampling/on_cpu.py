@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.ops.sampling.triton import cpu as sampling
+from quire.ops.sampling import cpu as sampling
 from quire.ops.vocab import cpu as vocab
 from quire.sampling.rows import FLOATS, INTS, SamplingRows, Table
 from quire.sampling.sampler import SampleLogprobs, SampleMasks, Sampler

@@ -5,8 +5,8 @@ import torch
 from tests.sampling.on_cpu import sampling_rows
 from torch import Tensor
 
-from quire.ops.mask.triton import reference as reference_mask
-from quire.ops.sampling.triton import cpu, reference
+from quire.ops.mask import reference as reference_mask
+from quire.ops.sampling import cpu, reference
 from quire.ops.vocab import cpu as cpu_vocab
 from quire.params import SamplingParams
 from quire.sampling.custom import LogitsProcessor

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from quire.ops.mask.reference import mask_logits
-from quire.ops.sampling.triton import cpu as native
+from quire.ops.sampling import cpu as native
 from quire.params import SamplingParams
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import edit_sparsely

@@ -11,7 +11,7 @@ from scipy.stats import chi2_contingency, chisquare
 from tests.sampling.on_cpu import Sampled, sample, sampling_rows
 from torch import Tensor
 
-from quire.ops.sampling.triton import gumbel
+from quire.ops.sampling import gumbel
 from quire.ops.vocab import reference as vocab
 from quire.params import SamplingParams
 from quire.sampling.logprobs import token_logprobs

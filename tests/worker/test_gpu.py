@@ -14,7 +14,7 @@ from quire.core.engine import Engine
 from quire.errors import ConfigError
 from quire.layers.attention import flash_attn, flashinfer
 from quire.models.qwen3 import TINY
-from quire.ops.attention.triton import cudnn as fresh
+from quire.ops.attention import cudnn as fresh
 from quire.worker.choose import Chooser
 from quire.worker.gpu.graphs import Graphs, fit, ladder
 from tests.core.harness import ToyTier

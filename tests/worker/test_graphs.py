@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.ops.attention import cpu as attention
 from quire.ops.attention.reference import AttentionTables
-from quire.ops.attention.triton import cpu as attention
 from quire.ops.cpu.tape import Recording, Rows
-from quire.ops.elementwise.triton import cpu as elementwise
+from quire.ops.elementwise import cpu as elementwise
 from quire.ops.packed_linear import cpu as linear
 from tests.prompts import PROMPTS
 

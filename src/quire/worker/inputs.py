@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.attention.base import AttentionBackend, DeviceStep, HostStep, Limits, Shape
-from quire.ops.attention.triton import cudnn as fresh
+from quire.ops.attention import cudnn as fresh
 from quire.step import StepPlan
 from quire.worker.words import Words
 

@@ -15,7 +15,7 @@ from quire.layers.attention.base import AttentionBackend
 from quire.layers.base import Layer, Runtime, frozen, head_units
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
-from quire.ops.attention.triton import cudnn as fresh
+from quire.ops.attention import cudnn as fresh
 from quire.quant.base import Section, Split
 
 

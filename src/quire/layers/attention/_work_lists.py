@@ -13,9 +13,9 @@ import torch
 from quire.errors import UnsupportedModelError
 from quire.layers.attention._layer import CacheLayer
 from quire.layers.attention.base import AttentionBackend, HostStep, Limits, Shape
+from quire.ops.attention import cudnn as fresh
 from quire.ops.attention.reference import AttentionTables
 from quire.ops.attention.triton import UNIT_WORDS, AttentionWork, WorkShape, max_split_units, max_units, plan_units
-from quire.ops.attention.triton import cudnn as fresh
 from quire.ops.launch import num_multiprocessors
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from quire.layers.attention.base import CpuBackend
-from quire.ops.mla.triton import reference as mla
+from quire.ops.mla import reference as mla
 
 
 class LatentReference(CpuBackend):

@@ -18,7 +18,7 @@ from quire.ops.attention.reference import AttentionTables
 from quire.ops.attention.triton import LOG2_E, LOWEST, Tile, WorkShape, _merge, load_unit, plan
 from quire.ops.elementwise.triton import _place, _scaled
 from quire.ops.launch import capability, has_little_shared_memory, options, pdl
-from quire.ops.mla.triton import reference
+from quire.ops.mla import reference
 
 # A split tile is merged in so many columns at a time: what its loads fit in registers with.
 MERGE_COLUMNS = 128

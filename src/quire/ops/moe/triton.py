@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.ops.launch import capability, has_little_shared_memory, options, pdl, wait_turn
-from quire.ops.moe.triton import reference as twin
+from quire.ops.moe import reference as twin
 
 ALPHA, LIMIT = tl.constexpr(twin.ALPHA), tl.constexpr(twin.LIMIT)
 # Bytes of weights that a program of few rows has in flight, for either product.

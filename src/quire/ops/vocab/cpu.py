@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from quire.ops.cpu.tape import Rows, compiled
-from quire.ops.mask.triton import reference as mask
+from quire.ops.mask import reference as mask
+from quire.ops.sampling import gumbel
 from quire.ops.sampling.reference import VERY_LARGE
-from quire.ops.sampling.triton import gumbel
 from quire.ops.vocab import reference as vocab
 
 _PTR, _INT = ctypes.c_void_p, ctypes.c_int64
