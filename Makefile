@@ -27,6 +27,8 @@ test: $(VENV)/.installed-test lint
 
 lint: $(VENV)/.installed-test
 	@$(BIN)/ruff check src tests benchmarks examples
+	@$(BIN)/ruff format --check -q src tests benchmarks examples
+	@$(BIN)/mypy
 
 bench: $(VENV)/.installed-test
 	@$(BIN)/python benchmarks/cpu.py

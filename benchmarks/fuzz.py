@@ -111,7 +111,7 @@ class Watcher(ABC):
         self.ending.set()
         self.thread.join(30)
 
-    def take(self) -> list[str]:
+    def take_findings(self) -> list[str]:
         """What was wrong since the last call."""
         found, self.wrong = self.wrong, []
         return found
@@ -312,7 +312,7 @@ class Target:
 
     def trouble(self) -> list[str]:
         """All that is wrong now or was since the last call."""
-        found = [*self.prober.take(), *self.bystander.take()]
+        found = [*self.prober.take_findings(), *self.bystander.take_findings()]
         found += self._honest()
         if left := self._come_back(self._left):
             found.append(left)
@@ -322,7 +322,7 @@ class Target:
             found.append(grown)
         if self.server.process.poll() is not None:  # all else follows from it
             found = [f"the server ended with exit code {self.server.process.returncode}"]
-        return [*found, *self._logged(), *self.prober.take(), *self.bystander.take()]
+        return [*found, *self._logged(), *self.prober.take_findings(), *self.bystander.take_findings()]
 
     def _honest(self) -> list[str]:
         """/ready says whether a request is answered; the engine's books are in order."""

@@ -110,10 +110,10 @@ def test_the_deciding_tower_never_imports_torch(path):
 
 def test_a_chat_is_rendered_and_tokenized_without_torch():
     program = (
-        "import sys; from quire.config import EngineConfig; from quire.frontend.model import Model\n"
+        "import sys; from quire.config import EngineConfig; from quire.frontend.model import ModelInfo\n"
         "from quire.frontend.chat import encode_chat; from quire.frontend.inputs import InputProcessor\n"
         "from quire.params import SamplingParams\n"
-        "m = Model.open(EngineConfig.from_kwargs(model='smollm2'))\n"
+        "m = ModelInfo.open(EngineConfig.from_kwargs(model='smollm2'))\n"
         "ids = encode_chat(m.tokenizer, m.template, [{'role': 'user', 'content': 'Hello'}])\n"
         "InputProcessor(m).request('r', ids, SamplingParams())\n"
         "assert ids and 'torch' not in sys.modules and 'transformers' not in sys.modules"

@@ -32,7 +32,7 @@ class RowStart(msgspec.Struct, array_like=True):
     num_prompt_logprobs: int  # positions whose prompt logprobs were delivered before; 0 on a first start
 
 
-class Told(msgspec.Struct, array_like=True):
+class ForcedTokens(msgspec.Struct, array_like=True):
     """Tokens of a row that no step chose, from `start` on: a grammar knew them before."""
 
     row: int
@@ -59,7 +59,7 @@ class StepPlan(msgspec.Struct, array_like=True, gc=False):
     num_tokens: list[int]
     produces: list[int]
     new_blocks: list[list[list[int]]]  # per row and group: block ids appended to its table
-    told: list[Told] = []
+    forced: list[ForcedTokens] = []
     moves: list[Move] = []
 
     @property

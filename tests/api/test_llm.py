@@ -356,10 +356,10 @@ def test_loading_grows_memory_by_little_more_than_what_stays(smollm2):
     program = """
 import re, threading, sys
 from quire.config import EngineConfig
-from quire.frontend.model import Model
+from quire.frontend.model import ModelInfo
 import torch, quire.worker.worker as w
 def status(key): return int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
-model = Model.open(EngineConfig.from_kwargs(dtype=sys.argv[1], max_model_len=512))
+model = ModelInfo.open(EngineConfig.from_kwargs(dtype=sys.argv[1], max_model_len=512))
 __import__("quire.ops.packed_linear.cpu", fromlist=["x"]).supported()  # compiled before memory is counted
 before, peak, done = status("VmRSS"), 0, threading.Event()
 def watch():

@@ -84,8 +84,8 @@ class FakeExecutor(Executor):
             self._move(move)
         for start in plan.new_rows:
             self.rows[start.row] = _Row(start.token_ids, start.seed, start.choice_idx, len(self.groups))
-        for told in plan.told:
-            self.rows[told.row].token_ids[told.start :] = told.token_ids
+        for forced in plan.forced:
+            self.rows[forced.row].token_ids[forced.start :] = forced.token_ids
         tokens: list[list[int]] = []
         vectors: dict[int, list[float]] = {}
         for row, first, count, produces, new in zip(

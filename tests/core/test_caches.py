@@ -11,22 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kv.pool import NULL_BLOCK
-from quire.kv.specs import CacheSpec, Full, Part, Sliding, State
+from quire.kv.specs import CacheSpec, EntryPart, Full, Sliding, State
 from quire.kv.tier import NoTier
 from tests.core.fake import hidden_state
 from tests.core.harness import FULL, HYBRID, Core, ToyTier
 
 EVERY = 64  # tokens between two states that others may resume from
-STATE = State((Part("hash", "uint8", (32,)),), every=EVERY)
+STATE = State((EntryPart("hash", "uint8", (32,)),), every=EVERY)
 RECURRENT = {"attention:kv": Full(1, 1, "bfloat16"), "recurrent:state": STATE}
 ONLY_STATES = {"recurrent:state": STATE}
 # As DeepSeek V4 has it: a window, entries of 4 tokens, the state of whoever makes these entries.
 COMPRESSED = {
     "window:kv": Sliding(1, 4, "bfloat16", window=12),
     "compressed:kv": CacheSpec(
-        "full", (Part("keys", "int8", (6,)), Part("scales", "float32", (2,))), tokens_per_entry=4
+        "full", (EntryPart("keys", "int8", (6,)), EntryPart("scales", "float32", (2,))), tokens_per_entry=4
     ),
-    "compressor:tail": State((Part("tail", "float32", (3,)),), every=32),
+    "compressor:tail": State((EntryPart("tail", "float32", (3,)),), every=32),
 }
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kv.specs import Part, State
+from quire.kv.specs import EntryPart, State
 from quire.step import TOKEN
 from tests.core.fake import VOCAB_SIZE, FakeExecutor, next_token
 from tests.core.harness import ALL_STOPS, FULL, HYBRID, Core
@@ -99,7 +99,7 @@ def test_blocks_are_named_by_the_tokens_they_hold(depth):
 
 
 def test_a_cache_that_cannot_go_back_gets_no_drafts():
-    core = drafting({**FULL, "recurrent:state": State((Part("hash", "uint8", (32,)),), every=8)}, pipeline_depth=2)
+    core = drafting({**FULL, "recurrent:state": State((EntryPart("hash", "uint8", (32,)),), every=8)}, pipeline_depth=2)
     core.add("a", list(range(9)), max_tokens=30)
     core.run()
     core.assert_all_as_expected()

@@ -5,7 +5,7 @@ import pytest
 from quire.kv.groups import MAX_GROUPS, check_capacity, form_layout, num_blocks_for, with_blocks
 from quire.kv.manager import KVManager
 from quire.kv.pool import NULL_BLOCK
-from quire.kv.specs import CacheSpec, Full, KVLayout, Part, Sliding, State
+from quire.kv.specs import CacheSpec, EntryPart, Full, KVLayout, Sliding, State
 
 HEADS = {"num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
 
@@ -62,16 +62,16 @@ def test_groups_are_never_more_than_a_step_can_bear():
 
 COMPRESS_RATIOS = [0, 0] + [4, 128] * 20 + [4]
 VECTOR = (
-    Part("nope", "float8_e4m3fn", (448,)),
-    Part("rope", "bfloat16", (64,)),
-    Part("scales", "float8_e8m0fnu", (8,)),
+    EntryPart("nope", "float8_e4m3fn", (448,)),
+    EntryPart("rope", "bfloat16", (64,)),
+    EntryPart("scales", "float8_e8m0fnu", (8,)),
 )
-INDEX = (Part("keys", "float8_e4m3fn", (128,)), Part("scale", "float32", (1,)))
+INDEX = (EntryPart("keys", "float8_e4m3fn", (128,)), EntryPart("scale", "float32", (1,)))
 
 
 def tail(num_tokens: int, width: int) -> CacheSpec:
     """What a compressor must remember of its last tokens: projections and gates, in float32."""
-    return State((Part("tail", "float32", (num_tokens, width)),), every=256)
+    return State((EntryPart("tail", "float32", (num_tokens, width)),), every=256)
 
 
 def deepseek_v4_flash() -> dict[str, CacheSpec]:

@@ -75,7 +75,7 @@ def attend(layer: MLA, x_TD: Tensor, counts: list[int], fresh: bool, unused: int
         ints = (torch.tensor(values, dtype=torch.int32) for values in ([0, count], [end]))
         tables = AttentionTables(*ints, table, BLOCK_SIZE, count)
         if fresh and start == 0:
-            tables = dataclasses.replace(tables, work=(), fresh=((0, count),))
+            tables = dataclasses.replace(tables, work=(), uncached_prefills=((0, count),))
         layer.context.tables[:], layer.context.slots_T[:] = [tables], [slots]
         with torch.inference_mode():
             outputs.append(layer(torch.cat((x_TD[start:end], torch.ones(unused, x_TD.shape[1]))), positions)[:count])
@@ -113,7 +113,7 @@ def test_a_step_of_fresh_and_other_rows_computes_both() -> None:
     slots[1:] = torch.tensor([4, 0])[positions[1:] // 16] * 16 + positions[1:] % 16
     table = torch.tensor([[3, 1], [4, 0]], dtype=torch.int32)
     starts, lens = torch.tensor([0, 1, 31], dtype=torch.int32), torch.tensor([30, 30], dtype=torch.int32)
-    layer.context.tables[:] = [AttentionTables(starts, lens, table, 16, 30, fresh=((1, 30),))]
+    layer.context.tables[:] = [AttentionTables(starts, lens, table, 16, 30, uncached_prefills=((1, 30),))]
     layer.context.slots_T[:] = [slots]
     with torch.inference_mode():
         out = layer(torch.cat((x_TD[29:], other_TD)), positions)

@@ -156,7 +156,7 @@ def test_asking_what_is_wanted_takes_no_memory_and_numbers_arrive_in_the_models_
     gate_up, down = moe.experts.methods
     assert all(p.is_meta for p in moe.parameters()) and not gate_up.memory() and not down.memory()
     for name in ("experts.3.up_proj.weight", "experts.0.down_proj.weight", "mlp.gate.e_score_correction_bias"):
-        wanted[name].take(raw(torch.full(wanted[name].shape, 1.25)))
+        wanted[name].load(raw(torch.full(wanted[name].shape, 1.25)))
     assert (
         gate_up.numbers().dtype == down.numbers().dtype == torch.bfloat16 and moe.correction_bias.dtype == torch.float32
     )

@@ -54,7 +54,7 @@ def answered(n: int = 1, num_tokens: int = 5) -> RequestState:
     """A request that arrived at 100 s, waited for one, and got its tokens from 103 to 107."""
     request = RequestState("r", None, list(range(30)), SamplingParams(n=n), [], None)
     for choice_idx in range(n):
-        request.take(ChoiceDelta("r", choice_idx, list(range(num_tokens)), "length"))
+        request.add_delta(ChoiceDelta("r", choice_idx, list(range(num_tokens)), "length"))
     times = request.metrics
     times.arrival_time, times.queue_s, times.first_token_time, times.last_token_time = 100.0, 1.0, 103.0, 107.0
     times.finished_time = 107.5

@@ -48,7 +48,7 @@ def test_a_layer_that_shares_gets_its_owners_cache_group_and_backend():
         layer.backend_class = Native
     layout = form_layout(kv_specs(model, torch.float32), 16, num_blocks=4)
     KVMemory(layout, CPU, copy_blocks).attach(model)
-    group_backends(model, layout.groups, Limits(num_rows=2, max_tokens=8, max_len=64, like=torch.empty(0)))
+    group_backends(model, layout.groups, Limits(num_rows=2, max_tokens=8, max_len=64, hidden_like=torch.empty(0)))
     for layer_idx, owner_idx in {3: 1, 4: 1, 5: 2}.items():
         layer, owner = layers[layer_idx], layers[owner_idx]
         assert layer.cache is owner.cache and layer.group_idx == owner.group_idx and layer.backend is owner.backend

@@ -2,7 +2,7 @@
 
 import torch
 
-from quire.ops.attention import cudnn as fresh
+from quire.ops.attention import cudnn
 from quire.ops.attention.reference import AttentionTables, paged_attention, write_kv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,7 +23,7 @@ def test_fresh_rows_attend_as_over_the_cache_and_leave_others_alone():
     ints = lambda values: torch.tensor(values, dtype=torch.int32, device=DEVICE)  # noqa: E731
     expected = paged_attention(q, cache, AttentionTables(ints(starts), ints(counts), table, size, 70), scale=0.3)
     out = torch.full((total, H, D), torch.nan, device=DEVICE, dtype=DTYPE)
-    fresh.fresh_attention(q, k, v, ((0, 40), (43, 70)), out, scale=0.3)
+    cudnn.uncached_prefill_attention(q, k, v, ((0, 40), (43, 70)), out, scale=0.3)
     assert out[40:43].isnan().all()
     out[40:43] = expected[40:43]
     torch.testing.assert_close(

@@ -20,7 +20,7 @@ from quire.quant.gguf import Blocks, method
 from quire.quant.plain import packed
 from quire.quant.plain.dense import Dense
 from quire.worker.build import empty
-from quire.worker.load import wanted_weights
+from quire.worker.load import declared_weights
 from tests.attached import attached
 from tests.models.oracle import OPTIONS, PROMPTS
 from tests.quant.methods.toy import ENDS, GROUP, numbers
@@ -58,7 +58,7 @@ def checkpoints(fields: dict, paths: str, folder: Path) -> tuple[Path, Path]:
     model = attached(empty(fields, "float32"))
     generator = torch.Generator().manual_seed(0)
     plain, toy = {}, {}
-    for ours, (weight, *_) in wanted_weights(model).items():
+    for ours, (weight, *_) in declared_weights(model).items():
         path = model.checkpoint_path(ours.removesuffix(".weight"))
         name = f"{path}.weight" if ours.endswith(".weight") else path
         if not (re.fullmatch(paths, path) and len(weight.shape) == 2 and not path.endswith(".gate")):
@@ -134,8 +134,8 @@ def test_blocks_of_a_gguf_file_stay_as_they_are_beside_plain_parts():
     parts = [Part(f"layer.{name}", (32, 64)) for name in ("gate", "up")]
     kept, dense = (kind(parts, torch.bfloat16, cpu) for kind in (Blocks, Dense))
     for part_idx, tensor in enumerate(tensors):
-        kept.take(part_idx, tensor)
-        dense.take(part_idx, tensor)
+        kept.load_part(part_idx, tensor)
+        dense.load_part(part_idx, tensor)
     x, bias = torch.randn(3, 64, generator=generator).bfloat16(), torch.randn(64, generator=generator).bfloat16()
     torch.testing.assert_close(kept.numbers(), dense.numbers())
     torch.testing.assert_close(kept.apply(x, bias), dense.apply(x, bias), rtol=0.02, atol=0.02)

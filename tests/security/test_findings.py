@@ -344,7 +344,7 @@ def test_no_task_of_the_supervisor_ends_unnoticed(smollm2, caplog, task):
 def test_a_supervisor_that_cannot_mend_itself_ends_with_a_message(smollm2):
     async def scenario(llm: AsyncLLM) -> None:
         stream = await llm.submit([1, 2, 3], SamplingParams(max_tokens=4000, ignore_eos=True))
-        llm.supervisor._bury = lambda *args: 1 / 0
+        llm.supervisor._after_core_exit = lambda *args: 1 / 0
         llm.supervisor.core.kill()
         with pytest.raises(Exception, match="supervisor failed"):
             await stream.wait()

@@ -17,10 +17,10 @@ asked: set[str] = set()  # files that were looked for or opened
 def open_model(folder: str) -> dict[str, Any]:
     """As `quire info` does, and the tokenizer and the template beside."""
     from quire.config import EngineConfig
-    from quire.frontend.model import Model
+    from quire.frontend.model import ModelInfo
     from quire.worker.describe import describe
 
-    model = Model.open(EngineConfig.from_kwargs(model=folder, device="cpu"))
+    model = ModelInfo.open(EngineConfig.from_kwargs(model=folder, device="cpu"))
     return describe(model.config)
 
 

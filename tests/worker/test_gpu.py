@@ -14,7 +14,7 @@ from quire.core.engine import Engine
 from quire.errors import ConfigError
 from quire.layers.attention import flash_attn, flashinfer
 from quire.models.qwen3 import TINY
-from quire.ops.attention import cudnn as fresh
+from quire.ops.attention import cudnn
 from quire.worker.choose import Chooser
 from quire.worker.gpu.graphs import Graphs, fit, ladder
 from tests.core.harness import ToyTier
@@ -92,15 +92,15 @@ def test_blocks_pushed_out_of_the_pool_come_back_with_their_numbers(model, devic
 
 
 def test_prompts_that_skip_the_cache_give_the_same_tokens(model, monkeypatch):
-    monkeypatch.setattr(fresh, "MIN_TOKENS", 16)
-    monkeypatch.setattr(fresh, "STEP", 1)
-    monkeypatch.setattr(fresh, "supports", lambda like, head_size, value_size: True)
+    monkeypatch.setattr(cudnn, "MIN_TOKENS", 16)
+    monkeypatch.setattr(cudnn, "STEP", 1)
+    monkeypatch.setattr(cudnn, "supports", lambda like, head_size, value_size: True)
     called = []
-    run = fresh.fresh_attention
+    run = cudnn.uncached_prefill_attention
     monkeypatch.setattr(
-        fresh, "fresh_attention", lambda *args, **options: called.append(args[3]) or run(*args, **options)
+        cudnn, "uncached_prefill_attention", lambda *args, **options: called.append(args[3]) or run(*args, **options)
     )
-    monkeypatch.setattr(fresh, "sdpa_kernel", lambda backend: contextlib.nullcontext())  # cuDNN itself takes no float32
+    monkeypatch.setattr(cudnn, "sdpa_kernel", lambda backend: contextlib.nullcontext())  # cuDNN itself takes no float32
     expected, _, _ = answers(model, MIXED, device="cpu")
     found, _, _ = answers(model, MIXED, **DEVICE, enable_prefix_caching=False)
     assert ids(found) == ids(expected)

@@ -14,7 +14,7 @@ from quire.errors import RequestError
 from quire.frontend.chat import encode_chat
 from quire.frontend.inproc import InprocClient
 from quire.frontend.inputs import InputProcessor, Prompt
-from quire.frontend.model import Model
+from quire.frontend.model import ModelInfo
 from quire.frontend.requests import RequestState
 from quire.messages import Abort
 from quire.outputs import RequestOutput
@@ -37,7 +37,7 @@ class LLM:
         return llm
 
     def _start(self, config: EngineConfig) -> None:
-        self.model = Model.open(config)
+        self.model = ModelInfo.open(config)
         self.inputs = InputProcessor(self.model)
         self.client: InprocClient | None = InprocClient(self.model.config)
         self.is_running = False  # a generator of `_run` is not at its end
@@ -156,7 +156,7 @@ class LLM:
                 while live:
                     outputs = self.client.step()
                     raise_if_interrupted()
-                    for change in self.client.take_in(outputs, live.get):
+                    for change in self.client.apply_outputs(outputs, live.get):
                         if change.error is not None:
                             raise change.error
                         num_tokens += change.num_tokens

@@ -105,7 +105,7 @@ class GGUFFile:
 
     def _read_header(self) -> None:
         cursor = _Cursor(self._file.raw, self.path.name)
-        if cursor.take(4) != MAGIC:
+        if cursor.read_bytes(4) != MAGIC:
             cursor.fail("it does not begin with the letters GGUF")
         version = cursor.integer("I")
         if version not in (2, 3):
@@ -191,7 +191,7 @@ class _Cursor:
     def fail_truncated(self) -> NoReturn:
         self.fail("it ends in the middle of its header (truncated?)")
 
-    def take(self, num_bytes: int) -> bytes:
+    def read_bytes(self, num_bytes: int) -> bytes:
         start = self.position
         if num_bytes > self._end - start:
             self.fail_truncated()
@@ -199,7 +199,7 @@ class _Cursor:
         return self._buffer[start : self.position]
 
     def scalar(self, code: str) -> Any:
-        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+        return struct.unpack("<" + code, self.read_bytes(struct.calcsize("<" + code)))[0]
 
     def integer(self, code: str) -> int:
         return int(self.scalar(code))
@@ -231,7 +231,7 @@ class _Cursor:
     def tensor_record(self) -> _Record:
         name = self.string()
         num_dims = self.count("I", "dimensions", least_bytes=8, limit=_MAX_DIMS)
-        dims = struct.unpack(f"<{num_dims}Q", self.take(8 * num_dims))
+        dims = struct.unpack(f"<{num_dims}Q", self.read_bytes(8 * num_dims))
         if math.prod(dims) == 0 or not dims:
             self.fail(f"tensor {name!r:.80} has no elements")
         return _Record(name, dims, self.integer("I"), self.integer("Q"))
@@ -250,7 +250,7 @@ class _Cursor:
             return self._bools(count)
         if kind not in _SCALARS:
             self.fail(f"an array has the unknown type {kind}")
-        return list(struct.unpack(f"<{count}{code}", self.take(count * item_bytes)))
+        return list(struct.unpack(f"<{count}{code}", self.read_bytes(count * item_bytes)))
 
     def _strings(self, count: int) -> list[str]:
         """Vocabularies have hundreds of thousands of strings: this loop is most of the time a header takes."""
@@ -272,7 +272,7 @@ class _Cursor:
         return strings
 
     def _bools(self, count: int) -> list[bool]:
-        raw = self.take(count)
+        raw = self.read_bytes(count)
         if raw.strip(b"\0\1"):
             self.fail("a boolean is neither 0 nor 1")
         return [byte == 1 for byte in raw]

@@ -99,7 +99,7 @@ class GGUFArchitecture:
     architecture: str  # HF class
     model_type: str
     keys: Mapping[str, str] = field(default_factory=lambda: _KEYS)
-    unsaid: Mapping[str, Any] = field(default_factory=dict)  # what holds where the file does not say
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # what holds where the file does not say
     tensors: Mapping[str, str] = field(default_factory=dict)  # what differs from `_IN_LAYER`
     permutes_qk: bool = False  # rows of q and k are stored in another order: see `unpermute_rows`
     fuses_qkv: bool = False  # our model, too, has q, k and v in one
@@ -239,14 +239,14 @@ _GPT_NEOX = {
         "layer_norm_eps": _LAYER_NORM,
         "use_parallel_residual": "use_parallel_residual",
     },
-    "unsaid": {"hidden_act": "gelu"},
+    "defaults": {"hidden_act": "gelu"},
     "fuses_qkv": True,
 }
 _FALCON = {
     "architecture": "FalconForCausalLM",
     "model_type": "falcon",
     "keys": {**_SIZES, "layer_norm_epsilon": _LAYER_NORM},
-    "unsaid": {"activation": "gelu"},
+    "defaults": {"activation": "gelu"},
     "fuses_qkv": True,
     "finish": _falcon,
 }
@@ -294,7 +294,7 @@ GGUF_ARCHITECTURES: dict[str, GGUFArchitecture] = {
             "num_experts": "expert_count",
             "moe_intermediate_size": "expert_feed_forward_length",
         },
-        unsaid={"norm_topk_prob": True},
+        defaults={"norm_topk_prob": True},
     ),
     "olmoe": GGUFArchitecture(
         architecture="OlmoeForCausalLM",
@@ -334,7 +334,7 @@ GGUF_ARCHITECTURES: dict[str, GGUFArchitecture] = {
         architecture="Gemma2ForCausalLM",
         model_type="gemma2",
         keys={**_KEYS, **_WINDOW, **_SOFTCAPS},
-        unsaid={"sliding_window": 4096, "hidden_activation": "gelu_pytorch_tanh"},
+        defaults={"sliding_window": 4096, "hidden_activation": "gelu_pytorch_tanh"},
         tensors=_POST_NORMS,
         window_period=2,
         finish=_gemma_scale(large=46),
@@ -348,7 +348,7 @@ GGUF_ARCHITECTURES: dict[str, GGUFArchitecture] = {
             "rope_local_base_freq": "rope.freq_base_swa",
             "final_logit_softcapping": "final_logit_softcapping",
         },
-        unsaid={"rope_local_base_freq": 10000.0, "hidden_activation": "gelu_pytorch_tanh"},
+        defaults={"rope_local_base_freq": 10000.0, "hidden_activation": "gelu_pytorch_tanh"},
         tensors=_POST_NORMS,
         window_period=6,
         finish=_gemma_scale(large=62),
@@ -357,7 +357,7 @@ GGUF_ARCHITECTURES: dict[str, GGUFArchitecture] = {
         architecture="PhiForCausalLM",
         model_type="phi",
         keys={**_SIZES, **_PART_ROTATES, "layer_norm_eps": _LAYER_NORM},
-        unsaid={"hidden_act": "gelu_new"},
+        defaults={"hidden_act": "gelu_new"},
     ),
     "phi3": GGUFArchitecture(
         architecture="Phi3ForCausalLM",
@@ -390,14 +390,14 @@ GGUF_ARCHITECTURES: dict[str, GGUFArchitecture] = {
         architecture="Starcoder2ForCausalLM",
         model_type="starcoder2",
         keys={**_SIZES, **_WINDOW, "norm_epsilon": _LAYER_NORM},
-        unsaid={"hidden_act": "gelu_pytorch_tanh"},
+        defaults={"hidden_act": "gelu_pytorch_tanh"},
         finish=_starcoder2,
     ),
     "gpt2": GGUFArchitecture(
         architecture="GPT2LMHeadModel",
         model_type="gpt2",
         keys={**_SIZES, "layer_norm_epsilon": _LAYER_NORM},
-        unsaid={"activation_function": "gelu_new"},
+        defaults={"activation_function": "gelu_new"},
         fuses_qkv=True,
     ),
     "gptneox": GGUFArchitecture(

@@ -49,7 +49,7 @@ def config_from_gguf(gguf: GGUFFile) -> dict[str, Any]:
         "architectures": [row.architecture],
         "model_type": row.model_type,
         "hidden_act": "silu",
-        **row.unsaid,
+        **row.defaults,
     }
     config |= {hf_key: _number(values[key], prefix + key, gguf) for hf_key, key in row.keys.items() if key in values}
     if missing := [key for key in _REQUIRED if key in row.keys and key not in config]:

@@ -59,7 +59,7 @@ class NoGuides:
     def add(self, request: Request, constraint: Constraint) -> None:
         raise EngineError("a request with a grammar came before the vocabulary: this is a bug in the frontend")
 
-    def take(self) -> tuple[list[Request], list[tuple[Request, str]]]:
+    def take_decided(self) -> tuple[list[Request], list[tuple[Request, str]]]:
         return [], []
 
     def abort(self, request_id: str, choice_idx: int | None) -> None:
@@ -152,7 +152,7 @@ class Engine:
 
     def _admit_guided(self) -> None:
         """Those whose grammar is there join the line; those whose grammar is no good are refused."""
-        ready, hopeless = self.guides.take()
+        ready, hopeless = self.guides.take_decided()
         for request in ready:
             self.scheduler.add(request)
         for request, error in hopeless:

@@ -23,7 +23,7 @@ PATIENCE_S = 0.005  # how long an idle core sleeps before it looks for new messa
 class RequestGuide(Guide):
     """The guide of a request: also takes tokens without asking the model, where only one can follow."""
 
-    def take_in(self, request: Request, delta: ChoiceDelta, num_running: int) -> None:
+    def follow(self, request: Request, delta: ChoiceDelta, num_running: int) -> None:
         """The new tokens, and those that must follow them."""
         if problem := self.advance(delta.token_ids):
             delta.finish_reason, delta.error = "error", problem
@@ -68,7 +68,7 @@ class Guides:
     def has_work(self) -> bool:
         return bool(self.waiting)
 
-    def take(self) -> tuple[list[Request], list[tuple[Request, str]]]:
+    def take_decided(self) -> tuple[list[Request], list[tuple[Request, str]]]:
         """Requests that can run now, and those that cannot ever, with the reason."""
         ready, refused, still = [], [], deque()
         for request, constraint, ticket in self.waiting:

@@ -29,7 +29,7 @@ class Request:
         "request_id", "choice_idx", "params", "seed", "priority", "key", "stop_ids", "eos_ids", "bad_words", "cache_salt",
         "token_ids", "num_prompt_tokens", "max_total_tokens", "num_computed", "num_in_flight", "num_sampling",
         "status", "row", "blocks", "num_preemptions", "num_prompt_logprobs", "num_cached_tokens", "leader", "followers", "num_dependents",
-        "arrival", "queue_s", "guide", "told_from", "num_forced", "num_row_start", "wants_vector",
+        "arrival", "queue_s", "guide", "forced_from", "num_forced", "num_row_start", "wants_vector",
     )  # fmt: skip
 
     def __init__(self, message: AddRequest, choice_idx: int, params: SamplingParams, max_model_len: int) -> None:
@@ -56,7 +56,7 @@ class Request:
 
         self.num_computed = 0  # tokens in the cache by steps that were applied
         self.guide: RequestGuide | None = None  # what its answer must look like
-        self.told_from: int | None = None  # where tokens begin that the worker has not been told
+        self.forced_from: int | None = None  # where tokens begin that the worker has not been told
         self.num_forced = 0  # times that tokens came which no step chose
 
         self.num_in_flight = 0  # tokens given to steps not applied yet, drafts included
@@ -94,7 +94,7 @@ class Request:
 
     def force(self, token_ids: list[int]) -> tuple[str | None, int | None]:
         """`extend`, with tokens that no step chose: what steps in flight choose instead is not wanted."""
-        self.told_from, self.num_sampling = len(self.token_ids), 0
+        self.forced_from, self.num_sampling = len(self.token_ids), 0
         self.num_forced += 1
         return self.extend(token_ids)
 

@@ -18,7 +18,7 @@ from quire.core.request import Request, Status
 from quire.core.waiting import POLICIES, WaitingQueue
 from quire.kv.manager import KVManager
 from quire.messages import ChoiceDelta, EngineStats
-from quire.step import NOTHING, TOKEN, VECTOR, RowStart, StepPlan, StepResult, Told
+from quire.step import NOTHING, TOKEN, VECTOR, ForcedTokens, RowStart, StepPlan, StepResult
 
 
 class Scheduler:
@@ -149,7 +149,7 @@ class Scheduler:
         self._leave_leader(request)
         request.row = self.free_rows.pop()
         request.num_computed = num_cached
-        request.told_from = None
+        request.forced_from = None
         request.num_row_start = len(request.token_ids)
         if request.num_preemptions == 0:
             request.num_cached_tokens = num_cached
@@ -186,9 +186,9 @@ class Scheduler:
         plan.num_tokens.append(num_tokens)
         plan.produces.append(produces)
         plan.new_blocks.append(new_blocks)
-        if request.told_from is not None:
-            plan.told.append(Told(request.row, request.told_from, request.token_ids[request.told_from :]))
-            request.told_from = None
+        if request.forced_from is not None:
+            plan.forced.append(ForcedTokens(request.row, request.forced_from, request.token_ids[request.forced_from :]))
+            request.forced_from = None
         step.entries.append(Entry(request, num_tokens, produces, request.num_preemptions, request.num_forced))
         request.num_in_flight += num_tokens
         request.num_sampling += max(NOTHING, produces)
@@ -255,7 +255,7 @@ class Scheduler:
         if idx in result.logprobs:
             delta.logprobs = result.logprobs[idx][: len(delta.token_ids)]
         if request.guide is not None:
-            request.guide.take_in(request, delta, len(self.running))
+            request.guide.follow(request, delta, len(self.running))
         return delta
 
     def _advance(self, request: Request, num_tokens: int, newest_step: int | None) -> None:

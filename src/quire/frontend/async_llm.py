@@ -17,7 +17,7 @@ from quire.errors import OverloadedError
 from quire.frontend.chat import encode_chat
 from quire.frontend.core_client import start_process
 from quire.frontend.inputs import MAX_LOGPROB_ENTRIES, InputProcessor, Prompt
-from quire.frontend.model import Model
+from quire.frontend.model import ModelInfo
 from quire.frontend.stream import Stream
 from quire.frontend.supervisor import Supervisor
 from quire.messages import EngineStats
@@ -61,7 +61,7 @@ class AsyncLLM:
 
     def _open(self, config: EngineConfig, serving: ServingConfig) -> None:
         self.serving = serving
-        self.model = Model.open(config, serving=True)
+        self.model = ModelInfo.open(config, serving=True)
         self.model.prepare()
         self.inputs = InputProcessor(self.model, max_logprobs=MAX_LOGPROB_ENTRIES)
         self.metrics = ServingMetrics(config.model.model)

@@ -69,9 +69,9 @@ class Blame:
         """A request got a token; True when others may run now who could not before."""
         self.num_deaths = self.num_guilty = 0
         self.stalled.discard(request_id)
-        return self.left(request_id)
+        return self.is_gone(request_id)
 
-    def left(self, request_id: str) -> bool:
+    def is_gone(self, request_id: str) -> bool:
         """As `progressed`, for a request that is no longer there."""
         if not self.groups or request_id not in self.waiting:
             return False
@@ -87,7 +87,7 @@ class Blame:
         self.stalled.discard(request_id)
         for group in list(self.groups)[1:]:
             group.discard(request_id)
-        return self.left(request_id)
+        return self.is_gone(request_id)
 
     def _begin_trial(self) -> None:
         while self.groups and not self.groups[0]:

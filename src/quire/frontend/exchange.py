@@ -35,7 +35,7 @@ class Client(ABC):
             self.send(vocabulary())
             self.knows_vocabulary = True
 
-    def take_in(self, outputs: StepOutputs, find: Callable[[str], RequestState | None]) -> Iterator[Change]:
+    def apply_outputs(self, outputs: StepOutputs, find: Callable[[str], RequestState | None]) -> Iterator[Change]:
         """What a step's outputs change, request by request; `find` gives a live request by its id.
 
         Whatever goes wrong with one request is its change's error: the others' changes come nevertheless.
@@ -43,14 +43,16 @@ class Client(ABC):
         for delta in outputs.deltas:
             if (request := find(delta.request_id)) is not None:  # else it ended here before the core knew
                 is_first = bool(delta.token_ids) and request.metrics.first_token_time is None
-                yield Change(request, len(delta.token_ids), is_first, self._take(request, delta))
+                yield Change(request, len(delta.token_ids), is_first, self._apply_delta(request, delta))
 
-    def _take(self, request: RequestState, delta: ChoiceDelta) -> Exception | None:
+    def _apply_delta(self, request: RequestState, delta: ChoiceDelta) -> Exception | None:
         if delta.finish_reason == "error":
             reason = delta.error
             return RequestError(reason) if reason else InternalError("the engine could not take this request in")
         try:
-            if (abort := request.take(delta)) is not None:  # a stop string ended the choice, which the core cannot see
+            if (
+                abort := request.add_delta(delta)
+            ) is not None:  # a stop string ended the choice, which the core cannot see
                 self.send(abort)
         except Exception as error:
             return error

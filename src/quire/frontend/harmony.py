@@ -39,7 +39,7 @@ class Harmony(ToolParser):
             yield from self.attempt(self._message())
         while mark := (yield from self.until(_TEXT_MARKS, self.content)):
             if mark in _ENDS:
-                self.take(len(mark))
+                self.read(len(mark))
             else:
                 yield from self.attempt(self._message())
 
@@ -54,7 +54,7 @@ class Harmony(ToolParser):
         mark = yield from self.until(_HEADER_MARKS, header.append)
         if mark != "<|message|>":
             raise Malformed
-        self.take(len(mark))
+        self.read(len(mark))
         yield from self._body("".join(header))
 
     def _body(self, header: str) -> Steps[None]:
@@ -89,6 +89,6 @@ class Harmony(ToolParser):
     def _message_text(self, emit, keeps_end: bool = False) -> Steps[None]:
         mark = yield from self.until(_TEXT_MARKS, emit)
         if mark in _ENDS:
-            text = self.take(len(mark))
+            text = self.read(len(mark))
             if keeps_end:
                 emit(text)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from quire.errors import RequestError
-from quire.frontend.model import Model
+from quire.frontend.model import ModelInfo
 from quire.frontend.requests import RequestState
 from quire.frontend.tokenizer import too_long
 from quire.messages import AddRequest, Constraint
@@ -26,7 +26,7 @@ MAX_LOGPROB_ENTRIES = 1 << 19  # of a server's request: choices times tokens tim
 
 
 class InputProcessor:
-    def __init__(self, model: Model, max_logprobs: int | None = None) -> None:
+    def __init__(self, model: ModelInfo, max_logprobs: int | None = None) -> None:
         """`max_logprobs`: of one request, where answers are sent to others; None: as many as asked for."""
         self.model = model
         self.max_logprobs = max_logprobs

@@ -36,7 +36,7 @@ _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass
-class Model:
+class ModelInfo:
     config: EngineConfig  # resolved: what the engine is started with
     hf_config: dict[str, Any]
     generation: dict[str, Any]
@@ -44,7 +44,7 @@ class Model:
     template: ChatTemplate | None
 
     @classmethod
-    def open(cls, config: EngineConfig, serving: bool = False) -> "Model":
+    def open(cls, config: EngineConfig, serving: bool = False) -> "ModelInfo":
         options = config.model
         files = find(options.model, revision=options.revision, download_dir=options.download_dir)
         hf_config = read_config(files)

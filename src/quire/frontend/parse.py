@@ -1,7 +1,7 @@
 """What a model wrote, taken apart as it arrives: content, reasoning and tool calls.
 
 The server makes one `OutputParser` per choice from a format of `reasoning/` and one of `tools/`; both are built on
-`Machine`, a parser written as straight-line code that waits for text where it needs more. Must not know any format,
+`StreamParser`, a parser written as straight-line code that waits for text where it needs more. Must not know any format,
 tokens or protocols. Time is linear in the text, and no result depends on how the text was cut into pieces.
 """
 
@@ -55,7 +55,7 @@ class Malformed(Exception):
         self.text = text
 
 
-class Machine(ABC):
+class StreamParser(ABC):
     """A parser whose `run` reads the text from beginning to end, by the methods below, and says what it finds."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Machine(ABC):
             yield
         return self._text[self._at : self._at + 1]
 
-    def take(self, count: int) -> str:
+    def read(self, count: int) -> str:
         text = self._text[self._at : self._at + count]
         self._at += len(text)
         if self._kept is not None:
@@ -114,10 +114,10 @@ class Machine(ABC):
             self._text = text + self._text[self._at :]
             self._at = 0
 
-    def take_run(self, pattern: re.Pattern[str]) -> str:
+    def read_run(self, pattern: re.Pattern[str]) -> str:
         """What matches here in the text so far: "" when nothing does."""
         match = pattern.match(self._text, self._at)
-        return self.take(match.end() - self._at) if match else ""
+        return self.read(match.end() - self._at) if match else ""
 
     def one_of(self, *strings: str) -> Steps[str]:
         """The longest of the strings that comes next, read; "" if none does."""
@@ -125,7 +125,7 @@ class Machine(ABC):
         while True:
             text = self._text[self._at : self._at + longest]
             if self._ended or not any(len(text) < len(s) and s.startswith(text) for s in strings):
-                return self.take(max((len(s) for s in strings if text.startswith(s)), default=0))
+                return self.read(max((len(s) for s in strings if text.startswith(s)), default=0))
             yield
 
     def expect(self, *strings: str) -> Steps[str]:
@@ -135,7 +135,7 @@ class Machine(ABC):
 
     def space(self, emit: Emit | None = None) -> Steps[None]:
         while (yield from self.peek()).isspace():
-            text = self.take_run(SPACE)
+            text = self.read_run(SPACE)
             if not text:  # space of another kind: no syntax has it
                 return
             if emit is not None:
@@ -162,7 +162,7 @@ class Machine(ABC):
 
     def _pass(self, end: int, emit: Emit) -> None:
         if end > self._at:
-            emit(self.take(end - self._at))
+            emit(self.read(end - self._at))
 
 
 class Trimmed:
@@ -212,7 +212,7 @@ class OutputParser:
         return delta
 
 
-class _Without(Machine):
+class _Without(StreamParser):
     """Text without some strings."""
 
     def __init__(self, strings: StopStrings) -> None:
@@ -221,7 +221,7 @@ class _Without(Machine):
 
     def run(self) -> Steps[None]:
         while mark := (yield from self.until(self._strings, self.content)):
-            self.take(len(mark))
+            self.read(len(mark))
 
 
 def _texts(delta: Delta) -> tuple[str, str]:

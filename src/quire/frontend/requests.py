@@ -52,7 +52,7 @@ class RequestState:
     def finished(self) -> bool:
         return self.num_unfinished == 0
 
-    def take(self, delta: ChoiceDelta) -> Abort | None:
+    def add_delta(self, delta: ChoiceDelta) -> Abort | None:
         """Takes a delta in; an Abort comes back when the text ended where the core could not see it."""
         choice, now = self.choices[delta.choice_idx], time.monotonic()
         if choice.finish_reason is not None:
@@ -66,7 +66,7 @@ class RequestState:
         if delta.token_ids:
             metrics.first_token_time = metrics.first_token_time or now
             metrics.last_token_time = now
-        choice.take(delta)
+        choice.add_delta(delta)
         if choice.finish_reason is None:
             return None
         self.num_unfinished -= 1
@@ -154,7 +154,7 @@ class ChoiceState:
                     stops, include_stop=params.include_stop_str_in_output, min_tokens=params.min_tokens
                 )
 
-    def take(self, delta: ChoiceDelta) -> None:
+    def add_delta(self, delta: ChoiceDelta) -> None:
         detokenizer, stops = self.detokenizer, self.stop_stream
         stopped_by_token = delta.finish_reason == "stop" and not self.params.include_stop_str_in_output
         num_shown = len(delta.token_ids) - stopped_by_token  # the token that stopped it is no part of the text
@@ -205,13 +205,13 @@ class ChoiceState:
         )  # fmt: skip
 
     def output(self) -> CompletionOutput:
-        wanted = self.params.logprobs is not None
+        has_logprobs = self.params.logprobs is not None
         return CompletionOutput(
             index=self.index,
             text="".join(self.texts),
             token_ids=list(self.token_ids),
-            cumulative_logprob=sum(entry.logprob for entry in self.logprobs) if wanted else None,
-            logprobs=[logprob_dict(entry, self.tokenizer) for entry in self.logprobs] if wanted else None,
+            cumulative_logprob=sum(entry.logprob for entry in self.logprobs) if has_logprobs else None,
+            logprobs=[logprob_dict(entry, self.tokenizer) for entry in self.logprobs] if has_logprobs else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )

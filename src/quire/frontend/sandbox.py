@@ -228,7 +228,7 @@ def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter that is charged for."""
     if name in _FREE_FILTERS:
         return function
-    wanted = getattr(getattr(function, "jinja_pass_arg", None), "name", None)
+    passed = getattr(getattr(function, "jinja_pass_arg", None), "name", None)
     grows, passes = name in _GROWING_FILTERS, name in _PASSING_FILTERS
 
     @pass_context
@@ -240,10 +240,10 @@ def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             value = list(value) if grows else value
         if grows and (args or kwargs):
             meter.need((meter.size(value) + 1) * (_weight(meter, (*args, *kwargs.values())) + 1))
-        if wanted is None:
+        if passed is None:
             result = function(value, *args, **kwargs)
         else:
-            result = function(_passed(wanted, context), value, *args, **kwargs)
+            result = function(_passed(passed, context), value, *args, **kwargs)
         if isinstance(result, str):
             meter.charge(len(result))
         elif not passes and isinstance(result, (list, tuple, dict)):
@@ -253,11 +253,11 @@ def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _passed(wanted: str, context: _Context) -> Any:
+def _passed(passed: str, context: _Context) -> Any:
     """What a filter asks for beside its value, by jinja's own names."""
-    if wanted == "context":
+    if passed == "context":
         return context
-    return context.eval_ctx if wanted == "eval_context" else context.environment
+    return context.eval_ctx if passed == "eval_context" else context.environment
 
 
 def _joined(join: Callable[..., str]) -> Callable[..., str]:

@@ -203,14 +203,14 @@ class Supervisor:
     async def _pump(self, core: CoreClient) -> None:
         share = LoopShare()
         while True:
-            self._take(await core.receive())
+            self._handle(await core.receive())
             await share.pause()
 
-    def _take(self, message: FromCore) -> None:
+    def _handle(self, message: FromCore) -> None:
         self.silent_s = 0.0
         match message:
             case StepOutputs():
-                self._take_outputs(message)
+                self._apply_outputs(message)
             case Ready():
                 self.num_kv_tokens = message.num_tokens
                 self.core.ready = True
@@ -228,12 +228,12 @@ class Supervisor:
         if not answer.done():  # whoever asked may have given up
             answer.set_result(problem)
 
-    def _take_outputs(self, outputs: StepOutputs) -> None:
+    def _apply_outputs(self, outputs: StepOutputs) -> None:
         num_tokens = 0
-        for change in self.core.take_in(outputs, self._find):
+        for change in self.core.apply_outputs(outputs, self._find):
             stream = self.live[change.request.request_id]
             try:
-                self._take_change(stream, change)
+                self._apply_change(stream, change)
             except Exception as error:
                 self._fail(stream, error)
             num_tokens += change.num_tokens
@@ -245,7 +245,7 @@ class Supervisor:
         stream = self.live.get(request_id)
         return stream.request if stream is not None else None
 
-    def _take_change(self, stream: Stream, change: Change) -> None:
+    def _apply_change(self, stream: Stream, change: Change) -> None:
         if change.error is not None:
             self._fail(stream, change.error)
             return
@@ -296,7 +296,7 @@ class Supervisor:
             share = LoopShare()
             try:
                 for message in core.rest():
-                    self._take(message)
+                    self._handle(message)
                     await share.pause()
             except Exception:
                 log.exception("what the engine said last cannot be taken in: its requests go on from what was before")
@@ -306,7 +306,7 @@ class Supervisor:
                 self._answer_check("the core died")
             await core.close()
         if not self._closing:
-            await self._bury(cause, in_flight, was_ready)
+            await self._after_core_exit(cause, in_flight, was_ready)
 
     async def _until_exit(self, core: CoreClient, attendants: list[asyncio.Task]) -> Cause:
         """Waits for the core's end, and says why it came. A core whose attendant failed is ended too: nobody looks after it."""
@@ -342,7 +342,7 @@ class Supervisor:
             await self.spare.wait()
             self.spare.stdin.close()
 
-    async def _bury(self, cause: Cause, in_flight: list[str], was_ready: bool) -> None:
+    async def _after_core_exit(self, cause: Cause, in_flight: list[str], was_ready: bool) -> None:
         if self.failure is None and not self._first_core.is_set():
             self.failure = EngineError("the engine could not start: see the log above")
         if self.failure is not None:
@@ -352,7 +352,7 @@ class Supervisor:
         self.metrics.restarted(cause.name.lower())
         guilty = self.blame.died(cause, in_flight, self.live)
         if guilty is not None:
-            self._convict(guilty)
+            self._fail_poisoned(guilty)
         if self.blame.hopeless:
             self.failure = EngineError(
                 f"the engine died {MAX_DEATHS} times in a row without producing a token: giving up"
@@ -380,7 +380,7 @@ class Supervisor:
 
     # -- poison --------------------------------------------------------------------------------------------------
 
-    def _convict(self, request_id: str) -> None:
+    def _fail_poisoned(self, request_id: str) -> None:
         stream = self.live.get(request_id)
         if stream is None:
             return

@@ -90,8 +90,10 @@ def num_blocks_for(layout: KVLayout, memory_bytes: int, num_rows: int) -> list[i
     num_state_blocks = num_rows * STATE_BLOCKS_PER_ROW + 1
     if num_state_blocks * state_bytes > memory_bytes // 2:
         num_state_blocks = memory_bytes // 2 // state_bytes
-    left = memory_bytes - num_state_blocks * state_bytes
-    return [num_state_blocks if idx in states else left // pool.block_bytes for idx, pool in enumerate(layout.pools)]
+    remaining = memory_bytes - num_state_blocks * state_bytes
+    return [
+        num_state_blocks if idx in states else remaining // pool.block_bytes for idx, pool in enumerate(layout.pools)
+    ]
 
 
 def with_blocks(layout: KVLayout, num_blocks: Iterable[int], num_places: int = 0) -> KVLayout:

@@ -92,7 +92,7 @@ class KVManager:
             self.pool_of[group_idx].share([block for block in table if block is not None])
             self._adopt(blocks, group_idx, table, num_cached)
         for group_idx, idx, place in loads:
-            (block,) = self.pool_of[group_idx].take(1)
+            (block,) = self.pool_of[group_idx].take_blocks(1)
             blocks.tables[group_idx][idx] = block
             # From here on blocks are published when the step that loads them is applied.
             blocks.num_published[group_idx] = min(blocks.num_published[group_idx], idx)
@@ -139,7 +139,7 @@ class KVManager:
         gained = []
         for pool, table, (num_after, new) in zip(self.pool_of, blocks.tables, written):
             added = [NULL_BLOCK] * (num_after - len(table))
-            for idx, block in zip(new, pool.take(len(new))):
+            for idx, block in zip(new, pool.take_blocks(len(new))):
                 added[idx - len(table)] = block
             table.extend(added)
             gained.append(added)

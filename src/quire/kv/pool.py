@@ -31,7 +31,7 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self.free)
 
-    def take(self, count: int) -> list[int]:
+    def take_blocks(self, count: int) -> list[int]:
         """`count` blocks, evicting content; the caller has checked `num_free`."""
         blocks = []
         for _ in range(count):

@@ -14,7 +14,7 @@ DTYPE_BYTES = {
 }  # fmt: skip
 
 
-class Part(msgspec.Struct, frozen=True):
+class EntryPart(msgspec.Struct, frozen=True):
     """One tensor of a cache: what it holds of each entry. In a block, all entries of the first part come first."""
 
     name: str
@@ -34,7 +34,7 @@ class CacheSpec(msgspec.Struct, frozen=True):
     """
 
     kind: str  # what people call it
-    parts: tuple[Part, ...]
+    parts: tuple[EntryPart, ...]
     tokens_per_entry: int = 1
     window: int = 0  # the last so many tokens are needed, a query's own included; 0: all of them
     is_state: bool = False
@@ -95,17 +95,17 @@ def Sliding(num_kv_heads: int, head_size: int, dtype: str, window: int) -> Cache
 
 def Latent(latent_size: int, dtype: str) -> CacheSpec:
     """One vector of every token, from which keys and values of all heads are made."""
-    return CacheSpec("latent", (Part("latent", dtype, (latent_size,)),))
+    return CacheSpec("latent", (EntryPart("latent", dtype, (latent_size,)),))
 
 
-def State(parts: tuple[Part, ...], every: int) -> CacheSpec:
+def State(parts: tuple[EntryPart, ...], every: int) -> CacheSpec:
     """What is left of all tokens so far; kept for others every so many tokens."""
     return CacheSpec("state", parts, tokens_per_entry=every, is_state=True)
 
 
-def _keys_and_values(num_kv_heads: int, head_size: int, dtype: str) -> tuple[Part, ...]:
+def _keys_and_values(num_kv_heads: int, head_size: int, dtype: str) -> tuple[EntryPart, ...]:
     shape = num_kv_heads, head_size
-    return Part("keys", dtype, shape), Part("values", dtype, shape)
+    return EntryPart("keys", dtype, shape), EntryPart("values", dtype, shape)
 
 
 class Group(msgspec.Struct, frozen=True):

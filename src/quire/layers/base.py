@@ -24,10 +24,10 @@ class StepContext:
     tables: list[AttentionTables] = field(default_factory=list)
     slots_T: list[Tensor] = field(default_factory=list)
     # The tokens whose final hidden states are wanted: behind the last layer's attention only these go on. None: all.
-    wanted: Tensor | None = None
+    output_tokens: Tensor | None = None
 
-    def only_wanted(self, x_TD: Tensor) -> Tensor:
-        return x_TD if self.wanted is None else x_TD.index_select(0, self.wanted)
+    def select_outputs(self, x_TD: Tensor) -> Tensor:
+        return x_TD if self.output_tokens is None else x_TD.index_select(0, self.output_tokens)
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ class Layer(nn.Module):
         """A parameter of this layer, or of `owner`. `name`: a checkpoint's, below this layer's path, where it is not the attribute's."""
         owner, dtype = owner or self, dtype or self.runtime.dtype
 
-        def take(tensor: RawTensor) -> None:
+        def load(tensor: RawTensor) -> None:
             setattr(owner, attribute, frozen(tensor.dense(dtype, self.runtime.device)))
 
         shape = tuple(owner.get_parameter(attribute).shape)
-        return Weight(join(self.path, name or attribute), shape, take, self.splits.get(attribute))
+        return Weight(join(self.path, name or attribute), shape, load, self.splits.get(attribute))
 
     def declare_bias(self, attribute: str, parts: Sequence[Part]) -> Iterator[Weight]:
         """A parameter with the biases of all parts of a weight. Where ranks have some inputs each, one of them adds it."""
@@ -94,11 +94,11 @@ class Layer(nn.Module):
             name = f"{part.path}.bias" if part.end else f"{part.path}_bias"
             split = None if part.split is None or part.split.axis == "inputs" else part.split
             yield Weight(
-                name, part.shape[:-1], partial(self._take_bias, attribute, start), split, AXES[len(part.shape)][:-1]
+                name, part.shape[:-1], partial(self._load_bias, attribute, start), split, AXES[len(part.shape)][:-1]
             )
             start += part.num_rows
 
-    def _take_bias(self, attribute: str, start: int, tensor: RawTensor) -> None:
+    def _load_bias(self, attribute: str, start: int, tensor: RawTensor) -> None:
         """`start`: counted over the outputs of all parts."""
         values, bias = tensor.dense(self.runtime.dtype, self.runtime.device).flatten(), self.get_parameter(attribute)
         if bias.is_meta:

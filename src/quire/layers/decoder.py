@@ -34,7 +34,7 @@ class PreNormLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         x_TD, residual_TD = self.input_layernorm(x_TD, residual_TD)
         x_TD = scaled(self.self_attn(x_TD, positions_T), self.residual_scale)
-        x_TD, residual_TD = only_wanted(context, x_TD, residual_TD)
+        x_TD, residual_TD = select_outputs(context, x_TD, residual_TD)
         x_TD, residual_TD = self.post_attention_layernorm(x_TD, residual_TD)
         return scaled(self.mlp(x_TD), self.residual_scale), residual_TD
 
@@ -54,7 +54,7 @@ class PostNormLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         stream_TD = x_TD if residual_TD is None else x_TD + residual_TD
         x_TD = self.post_attention_layernorm(self.self_attn(stream_TD, positions_T))[0]
-        x_TD, stream_TD = only_wanted(context, x_TD, stream_TD)
+        x_TD, stream_TD = select_outputs(context, x_TD, stream_TD)
         stream_TD = stream_TD + x_TD
         return self.post_feedforward_layernorm(self.mlp(stream_TD))[0], stream_TD
 
@@ -75,7 +75,7 @@ class SandwichLayer(nn.Module):
         self, x_TD: Tensor, residual_TD: Tensor | None, positions_T: Tensor, context: StepContext | None = None
     ) -> tuple[Tensor, Tensor]:
         x_TD, residual_TD = self.input_layernorm(x_TD, residual_TD)
-        x_TD, residual_TD = only_wanted(context, self.self_attn(x_TD, positions_T), residual_TD)
+        x_TD, residual_TD = select_outputs(context, self.self_attn(x_TD, positions_T), residual_TD)
         x_TD = self.post_attention_layernorm(x_TD)[0]
         x_TD, residual_TD = self.pre_feedforward_layernorm(x_TD, residual_TD)
         return self.post_feedforward_layernorm(self.mlp(x_TD))[0], residual_TD
@@ -95,7 +95,7 @@ class ParallelLayer(nn.Module):
         self, x_TD: Tensor, residual_TD: Tensor | None, positions_T: Tensor, context: StepContext | None = None
     ) -> tuple[Tensor, Tensor]:
         x_TD, residual_TD = self.input_layernorm(x_TD, residual_TD)
-        attended_TD, x_TD, residual_TD = only_wanted(context, self.self_attn(x_TD, positions_T), x_TD, residual_TD)
+        attended_TD, x_TD, residual_TD = select_outputs(context, self.self_attn(x_TD, positions_T), x_TD, residual_TD)
         if self.mlp_layernorm is not None:
             x_TD = self.mlp_layernorm(residual_TD)[0]
         return attended_TD + self.mlp(x_TD), residual_TD
@@ -182,5 +182,5 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1.0 else x * factor
 
 
-def only_wanted(context: StepContext | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return tensors if context is None else tuple(map(context.only_wanted, tensors))
+def select_outputs(context: StepContext | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tensors if context is None else tuple(map(context.select_outputs, tensors))

@@ -24,7 +24,7 @@ from quire.layers.config import DecoderConfig
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
-from quire.ops.attention.cudnn import fresh_attention
+from quire.ops.attention.cudnn import uncached_prefill_attention
 from quire.quant.base import Part, Section, Split, Use
 
 EPS = 1e-6  # of both inner norms, whatever the config says of the others
@@ -112,9 +112,9 @@ class MLA(CacheLayer):
             self.rope.interleaved,
         )  # fmt: skip
         out_THV = q_THD.new_empty(num_tokens, self.num_heads, self.value_size)
-        if tables.work != ():  # else all rows are fresh
+        if tables.work != ():  # else all rows are uncached prefills
             self._absorbed(q_THD, out_THV)
-        for first, count in tables.fresh:
+        for first, count in tables.uncached_prefills:
             span = slice(first, first + count)
             self._expanded(q_THD[span], kv_TX[span], out_THV[span])
         return self.o_proj(out_THV.view(num_tokens, -1))
@@ -135,7 +135,7 @@ class MLA(CacheLayer):
         kv_THX = functional.linear(c_TL, self.kv_b_proj.weight).unflatten(1, (self.num_heads, -1))
         k_THP, v_THV = kv_THX.split((self.nope_size, self.value_size), 2)
         k_THD = torch.cat((k_THP, k_TR[:, None].expand(-1, self.num_heads, -1)), 2)
-        fresh_attention(q_THD, k_THD, v_THV, ((0, len(q_THD)),), out_THV, scale=self.scale)
+        uncached_prefill_attention(q_THD, k_THD, v_THV, ((0, len(q_THD)),), out_THV, scale=self.scale)
 
 
 def softmax_scale(head_size: int, scaling: dict[str, Any]) -> float:

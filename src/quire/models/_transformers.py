@@ -121,7 +121,7 @@ class TransformersModel(Layer):
         """Final hidden states of the tokens the step's context wants; the runner asks `logits` for the rows it needs."""
         output = self.decode(input_ids=token_ids_T[None], position_ids=positions_T[None], use_cache=False)
         self.output_class = type(output)
-        return self.context.only_wanted(output.last_hidden_state[0])
+        return self.context.select_outputs(output.last_hidden_state[0])
 
     def logits(self, hidden_RX: Tensor) -> Tensor:
         """With whatever the family does around its head."""

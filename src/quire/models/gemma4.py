@@ -16,7 +16,7 @@ from quire.layers.activation import activation
 from quire.layers.attention import Attention, StepContext
 from quire.layers.base import Layer, frozen, head_units
 from quire.layers.config import DecoderConfig
-from quire.layers.decoder import CausalLM, Decoder, SandwichLayer, only_wanted
+from quire.layers.decoder import CausalLM, Decoder, SandwichLayer, select_outputs
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
@@ -122,7 +122,7 @@ class Gemma4Attention(nn.Module):
         return self.o_proj(self.attn(qkv_TX, positions_T, self.q_norm, self.k_norm))
 
 
-class Router(Layer):
+class Gemma4Router(Layer):
     """Reads the stream itself, normed in its own way; weights have a factor per expert."""
 
     def __init__(self, config: Config) -> None:
@@ -146,7 +146,7 @@ class Gemma4Layer(SandwichLayer, Layer):
         super().__init__(Gemma4Attention(config, layer_idx, rope), mlp, config.norm)
         self.router = None
         if config.enable_moe_block:
-            self.router = Router(config)
+            self.router = Gemma4Router(config)
             self.experts = Experts(
                 config.num_experts, config.hidden_size, config.moe_intermediate_size, config.hidden_activation, bias=False,
                 names=("gate_up_proj", "down_proj"),
@@ -166,7 +166,7 @@ class Gemma4Layer(SandwichLayer, Layer):
         self, stream_TD: Tensor, input_TP: Tensor | None, positions_T: Tensor, context: StepContext | None = None
     ) -> Tensor:
         x_TD = self.self_attn(self.input_layernorm(stream_TD)[0], positions_T)
-        x_TD, stream_TD = only_wanted(context, x_TD, stream_TD)
+        x_TD, stream_TD = select_outputs(context, x_TD, stream_TD)
         x_TD, stream_TD = self.pre_feedforward_layernorm(self.post_attention_layernorm(x_TD)[0], stream_TD)
         x_TD = self.mlp(x_TD)
         if self.router is not None:
@@ -176,7 +176,7 @@ class Gemma4Layer(SandwichLayer, Layer):
             x_TD = self.post_feedforward_layernorm_1(x_TD)[0] + self.post_feedforward_layernorm_2(routed_TD)[0]
         stream_TD = stream_TD + self.post_feedforward_layernorm(x_TD)[0]
         if input_TP is not None:
-            (input_TP,) = only_wanted(context, input_TP)
+            (input_TP,) = select_outputs(context, input_TP)
             x_TD = self.per_layer_projection(self.act(self.per_layer_input_gate(stream_TD)) * input_TP)
             stream_TD = stream_TD + self.post_per_layer_input_norm(x_TD)[0]
         return stream_TD * self.layer_scalar

@@ -99,7 +99,7 @@ class Weight:
 
     name: str
     shape: tuple[int, ...]
-    take: Callable[[RawTensor], None]  # the bytes are kept, at most, until the rest of their part has come
+    load: Callable[[RawTensor], None]  # the bytes are kept, at most, until the rest of their part has come
     split: Split | None = None  # None: every rank has all of it
     axes: tuple[str | None, ...] = ()  # what its dimensions run over, where they are not AXES of their number
     types: Collection[str] = frozenset(BLOCK)  # that it may come in
@@ -161,12 +161,12 @@ class Method(ABC):
         yield Weight(
             f"{part.path}{part.end}",
             part.shape,
-            partial(self.take, part_idx),
+            partial(self.load_part, part_idx),
             part.split,
             stays_packed=self.stays_packed,
         )
 
-    def take(self, part_idx: int, tensor: RawTensor) -> None:
+    def load_part(self, part_idx: int, tensor: RawTensor) -> None:
         """A part's plain tensor, of a method that declares it."""
         raise NotImplementedError
 

@@ -22,10 +22,10 @@ class Mxfp4(Dense):
             ("_blocks", (*scales, BLOCK_BYTES), math.prod(part.shape)),
             ("_scales", scales, 0),
         ):
-            take, axes = partial(self.take_one, part_idx, arrived, end), (*AXES[len(part.shape)], None)[: len(shape)]
-            yield Weight(f"{part.path}{end}", shape, take, part.split, axes, types=("U8",), num_values=num_values)
+            load, axes = partial(self.load_half, part_idx, arrived, end), (*AXES[len(part.shape)], None)[: len(shape)]
+            yield Weight(f"{part.path}{end}", shape, load, part.split, axes, types=("U8",), num_values=num_values)
 
-    def take_one(self, part_idx: int, arrived: dict[str, RawTensor], end: str, tensor: RawTensor) -> None:
+    def load_half(self, part_idx: int, arrived: dict[str, RawTensor], end: str, tensor: RawTensor) -> None:
         arrived[end] = tensor
         if len(arrived) == 2:
             blocks, scales = (found.raw.view(found.shape) for found in (arrived.pop("_blocks"), arrived.pop("_scales")))

@@ -17,28 +17,28 @@ CHUNK_ENTRIES = 1 << 20  # logits worked on at a time: 4 MiB per temporary
 GPU_CHUNK_ENTRIES = 1 << 24  # launches cost more than memory there
 
 
-class TokenLogprobs(NamedTuple):
+class LogprobColumns(NamedTuple):
     logprobs: Tensor  # [T] float32, of the target tokens
     ranks: Tensor  # [T] int64, of the target tokens: 1 + how many tokens are more likely
     top_ids: Tensor  # [T, K] int64, most likely first
     top_logprobs: Tensor  # [T, K] float32
 
 
-def token_logprobs(logits_TV: Tensor, target_ids_T: Tensor, k: int) -> TokenLogprobs:
+def token_logprobs(logits_TV: Tensor, target_ids_T: Tensor, k: int) -> LogprobColumns:
     """log_softmax in float32 at the targets and at the k most likely tokens; memory is bounded whatever T is."""
     num_tokens = max(1, (GPU_CHUNK_ENTRIES if logits_TV.is_cuda else CHUNK_ENTRIES) // logits_TV.shape[1])
     chunks = zip(logits_TV.split(num_tokens), target_ids_T.long().split(num_tokens), strict=True)
     parts = [_token_logprobs(logits.float(), targets, k) for logits, targets in chunks]
-    return TokenLogprobs(*map(torch.cat, zip(*parts, strict=True)))
+    return LogprobColumns(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def _token_logprobs(logits_TV: Tensor, target_ids_T: Tensor, k: int) -> TokenLogprobs:
+def _token_logprobs(logits_TV: Tensor, target_ids_T: Tensor, k: int) -> LogprobColumns:
     largest_T = repaired_argmax(logits_TV)[0]
     # The logarithm of a float64 sum is added in float64: a float32 sum would lose what tells near-certain tokens apart.
     norm_T1 = (largest_T.double() + row_sum_exp(logits_TV, largest_T).log())[:, None]
     target_T = logits_TV.gather(1, target_ids_T[:, None])[:, 0]
     top_TK, top_ids_TK = row_topk(logits_TV, min(k, logits_TV.shape[1]))
-    return TokenLogprobs(
+    return LogprobColumns(
         (target_T - norm_T1[:, 0]).float(),
         row_count_above(logits_TV, target_T) + 1,
         top_ids_TK,

@@ -47,7 +47,7 @@ class SamplingRows:
         self.allowed: dict[int, tuple[Tensor]] = {}  # token ids [N]
         self.bias: dict[int, tuple[Tensor, Tensor]] = {}  # token ids [N], what is added [N]
         self.bad_words: dict[int, tuple[Tensor, Tensor]] = {}  # beginnings [N, L] padded with -1 in front, last ids [N]
-        self.late: dict[int, tuple[Tensor]] = {}  # token ids [N], forbidden before min_tokens
+        self.min_tokens_stop_ids: dict[int, tuple[Tensor]] = {}  # token ids [N], forbidden before min_tokens
         self.custom: list[tuple[LogitsProcessor, set[int]]] = []  # operators' own, each with the rows that want it
 
     def set(
@@ -108,14 +108,14 @@ class SamplingRows:
             beginnings = [[-1] * (width + 1 - len(word)) + list(word[:-1]) for word in words]
             last = self._tensor([word[-1] for word in words])
             self.bad_words[row] = self._tensor(beginnings).view(len(words), width), last
-        late = sorted({i for i in stop_ids if self._valid(i)})
-        if params.min_tokens and late:
-            self.late[row] = (self._tensor(late),)
+        valid_stop_ids = sorted({i for i in stop_ids if self._valid(i)})
+        if params.min_tokens and valid_stop_ids:
+            self.min_tokens_stop_ids[row] = (self._tensor(valid_stop_ids),)
 
     def _forget(self, row: int) -> None:
         for rows in (self.random, self.restricted, self.penalized, *(wanted_by for _, wanted_by in self.custom)):
             rows.discard(row)
-        for table in (self.num_logprobs, self.allowed, self.bias, self.bad_words, self.late):
+        for table in (self.num_logprobs, self.allowed, self.bias, self.bad_words, self.min_tokens_stop_ids):
             table.pop(row, None)
 
     def special(self, rows: Sequence[int]) -> bool:
@@ -129,7 +129,7 @@ class SamplingRows:
             return True
         return any(
             table and not table.keys().isdisjoint(rows)
-            for table in (self.allowed, self.bias, self.bad_words, self.late)
+            for table in (self.allowed, self.bias, self.bad_words, self.min_tokens_stop_ids)
         )
 
     def _valid(self, token_id: int) -> bool:
@@ -139,14 +139,14 @@ class SamplingRows:
         return on_device(values, self.device)
 
 
-def users(rows: Sequence[int], table: Collection[int]) -> list[int]:
+def places_using(rows: Sequence[int], table: Collection[int]) -> list[int]:
     """Which samples of the step, whose rows these are, have a row in `table`."""
     return [i for i, row in enumerate(rows) if row in table] if table else []
 
 
 def entries(rows: Sequence[int], table: Mapping[int, tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """What the step's samples, whose rows these are, have in `table`, as flat columns; the first says which sample."""
-    places = users(rows, table)
+    places = places_using(rows, table)
     parts = [table[rows[i]] for i in places]
     lengths = [len(part[0]) for part in parts]
     device = parts[0][0].device

@@ -26,8 +26,8 @@ from torch import Tensor
 from quire.ops.transfer import on_device
 from quire.ops.vocab.cpu import repaired_argmax, row_argmax
 from quire.sampling import processors
-from quire.sampling.logprobs import TokenLogprobs, token_logprobs
-from quire.sampling.rows import SamplingRows, entries, users
+from quire.sampling.logprobs import LogprobColumns, token_logprobs
+from quire.sampling.rows import SamplingRows, entries, places_using
 
 
 class SampleMasks(NamedTuple):
@@ -42,7 +42,7 @@ class SampleLogprobs(NamedTuple):
 
     places: list[int]  # which samples of the step
     num_top: list[int]  # how many of `tokens.top_ids` each of them asked for
-    tokens: TokenLogprobs
+    tokens: LogprobColumns
 
 
 class Sampler:
@@ -79,7 +79,7 @@ class Sampler:
         """
         batch = self.batch
         stages = {name: not getattr(batch, name).isdisjoint(rows) for name in ("random", "restricted", "penalized")}
-        edited, asked = batch.edits_sparsely(rows), users(rows, batch.num_logprobs)
+        edited, asked = batch.edits_sparsely(rows), places_using(rows, batch.num_logprobs)
         if asked:
             asked_L = on_device(asked, logits_SV.device)
             untouched = not edited and masks is None and not any(stages.values())
@@ -118,19 +118,19 @@ def edit_sparsely(
     logits_SV: Tensor, rows: Sequence[int], rows_S: Tensor, lengths_S: Tensor, batch: SamplingRows, tokens: Tensor
 ) -> None:
     """All that names tokens, and operators' processors; in place."""
-    if places := users(rows, batch.allowed):
+    if places := places_using(rows, batch.allowed):
         processors.allowed_token_ids(logits_SV, on_device(places, logits_SV.device), *entries(rows, batch.allowed))
-    if users(rows, batch.bias):
+    if places_using(rows, batch.bias):
         processors.logit_bias(logits_SV, *entries(rows, batch.bias))
-    if users(rows, batch.bad_words):
+    if places_using(rows, batch.bad_words):
         place_N, beginning_NL, last_N = entries(rows, batch.bad_words)
         tail_SL = processors.history_tail(tokens, rows_S, lengths_S, beginning_NL.shape[1])
         processors.bad_words(logits_SV, place_N, beginning_NL, last_N, tail_SL)
-    if users(rows, batch.late):
+    if places_using(rows, batch.min_tokens_stop_ids):
         too_short_S = lengths_S - batch.columns.prompt_len[rows_S] < batch.min_tokens[rows_S]
-        processors.min_tokens(logits_SV, *entries(rows, batch.late), too_short_S)
+        processors.min_tokens(logits_SV, *entries(rows, batch.min_tokens_stop_ids), too_short_S)
     for processor, wanted_by in batch.custom:
-        places = users(rows, wanted_by)
+        places = places_using(rows, wanted_by)
         if len(places) == len(rows):
             processor.apply(logits_SV, rows, tokens, lengths_S)
         elif places:

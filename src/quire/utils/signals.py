@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def interrupts_deferred() -> Iterator[Callable[[], None]]:
-    """Gives a function that raises KeyboardInterrupt if Ctrl-C came since; a second Ctrl-C raises at once."""
+    """Gives a function that raises KeyboardInterrupt if Ctrl-C was_interrupted since; a second Ctrl-C raises at once."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
-    came = False
+    was_interrupted = False
 
     def remember(signum: int, frame: object) -> None:
-        nonlocal came
-        if came:
+        nonlocal was_interrupted
+        if was_interrupted:
             raise KeyboardInterrupt
-        came = True
+        was_interrupted = True
 
     def check() -> None:
-        if came:
+        if was_interrupted:
             raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, remember)

@@ -45,8 +45,8 @@ class Batch:
         """Takes in new rows, new blocks and tokens that no step chose."""
         for start in plan.new_rows:
             self._start(start)
-        for told in plan.told:
-            self._put_tokens(told.row, told.start, told.token_ids)
+        for forced in plan.forced:
+            self._put_tokens(forced.row, forced.start, forced.token_ids)
         for row, new_blocks in zip(plan.rows, plan.new_blocks):
             for (name, lens), blocks in zip(self.table_lens.items(), new_blocks):
                 if blocks:

@@ -24,7 +24,7 @@ from quire.worker.build import FALLBACK, build, empty, model_module
 from quire.worker.choose import DTYPES
 from quire.worker.cpu.device import kv_memory_bytes
 from quire.worker.kv_cache import kv_specs
-from quire.worker.load import wanted_weights
+from quire.worker.load import declared_weights
 from quire.worker.worker import device_module
 
 
@@ -38,12 +38,12 @@ def describe(config: EngineConfig) -> dict[str, Any]:
     dtype = DTYPES[config.model.dtype]
     specs = kv_specs(model, dtype)
     layout = form_layout(specs, config.cache.block_size)
-    wanted, chosen = wanted_weights(model), model.runtime.choose
-    weight_bytes = _weight_bytes(files, config, hf_config, wanted)
+    declared, chosen = declared_weights(model), model.runtime.choose
+    weight_bytes = _weight_bytes(files, config, hf_config, declared)
     return {
         "architecture": hf_config["architectures"][0],
         "model_file": _model_file(model_module(hf_config).__name__),
-        "num_parameters": sum(_num_values(weights[0]) for weights in wanted.values()),
+        "num_parameters": sum(_num_values(weights[0]) for weights in declared.values()),
         "num_layers": hf_config["num_hidden_layers"],
         "dtype": config.model.dtype,
         "quantization": config.model.quantization,
@@ -120,12 +120,12 @@ def _num_values(weight: Weight) -> int:
 
 
 def _weight_bytes(
-    files: ModelFiles, config: EngineConfig, hf_config: dict[str, Any], wanted: dict[str, list[Weight]]
+    files: ModelFiles, config: EngineConfig, hf_config: dict[str, Any], declared: dict[str, list[Weight]]
 ) -> int:
     """Packed weights stay as large as in the file; everything else takes its dtype, once. So tied heads that are packed are kept twice."""
     itemsize = DTYPES[config.model.dtype].itemsize
-    packed = {name: sum(weight.stays_packed for weight in weights) for name, weights in wanted.items()}
-    plain = [weights[0] for name, weights in wanted.items() if packed[name] < len(weights)]
+    packed = {name: sum(weight.stays_packed for weight in weights) for name, weights in declared.items()}
+    plain = [weights[0] for name, weights in declared.items() if packed[name] < len(weights)]
     total = sum(map(_num_values, plain)) * itemsize
     if any(packed.values()):
         row = gguf_architecture(files.gguf)

@@ -20,7 +20,7 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0][:200]
 
 
-def told(run: Callable[P, T]) -> Callable[P, T]:
+def explain_gpu_errors(run: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(run)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
         try:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.layers.attention.base import AttentionBackend, DeviceStep, HostStep, Limits, Shape
-from quire.ops.attention import cudnn as fresh
+from quire.layers.attention.base import AttentionBackend, DeviceStep, HostStep, Limits, StepShape
+from quire.ops.attention import cudnn
 from quire.step import StepPlan
 from quire.worker.words import Words
 
@@ -35,10 +35,10 @@ class StepInputs:
     ) -> None:
         """`tables`: the persistent batch's, one for each of `backends`. `shifts`: see DeviceStep."""
         num_rows, num_samples = limits.num_rows, limits.num_samples
-        max_tokens, device = limits.max_tokens, limits.like.device
+        max_tokens, device = limits.max_tokens, limits.hidden_like.device
         self.backends = backends
         skips_cache = all(backend.skips_cache for backend in backends)
-        self.fresh_from = fresh.MIN_TOKENS if skips_cache else max_tokens + 1
+        self.min_uncached_tokens = cudnn.MIN_TOKENS if skips_cache else max_tokens + 1
         own = {
             "rows": num_rows + 1,  # one more than requests: the padding's tokens are a row of their own
             "starts": num_rows + 1,
@@ -67,19 +67,19 @@ class StepInputs:
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.slots = [torch.full((max_tokens,), -1, dtype=torch.int64, device=device) for _ in backends]
 
-    def exact_shape(self, plan: StepPlan, wants_all: bool) -> Shape:
+    def exact_shape(self, plan: StepPlan, wants_all: bool) -> StepShape:
         """The step's own, without padding."""
         spans, first = [], 0
         for start, count in zip(plan.starts, plan.num_tokens):
-            if start == 0 and count >= self.fresh_from and count % fresh.STEP == 0:
+            if start == 0 and count >= self.min_uncached_tokens and count % cudnn.STEP == 0:
                 spans.append((first, count))
             first += count
         num_rows, num_decodes = len(plan.rows), plan.num_tokens.count(1)
         num_prefills = num_rows - num_decodes - len(spans)
         num_samples = max(1, plan.num_samples)  # kernels want something to do; nobody's row does no harm
-        return Shape(num_rows, first, num_samples, num_decodes, num_prefills, tuple(spans), wants_all)
+        return StepShape(num_rows, first, num_samples, num_decodes, num_prefills, tuple(spans), wants_all)
 
-    def fill(self, plan: StepPlan, shape: Shape, lengths: np.ndarray | None = None) -> None:
+    def fill(self, plan: StepPlan, shape: StepShape, lengths: np.ndarray | None = None) -> None:
         """The plan, padded to `shape`, on its way to the device. `lengths`: how many tokens each row of the batch has, where the host
         can know that; else the device corrects what is an upper bound here."""
         host = self.host
@@ -93,9 +93,9 @@ class StepInputs:
         _pad(host["context_lens"], step.context_lens, shape.num_rows, 0)
         query_starts = host["query_starts"]
         query_starts[1 : num_rows + 1] = ends
-        # What is left of the shape's tokens goes to the padding rows: one each, or all to the first.
-        left = slice(num_rows + 1, shape.num_rows + 1)
-        query_starts[left] = np.arange(left.start, left.stop) if shape.decode else shape.num_tokens
+        # What is unused of the shape's tokens goes to the padding rows: one each, or all to the first.
+        unused = slice(num_rows + 1, shape.num_rows + 1)
+        query_starts[unused] = np.arange(unused.start, unused.stop) if shape.decode else shape.num_tokens
         produces = np.array(plan.produces)
         which = np.flatnonzero(produces)
         num_each = np.abs(produces[which])
@@ -123,14 +123,14 @@ class SampleShape:
     masked: bool = False  # grammars have a say
 
 
-def decode_shape(num_rows: int) -> Shape:
-    return Shape(num_rows, num_rows, num_rows, num_decodes=num_rows, num_prefills=0)
+def decode_shape(num_rows: int) -> StepShape:
+    return StepShape(num_rows, num_rows, num_rows, num_decodes=num_rows, num_prefills=0)
 
 
-def mixed_shape(limits: Limits, num_tokens: int) -> Shape:
+def mixed_shape(limits: Limits, num_tokens: int) -> StepShape:
     """Any step of up to that many tokens."""
     num_rows = limits.num_rows
-    return Shape(num_rows + 1, num_tokens, limits.num_samples, num_decodes=num_rows, num_prefills=num_rows)
+    return StepShape(num_rows + 1, num_tokens, limits.num_samples, num_decodes=num_rows, num_prefills=num_rows)
 
 
 def _pad(to: np.ndarray, values: np.ndarray, size: int | None, padding: int) -> None:

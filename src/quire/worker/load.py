@@ -1,6 +1,6 @@
 """Weights stream from the checkpoint into the model: each tensor is mapped, converted into its layer, and let go.
 
-Called by the worker after `build`. Strict: every tensor is wanted, everything wanted comes, shapes agree. Formats are
+Called by the worker after `build`. Strict: every tensor is declared, everything declared comes, shapes agree. Formats are
 `checkpoint/`'s business, storage is the quantization method's.
 """
 
@@ -26,15 +26,15 @@ DUMMY_STD = 0.02
 
 def load_weights(model: nn.Module, tensors: Iterator[tuple[str, RawTensor]]) -> None:
     """`tensors`: under the model's own names, as `translated` gives them."""
-    wanted = wanted_weights(model)
-    pending = set(wanted)
+    declared = declared_weights(model)
+    pending = set(declared)
     for name, tensor in tensors:
-        if name not in wanted:
+        if name not in declared:
             raise BadModelFileError(f"the checkpoint holds {name!r:.100}, which this architecture does not have")
-        if len(wanted[name]) > 1:
+        if len(declared[name]) > 1:
             tensor = dataclasses.replace(tensor, shared={})
-        for weight in wanted[name]:
-            _take(weight, tensor)
+        for weight in declared[name]:
+            _load(weight, tensor)
         pending.discard(name)
     if pending:
         raise BadModelFileError(
@@ -54,23 +54,23 @@ def translated(model: nn.Module, tensors: Iterator[tuple[str, RawTensor]]) -> It
         yield from model.translate(name, tensor)
 
 
-def wanted_weights(model: nn.Module) -> dict[str, list[Weight]]:
+def declared_weights(model: nn.Module) -> dict[str, list[Weight]]:
     """Every tensor the model wants, by its name, with who wants it: a head that is tied wants its embedding's."""
-    wanted: dict[str, list[Weight]] = {}
+    declared: dict[str, list[Weight]] = {}
     for layer in layers(model):
         for weight in layer.weights():
-            wanted.setdefault(weight.name, []).append(weight)
-    return wanted
+            declared.setdefault(weight.name, []).append(weight)
+    return declared
 
 
-def _take(weight: Weight, tensor: RawTensor) -> None:
+def _load(weight: Weight, tensor: RawTensor) -> None:
     if tensor.type_name not in weight.types:
         raise UnsupportedModelError(f"{weight.name} has type {tensor.type_name}, which is not supported yet")
     if tuple(tensor.shape) != weight.shape:
         raise BadModelFileError(
             f"{weight.name} has shape {list(tensor.shape)}, its config says {list(weight.shape)}: files do not match"
         )
-    weight.take(tensor)
+    weight.load(tensor)
 
 
 # -- where tensors come from -------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def uploaded(tensors: Iterator[tuple[str, RawTensor]], device: torch.device) -> 
 def dummy_tensors(model: nn.Module, seed: int, device: torch.device) -> Iterator[tuple[str, RawTensor]]:
     """Random normal weights for all that is wanted; vectors (norms, biases) around one, so that signals survive."""
     generator = torch.Generator(device).manual_seed(seed)
-    for name, (weight, *_) in wanted_weights(model).items():
+    for name, (weight, *_) in declared_weights(model).items():
         values = torch.empty(weight.shape, dtype=torch.bfloat16, device=device).normal_(
             0.0, DUMMY_STD, generator=generator
         )

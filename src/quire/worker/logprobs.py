@@ -1,6 +1,6 @@
 """Logprobs as a step's result has them, and which positions of a prompt a step owes."""
 
-from quire.sampling.logprobs import TokenLogprobs as Columns
+from quire.sampling.logprobs import LogprobColumns
 from quire.step import TokenLogprobs
 
 LOGPROBS_AT_ONCE = 64  # positions of a prompt: bounds the logits held at a time
@@ -14,7 +14,7 @@ def prompt_span(start: int, count: int, delivered: int, prompt_len: int) -> tupl
     return max(start + 1, delivered + 1), min(start + count, prompt_len - 1)
 
 
-def entries(token_ids: list[int], columns: Columns, num_top: list[int]) -> list[TokenLogprobs]:
+def entries(token_ids: list[int], columns: LogprobColumns, num_top: list[int]) -> list[TokenLogprobs]:
     lists = (column.tolist() for column in columns)
     return [
         TokenLogprobs(token_id, logprob, rank, top_ids[:k], top_logprobs[:k])

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from quire.kv.specs import CacheSpec, Group
 from quire.layers.attention import CacheLayer
-from quire.layers.attention.base import AttentionBackend, Limits, Shape
+from quire.layers.attention.base import AttentionBackend, Limits, StepShape
 from quire.ops.transfer import ToHost, on_device
-from quire.sampling.logprobs import TokenLogprobs, token_logprobs
+from quire.sampling.logprobs import LogprobColumns, token_logprobs
 from quire.sampling.sampler import SampleMasks, Sampler
 from quire.step import VECTOR, Masks, StepPlan, StepResult
 from quire.worker.batch import Batch
 from quire.worker.drafter import NoDrafter
-from quire.worker.failure import told
+from quire.worker.failure import explain_gpu_errors
 from quire.worker.inputs import NO_ROW, SampleShape, StepInputs, decode_shape, mixed_shape
 from quire.worker.kv_cache import KVMemory, cache_layers
 from quire.worker.logprobs import LOGPROBS_AT_ONCE, entries, prompt_span
@@ -45,23 +45,25 @@ class Runner:
         vocab_size: int,
         drafter: NoDrafter,
     ) -> None:
-        """`device`: cpu/device.py or gpu/device.py; `limits.like`: an empty tensor as hidden states are, [0, D]."""
+        """`device`: cpu/device.py or gpu/device.py; `limits.hidden_like`: an empty tensor as hidden states are, [0, D]."""
         self.model, self.memory, self.device, self.limits, self.drafter = model, memory, device, limits, drafter
-        num_rows, num_samples, like = limits.num_rows, limits.num_samples, limits.like
-        self.batch = Batch(num_rows, limits.max_len, memory.groups, vocab_size, like.device, device.scatter_segments)
+        num_rows, num_samples, hidden_like = limits.num_rows, limits.num_samples, limits.hidden_like
+        self.batch = Batch(
+            num_rows, limits.max_len, memory.groups, vocab_size, hidden_like.device, device.scatter_segments
+        )
         # Where only the device knows how many drafts were accepted, it corrects what the host has planned.
         self.shifts: Tensor | None = None
         if limits.num_drafts and device.known_lengths(self.batch.lengths) is None:
-            self.shifts = torch.zeros(num_rows, dtype=torch.int32, device=like.device)
+            self.shifts = torch.zeros(num_rows, dtype=torch.int32, device=hidden_like.device)
         self.inputs = StepInputs(group_backends(model, memory.groups, limits), self.batch.tables, limits, self.shifts)
-        self.last_hidden = like.new_zeros(num_samples, like.shape[1])
-        self.out_ids = torch.zeros(num_samples, dtype=torch.int32, device=like.device)
+        self.last_hidden = hidden_like.new_zeros(num_samples, hidden_like.shape[1])
+        self.out_ids = torch.zeros(num_samples, dtype=torch.int32, device=hidden_like.device)
         self.num_accepted = torch.zeros(
-            num_rows, dtype=torch.int32, device=like.device
+            num_rows, dtype=torch.int32, device=hidden_like.device
         )  # drafts, of rows that choose tokens
-        scratch = device.Scratch(num_samples, vocab_size, like.device)
+        scratch = device.Scratch(num_samples, vocab_size, hidden_like.device)
         self.sampler = Sampler(device.sample, device.mask_logits, self.batch.sampling, self.batch.tokens, scratch)
-        self.masks = device.MaskStaging(num_samples, vocab_size, like.device)
+        self.masks = device.MaskStaging(num_samples, vocab_size, hidden_like.device)
         self.recordings = device.Recordings(self)
         self.launched: _Launched | None = None
 
@@ -94,11 +96,11 @@ class Runner:
         context.slots_T.clear()
         for layer in cache_layers(self.model).values():
             layer.backend = None  # it holds the memory of the batch and of the inputs
-        context.wanted = self.recordings = self.model = self.memory = None
+        context.output_tokens = self.recordings = self.model = self.memory = None
 
     # -- forward ---------------------------------------------------------------------------------------------------------
 
-    @told
+    @explain_gpu_errors
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> None:
         self.batch.update(plan)
@@ -112,14 +114,14 @@ class Runner:
             hidden_TD = self.compute(exact) if recorded is None else self.recordings.forward(recorded)
         self.launched = _Launched(plan, hidden_TD)
 
-    def compute(self, shape: Shape) -> Tensor:
+    def compute(self, shape: StepShape) -> Tensor:
         """From the step's inputs on the device to its hidden states; those that choose tokens are also kept apart."""
         self.place(shape)
         hidden_TD = self.run_model(shape)
         self.keep(hidden_TD, shape)
         return hidden_TD
 
-    def place(self, shape: Shape) -> None:
+    def place(self, shape: StepShape) -> None:
         """The id, position and slots of each token."""
         inputs, count = self.inputs, shape.num_tokens
         step = inputs.rows[: shape.num_rows], inputs.starts[: shape.num_rows], inputs.query_starts[: shape.num_rows + 1]
@@ -139,14 +141,14 @@ class Runner:
             )
             self.device.place_samples(*samples)
 
-    def run_model(self, shape: Shape) -> Tensor:
+    def run_model(self, shape: StepShape) -> Tensor:
         inputs, count, context = self.inputs, shape.num_tokens, self.model.context
         context.slots_T[:] = [slots[:count] for slots in inputs.slots]
         context.tables[:] = [backend.tables(shape) for backend in inputs.backends]
-        context.wanted = None if shape.decode or shape.wants_all else inputs.sample_at[: shape.num_samples]
+        context.output_tokens = None if shape.decode or shape.wants_all else inputs.sample_at[: shape.num_samples]
         return self.model(inputs.token_ids[:count], inputs.positions[:count])
 
-    def keep(self, hidden_TD: Tensor, shape: Shape) -> None:
+    def keep(self, hidden_TD: Tensor, shape: StepShape) -> None:
         """The hidden states that choose tokens."""
         kept = self.last_hidden[: shape.num_samples]
         if shape.decode or shape.wants_all:
@@ -156,7 +158,7 @@ class Runner:
 
     # -- sample ----------------------------------------------------------------------------------------------------------
 
-    @told
+    @explain_gpu_errors
     @torch.inference_mode()
     def sample(self, masks: Masks | None = None) -> "Pending":
         """Chooses tokens for the rows of the last forward that ask for one; they are appended on the device at once."""
@@ -229,16 +231,16 @@ class Runner:
         plan, batch = launched.plan, self.batch
         query_start = 0
         for idx, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.num_tokens)):
-            wanted, delivered = batch.prompt_logprobs.get(row, (None, 0))
+            num_top, delivered = batch.prompt_logprobs.get(row, (None, 0))
             first, last = prompt_span(start, count, delivered, batch.prompt_lens[row])
-            if wanted is not None and first <= last:
+            if num_top is not None and first <= last:
                 offset = query_start - start
                 hidden_TD = launched.hidden_TD[offset + first - 1 : offset + last]
                 targets_T = batch.tokens[row, first : last + 1].long()
                 for at in range(0, len(targets_T), LOGPROBS_AT_ONCE):
                     span = slice(at, at + LOGPROBS_AT_ONCE)
-                    columns = token_logprobs(self.model.logits(hidden_TD[span]).float(), targets_T[span], wanted)
-                    pending.prompt_logprobs.append((idx, wanted, ToHost(targets_T[span], *columns)))
+                    columns = token_logprobs(self.model.logits(hidden_TD[span]).float(), targets_T[span], num_top)
+                    pending.prompt_logprobs.append((idx, num_top, ToHost(targets_T[span], *columns)))
             query_start += count
 
 
@@ -275,7 +277,7 @@ class Pending:
             tuple[int, int, ToHost]
         ] = []  # index in the plan's rows, likewise; parts of a row in order
 
-    @told
+    @explain_gpu_errors
     def result(self) -> StepResult:
         chosen = self.token_ids.wait()[0].tolist()
         num_accepted = None if self.num_accepted is None else self.num_accepted.wait()[0].tolist()
@@ -294,12 +296,12 @@ class Pending:
             first += abs(self.plan.produces[idx])
         if self.logprobs is not None:
             places, num_top, columns = self.logprobs
-            found = entries([chosen[i] for i in places], TokenLogprobs(*columns.wait()), num_top)
+            found = entries([chosen[i] for i in places], LogprobColumns(*columns.wait()), num_top)
             for sample, entry in zip(places, found):
                 if sample in place_of:
                     result.logprobs.setdefault(place_of[sample], []).append(entry)
         for idx, num_top, columns in self.prompt_logprobs:
             targets, *rest = columns.wait()
-            found = entries(targets.tolist(), TokenLogprobs(*rest), [num_top] * len(targets))
+            found = entries(targets.tolist(), LogprobColumns(*rest), [num_top] * len(targets))
             result.prompt_logprobs.setdefault(idx, []).extend(found)
         return result

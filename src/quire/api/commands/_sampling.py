@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from quire.config import knob
-from quire.frontend.model import Model
+from quire.frontend.model import ModelInfo
 from quire.params import SamplingParams
 
 CHAT_TEMPERATURE = 0.4  # for models that bring no default: small ones ramble at 1
@@ -28,7 +28,7 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         SamplingParams(**self._given())  # wrong values are told before a model is loaded
 
-    def params(self, model: Model, max_tokens: int | None, seed: int | None, chat: bool) -> SamplingParams:
+    def params(self, model: ModelInfo, max_tokens: int | None, seed: int | None, chat: bool) -> SamplingParams:
         """What was typed, else the model's own defaults, else this command's."""
         calm = {"temperature": CHAT_TEMPERATURE} if chat and "temperature" not in model.sampling_defaults else {}
         return model.default_params(**{"max_tokens": max_tokens, "seed": seed, **calm, **self._given()})

@@ -48,7 +48,7 @@ class BenchOptions:
 
 
 @dataclass(frozen=True)
-class ServeOptions:
+class BenchServeOptions:
     """bench serve: what to send to a server that speaks OpenAI's protocol (of the flags below only --model and --seed count)"""
 
     base_url: str = knob("http://127.0.0.1:8000", "the server's address")
@@ -74,7 +74,7 @@ class ServeOptions:
         check(self)
 
 
-OPTIONS = (BenchOptions, ServeOptions, EngineConfig)
+OPTIONS = (BenchOptions, BenchServeOptions, EngineConfig)
 
 
 def run(args: Namespace) -> int:
@@ -94,7 +94,7 @@ def _serve(args: Namespace, options: BenchOptions) -> dict[str, Any]:
 
     from quire.bench.loadgen import Load, measure
 
-    serve = from_args(ServeOptions, args)
+    serve = from_args(BenchServeOptions, args)
     load = Load(
         base_url=serve.base_url, model=getattr(args, "model", ""), num_prompts=serve.num_prompts, input_len=serve.input_len,
         output_len=serve.output_len, concurrency=serve.concurrency or (1 if serve.request_rate is None else None),

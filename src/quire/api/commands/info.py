@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.config import EngineConfig, knob
 from quire.config.flags import from_args
-from quire.frontend.model import Model
+from quire.frontend.model import ModelInfo
 
 HELP = "show what a model is and what fits on this machine"
 USAGE = "quire info [MODEL] [flags]"
@@ -30,7 +30,7 @@ OPTIONS = (InfoOptions, EngineConfig)
 def run(args: Namespace) -> int:
     options, config = (from_args(cls, args) for cls in OPTIONS)
     typed = options.name or config.model.model
-    model = Model.open(config.replace(model=typed, skip_tokenizer_init=True))
+    model = ModelInfo.open(config.replace(model=typed, skip_tokenizer_init=True))
     facts = {"model": typed, **importlib.import_module(DESCRIBE).describe(model.config)}
     facts["kv_tokens"] = facts["kv_memory_bytes"] // facts["kv_bytes_per_token"]
     print(json.dumps(facts) if options.json else _table(facts))

@@ -36,7 +36,7 @@ ENDPOINTS = [
     Endpoint("GET", "/health", status.ready, "open", "The engine makes progress", None, status.Alive),
     Endpoint("GET", "/version", status.version, "user", "The server's version", None, status.Version),
     Endpoint("GET", "/metrics", status.metrics, "user", "Prometheus metrics", None, "text/plain"),
-    Endpoint("GET", "/admin/check", status.check, "admin", "Have the engine verify its books", None, status.Checked),
+    Endpoint("GET", "/admin/check", status.check, "admin", "Have the engine verify its books", None, status.CheckResult),
     Endpoint("GET", "/v1/models", models.list_models, "user", "The names of the model", None, models.ModelList),
     Endpoint("GET", "/v1/models/{model}", models.get_model, "user", "One name of the model", None, models.ModelCard),
     Endpoint(

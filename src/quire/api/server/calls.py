@@ -150,8 +150,8 @@ async def read_body(receive: Receive) -> bytes | None:
     return None
 
 
-class Watched:
-    """`async with Watched(receive, streams)`: inside, a disconnect ends the streams; after it none of them runs."""
+class AbortOnDisconnect:
+    """`async with AbortOnDisconnect(receive, streams)`: inside, a disconnect ends the streams; after it none of them runs."""
 
     def __init__(self, receive: Receive, streams: Sequence[Stream]) -> None:
         self.receive, self.streams = receive, streams

@@ -26,8 +26,8 @@ from quire.api.server.fields import (
 from quire.api.server.generation import Usage, built, finish, submit, text_of, usage
 from quire.api.server.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
 from quire.api.server.reading import ChatMessage, ParsedEvents, Reading
-from quire.api.server.shape import ChatFields, of_chat, parsers, shows_special_tokens
-from quire.api.server.sse import Events, EventStream, Format
+from quire.api.server.shape import ChatFields, chat_constraint, parsers, shows_special_tokens
+from quire.api.server.sse import EventFormat, Events, EventStream
 from quire.errors import RequestError
 from quire.frontend.async_llm import AsyncLLM, Stream
 from quire.frontend.requests import ChoiceState
@@ -141,7 +141,11 @@ async def chat(call: Call) -> Answer | EventStream:
     body.check(num_prompts=1)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     # Schemas are read here: that may take a while.
-    shape = await llm.off_loop(lambda: of_chat(body, llm.model)) if body.has_shape else of_chat(body, llm.model)
+    shape = (
+        await llm.off_loop(lambda: chat_constraint(body, llm.model))
+        if body.has_shape
+        else chat_constraint(body, llm.model)
+    )
     params = body.params(
         llm.model, max_tokens=max_tokens, logprobs=body.num_logprobs(), structured_outputs=shape.structured
     )
@@ -184,7 +188,7 @@ def _completion(
     )
 
 
-def _format(head: dict[str, Any], body: ChatRequest, stream: Stream, tokenizer: Tokenizer | None) -> Format:
+def _format(head: dict[str, Any], body: ChatRequest, stream: Stream, tokenizer: Tokenizer | None) -> EventFormat:
     def opening(idx: int) -> tuple[dict[str, Any], dict[str, Any]]:
         beside: dict[str, Any] = {}
         if idx == 0 and body.return_token_ids:
@@ -193,7 +197,7 @@ def _format(head: dict[str, Any], body: ChatRequest, stream: Stream, tokenizer: 
             beside["prompt_logprobs"] = prompt_logprobs(stream.request.prompt_logprobs, tokenizer)
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}, beside
 
-    return Format(
+    return EventFormat(
         head={"id": head["id"], "object": "chat.completion.chunk", "created": head["created"], "model": head["model"]},
         before_text=b'"delta":{"content":',
         after_text=b"}",

@@ -27,8 +27,8 @@ from quire.api.server.fields import (
 )
 from quire.api.server.generation import Usage, built, finish, submit, text_of, usage
 from quire.api.server.logprobs import CompletionLogprobs, CompletionLogprobsWriter, PromptLogprobs, prompt_logprobs
-from quire.api.server.shape import of_answer
-from quire.api.server.sse import Events, EventStream, Format
+from quire.api.server.shape import answer_constraint
+from quire.api.server.sse import EventFormat, Events, EventStream
 from quire.frontend.async_llm import AsyncLLM, Stream
 from quire.frontend.requests import ChoiceState, ChoiceUpdate
 from quire.frontend.tokenizer import Tokenizer
@@ -126,7 +126,7 @@ def _params(body: CompletionRequest, llm: AsyncLLM) -> SamplingParams:
         max_tokens=max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=of_prompt,
-        structured_outputs=of_answer(body),
+        structured_outputs=answer_constraint(body),
     )
 
 
@@ -205,7 +205,7 @@ class _Prompt:
         return extras
 
 
-def _format(head: dict[str, Any], body: CompletionRequest, prompts: Sequence[_Prompt]) -> Format:
+def _format(head: dict[str, Any], body: CompletionRequest, prompts: Sequence[_Prompt]) -> EventFormat:
     n = body.n or 1
 
     def opening(idx: int) -> tuple[dict[str, Any], dict[str, Any]] | None:
@@ -222,7 +222,7 @@ def _format(head: dict[str, Any], body: CompletionRequest, prompts: Sequence[_Pr
     def logprobs(update: ChoiceUpdate) -> CompletionLogprobs:
         return prompts[update.index // n].writers[update.index % n].write(update.logprobs)
 
-    return Format(
+    return EventFormat(
         head={"id": head["id"], "object": "text_completion", "created": head["created"], "model": head["model"]},
         before_text=b'"text":',
         after_text=b"",

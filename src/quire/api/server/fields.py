@@ -20,7 +20,7 @@ from quire.api.server.errors import FieldError
 from quire.errors import RequestError
 from quire.frontend.async_llm import MAX_TIMEOUT_S
 from quire.frontend.inputs import MAX_CACHE_SALT_CHARS, PRIORITY_LIMIT
-from quire.frontend.model import Model
+from quire.frontend.model import ModelInfo
 from quire.params import SamplingParams, StructuredOutputs, free
 
 log = logging.getLogger(__name__)
@@ -248,7 +248,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     cache_salt: Annotated[str, text(MAX_CACHE_SALT_CHARS)] | None = None
     timeout_s: Annotated[float, within(0, MAX_TIMEOUT_S, exclusiveMinimum=0)] | None = None
 
-    def params(self, model: Model, **own: Any) -> SamplingParams:
+    def params(self, model: ModelInfo, **own: Any) -> SamplingParams:
         """As asked, else the model's own defaults; `own` are the protocol's fields."""
         asked = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return model.default_params(**{**asked, **own})

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from quire.api.server.calls import Answer, Call, Watched
+from quire.api.server.calls import AbortOnDisconnect, Answer, Call
 from quire.api.server.fields import SamplingFields
 from quire.frontend.async_llm import Stream
 from quire.frontend.inputs import Prompt
@@ -60,7 +60,7 @@ async def submit(
 
 async def finish(call: Call, streams: Sequence[Stream]) -> None:
     """Waits until all is there, or the client left, who then gets nothing anyway."""
-    async with Watched(call.receive, streams):
+    async with AbortOnDisconnect(call.receive, streams):
         for stream in streams:
             await stream.wait()
 

@@ -122,7 +122,7 @@ class Guard:
                     more = message.get("more_body", False)
                     if len(body) + len(part) > limit:
                         raise Refused(413, "body_too_large", too_large, body_read=not more)
-                    if not share.take(len(part)):
+                    if not share.hold(len(part)):
                         text = "the bodies of the requests under way take all the memory there is for them: try again later"
                         raise Refused(503, "overloaded", text, "overloaded_error", body_read=not more)
                     body += part
@@ -229,7 +229,7 @@ class Share:
         self.held, self.address = held, address
         self.num_bytes = 0
 
-    def take(self, num_bytes: int) -> bool:
+    def hold(self, num_bytes: int) -> bool:
         """False where there is not enough left. A lone body is bounded by its own limit, so it always fits."""
         held = self.held
         is_alone = held.by_address[self.address] == self.num_bytes

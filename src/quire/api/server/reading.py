@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from quire.api.server.sse import Events, Format, to_json
+from quire.api.server.sse import EventFormat, Events, to_json
 from quire.frontend.async_llm import Stream
 from quire.frontend.parse import Delta, OutputParser
 from quire.frontend.requests import ChoiceUpdate
@@ -75,7 +75,7 @@ def _call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def _without_content(form: Format) -> Callable[[int], tuple[dict[str, Any], dict[str, Any]]]:
+def _without_content(form: EventFormat) -> Callable[[int], tuple[dict[str, Any], dict[str, Any]]]:
     """Opens a choice that may have no content: put together, its events are the same message as the whole answer."""
 
     def opening(idx: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -88,7 +88,7 @@ def _without_content(form: Format) -> Callable[[int], tuple[dict[str, Any], dict
 class ParsedEvents(Events):
     """Answers in which thinking and calls are told from content, as they come."""
 
-    def __init__(self, form: Format, streams: Sequence[Stream], n: int, reading: Reading) -> None:
+    def __init__(self, form: EventFormat, streams: Sequence[Stream], n: int, reading: Reading) -> None:
         super().__init__(replace(form, opening=_without_content(form)), streams, n)
         self.reading = reading
         self.parsers = [reading.make_parser() for _ in self.before]

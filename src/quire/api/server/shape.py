@@ -16,7 +16,7 @@ from quire.api.server.errors import FieldError
 from quire.api.server.fields import Name, SamplingFields, Text, at_most
 from quire.errors import RequestError
 from quire.frontend.inputs import grammar_spec
-from quire.frontend.model import Model
+from quire.frontend.model import ModelInfo
 from quire.frontend.parse import OutputParser
 from quire.params import GrammarObject, StructuredOutputs
 
@@ -69,13 +69,13 @@ class ChatFields(SamplingFields, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Shape:
+class AnswerShape:
     structured: StructuredOutputs | None = None
     tools: list[dict[str, Any]] = field(default_factory=list)  # as the template and the parser see them
     is_named: bool = False  # one tool must be called, and the protocol calls that an ordinary end
 
 
-def of_answer(fields: SamplingFields) -> StructuredOutputs | None:
+def answer_constraint(fields: SamplingFields) -> StructuredOutputs | None:
     """From OpenAI's response_format, structured_outputs, or the older names of the same things."""
     asked = {
         "response_format": _of_format(fields.response_format),
@@ -113,9 +113,9 @@ def _of_format(form: dict[str, Any] | None) -> StructuredOutputs | None:
     )
 
 
-def of_chat(asked: ChatFields, model: Model) -> Shape:
+def chat_constraint(asked: ChatFields, model: ModelInfo) -> AnswerShape:
     """Of a chat's answer: a JSON schema or a grammar, calls of tools, or either of the two."""
-    structured = of_answer(asked)
+    structured = answer_constraint(asked)
     choice = asked.tool_choice if asked.tool_choice is not None else "auto" if asked.tools else "none"
     if not asked.tools:
         if choice not in ("none", "auto"):
@@ -141,7 +141,7 @@ def of_chat(asked: ChatFields, model: Model) -> Shape:
         raise FieldError("tool_choice", f"tool_choice names {choice.function.name!r:.80}, which is none of the tools")
     if len(msgspec.json.encode(callable_tools)) + TOOL_BYTES * len(callable_tools) > MAX_TOOLS_BYTES:
         if is_free and structured is None and not any(tool["function"].get("strict") for tool in tools):
-            return Shape(None, tools)  # told to the model, and its calls are read, but no grammar is that large
+            return AnswerShape(None, tools)  # told to the model, and its calls are read, but no grammar is that large
         raise FieldError(
             "tools",
             f"the tools have over {MAX_TOOLS_BYTES} characters, too many for a grammar: send fewer or shorter ones",
@@ -153,7 +153,7 @@ def of_chat(asked: ChatFields, model: Model) -> Shape:
     )
     if structured is not None:
         form = {"type": "or", "elements": [form, _answer(structured, model)]}
-    return Shape(_tag(form), tools, is_named)
+    return AnswerShape(_tag(form), tools, is_named)
 
 
 def _checked(tool: Tool) -> dict[str, Any]:
@@ -178,14 +178,14 @@ def _honoured(tool: dict[str, Any], is_free: bool) -> dict[str, Any]:
     return {**tool, "function": {**function, "parameters": parameters}}
 
 
-def _of_text(structured: StructuredOutputs | None, model: Model) -> Shape:
+def _of_text(structured: StructuredOutputs | None, model: ModelInfo) -> AnswerShape:
     """Without tools. Some models write a header before their answer, which is part of the grammar then."""
     if structured is None or not hasattr(model.reasoning_format, "answer") or structured.structural_tag is not None:
-        return Shape(structured)
-    return Shape(_tag(_answer(structured, model)))
+        return AnswerShape(structured)
+    return AnswerShape(_tag(_answer(structured, model)))
 
 
-def _answer(structured: StructuredOutputs, model: Model) -> dict[str, Any]:
+def _answer(structured: StructuredOutputs, model: ModelInfo) -> dict[str, Any]:
     """As part of a structural tag."""
     spec = grammar_spec(structured)
     match spec.kind:
@@ -218,7 +218,7 @@ def _tag(form: dict[str, Any]) -> StructuredOutputs:
 
 
 def parsers(
-    model: Model, tools: list[dict[str, Any]], prompt_token_ids: list[int]
+    model: ModelInfo, tools: list[dict[str, Any]], prompt_token_ids: list[int]
 ) -> Callable[[], OutputParser] | None:
     """Makes the parser of one answer; None where an answer is plain text."""
     reasoning, calls = model.reasoning_format, model.tool_format if tools else None
@@ -236,7 +236,7 @@ def parsers(
     return make
 
 
-def shows_special_tokens(model: Model, tools: list[dict[str, Any]]) -> bool:
+def shows_special_tokens(model: ModelInfo, tools: list[dict[str, Any]]) -> bool:
     """Whether text must spell special tokens, because a format is made of them."""
     formats = [model.reasoning_format, model.tool_format if tools else None]
     return any(form is not None and form.NEEDS_SPECIAL_TOKENS for form in formats)

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from quire.api.server.calls import Answer, Call, Receive, Send, Watched, send_body
+from quire.api.server.calls import AbortOnDisconnect, Answer, Call, Receive, Send, send_body
 from quire.api.server.errors import problem
 from quire.api.server.generation import usage
 from quire.frontend.async_llm import Stream
@@ -32,7 +32,7 @@ to_json = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class EventFormat:
     """How a protocol writes events."""
 
     head: dict[str, Any]  # id, object, created, model
@@ -52,7 +52,7 @@ class Format:
 class Events:
     """Updates of all choices as bytes."""
 
-    def __init__(self, form: Format, streams: Sequence[Stream], n: int) -> None:
+    def __init__(self, form: EventFormat, streams: Sequence[Stream], n: int) -> None:
         self.form, self.streams, self.n = form, streams, n
         self.head = b"data: " + to_json(form.head)[:-1] + b',"choices":['
         count = len(streams) * n
@@ -125,7 +125,7 @@ class EventStream:
 
     async def __call__(self, receive: Receive, send: Send) -> None:
         events, begun, share = self.events, False, LoopShare()
-        async with Watched(receive, events.streams):
+        async with AbortOnDisconnect(receive, events.streams):
             try:
                 async for updates in merged(events.streams, events.n):
                     if not begun:

@@ -19,7 +19,7 @@ class Version(msgspec.Struct):
     version: str
 
 
-class Checked(msgspec.Struct):
+class CheckResult(msgspec.Struct):
     problem: str  # empty: none
 
 
@@ -46,4 +46,4 @@ async def metrics(call: Call) -> Answer:
 
 
 async def check(call: Call) -> Answer:
-    return Answer.json(Checked(await call.service.llm.check()))
+    return Answer.json(CheckResult(await call.service.llm.check()))

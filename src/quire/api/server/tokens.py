@@ -13,7 +13,7 @@ from quire.api.server.errors import FieldError
 from quire.api.server.fields import Name, Text, TokenIds, check_vocabulary, decode
 from quire.api.server.generation import INLINE_TOKENS
 from quire.api.server.shape import Tools
-from quire.frontend.model import Model
+from quire.frontend.model import ModelInfo
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -61,7 +61,7 @@ async def tokenize(call: Call) -> Answer:
     return await llm.off_loop(answer, len(tokens)) if len(tokens) > INLINE_TOKENS else answer()
 
 
-def _tokenized(model: Model, tokens: list[int], with_strings: bool) -> Answer:
+def _tokenized(model: ModelInfo, tokens: list[int], with_strings: bool) -> Answer:
     strings = None
     if with_strings:
         spelling = model.need_tokenizer("return_token_strs").backend.id_to_token

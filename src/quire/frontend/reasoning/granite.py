@@ -27,6 +27,6 @@ class Parser(think.Parser):
     def answer(self, has_thought: bool) -> Steps[None]:
         if has_thought and (yield from self.one_of("<response>")):
             if (yield from self.until(StopStrings(("</response>",)), Trimmed(self.content))):
-                self.take(len("</response>"))
+                self.read(len("</response>"))
                 yield from self.space()
         yield from self.rest(self.content)

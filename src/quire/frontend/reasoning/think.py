@@ -4,7 +4,7 @@ Chosen by `reasoning.choose`, used by the server. Thinking opens with the answer
 speak of the tags: an opening tag further on is content, and so is a closing tag where nothing was opened.
 """
 
-from quire.frontend.parse import Machine, Steps, Trimmed
+from quire.frontend.parse import Steps, StreamParser, Trimmed
 from quire.frontend.stop import StopStrings
 
 MODEL_TYPES = ("qwen3", "qwen3_moe")
@@ -13,7 +13,7 @@ NEEDS_SPECIAL_TOKENS = True  # some models have the tags as special tokens
 START, END = "<think>", "</think>"
 
 
-class Parser(Machine):
+class Parser(StreamParser):
     """`starts_open`: the prompt has opened the thinking. White space around thinking belongs to nobody."""
 
     MARKS = ((START, END),)  # each opening spelling with its closing one
@@ -26,7 +26,7 @@ class Parser(Machine):
         end = yield from self._opened()
         if end:
             if (yield from self.until(StopStrings((end,)), Trimmed(self.reasoning))):
-                self.take(len(end))
+                self.read(len(end))
             yield from self.space()
         yield from self.answer(bool(end))
 

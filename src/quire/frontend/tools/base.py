@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from quire.frontend.parse import CallDelta, Delta, Emit, Machine, Malformed, Steps
+from quire.frontend.parse import CallDelta, Delta, Emit, Malformed, Steps, StreamParser
 from quire.frontend.stop import StopStrings
 
 Tool = dict[str, Any]
@@ -28,7 +28,7 @@ _SCALAR_CHARS = re.compile(r"[-+.\w]+")
 _SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
 
 
-class ToolParser(Machine):
+class ToolParser(StreamParser):
     """Says content and calls. White space around calls is not content."""
 
     def __init__(self, tools: list[Tool]) -> None:
@@ -89,7 +89,7 @@ class ToolParser(Machine):
             if self._kept is not None:
                 self.content("".join(self._kept))
             elif self._ended:  # cut short inside a call
-                self.arguments(broken.text + self.take(len(self._text)))
+                self.arguments(broken.text + self.read(len(self._text)))
             else:
                 self.content(broken.text)
         self._kept = None
@@ -111,7 +111,7 @@ class ToolParser(Machine):
             if char and char in self.CLOSERS:
                 if len(closers) == MAX_DEPTH:
                     raise Malformed
-                self.take(1)
+                self.read(1)
                 emit("{" if char == "{" else "[")
                 closers.append(self.CLOSERS[char])
                 yield from self.space(emit)
@@ -125,7 +125,7 @@ class ToolParser(Machine):
             while closers:
                 yield from self.space(emit)
                 if (yield from self.peek()) == closers[-1]:
-                    self.take(1)
+                    self.read(1)
                     emit("}" if closers.pop() == "}" else "]")
                     continue
                 emit((yield from self.expect(",")))
@@ -149,15 +149,15 @@ class ToolParser(Machine):
             elif not char:
                 raise Malformed
             elif char < " ":  # not JSON, but what is meant is certain
-                emit(json.dumps(self.take(1))[1:-1])
+                emit(json.dumps(self.read(1))[1:-1])
             else:
-                emit(self.take_run(_PLAIN))
-        emit(self.take(1))
+                emit(self.read_run(_PLAIN))
+        emit(self.read(1))
 
     def _escape(self) -> Steps[str]:
         while _ESCAPE_BEGUN.match(self._text, self._at) and not self._ended:
             yield
-        if text := self.take_run(_ESCAPE):
+        if text := self.read_run(_ESCAPE):
             return text
         raise Malformed
 
@@ -167,7 +167,7 @@ class ToolParser(Machine):
             match = _SCALAR_CHARS.match(self._text, self._at)
             if match is None:
                 break
-            text += self.take(min(len(match[0]), _MAX_SCALAR_CHARS + 1 - len(text)))
+            text += self.read(min(len(match[0]), _MAX_SCALAR_CHARS + 1 - len(text)))
         spelled = self.scalar(text) if 0 < len(text) <= _MAX_SCALAR_CHARS else None
         if spelled is None:
             raise Malformed(text)

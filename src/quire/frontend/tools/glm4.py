@@ -50,9 +50,9 @@ class Parser(base.ToolParser):
         self.arguments(f"{json.dumps(key, ensure_ascii=False)}: ")
         yield from self.space()
         yield from self.expect("<arg_value>")
-        wanted = _argument_schema(schema, key)
-        types = set(_types(schema, wanted))
-        if types == {"string"} and _TEXT_LIMITS.isdisjoint(wanted):
+        argument = _argument_schema(schema, key)
+        types = set(_types(schema, argument))
+        if types == {"string"} and _TEXT_LIMITS.isdisjoint(argument):
             self.arguments('"')
             yield from self.until(_VALUE_END, lambda text: self.arguments(json.dumps(text, ensure_ascii=False)[1:-1]))
             yield from self.expect("</arg_value>")
@@ -83,7 +83,7 @@ class Parser(base.ToolParser):
         mark = yield from self.until(end, pieces.append)
         if not mark:
             raise Malformed("".join(pieces))
-        self.take(len(mark))
+        self.read(len(mark))
         return "".join(pieces)
 
 

@@ -74,7 +74,7 @@ class Parser(base.ToolParser):
 
     def _argument_name(self) -> Steps[str]:
         key = ""
-        while (yield from self.peek()) and (text := self.take_run(_KEY)):
+        while (yield from self.peek()) and (text := self.read_run(_KEY)):
             key += text
         yield from self.space()
         yield from self.expect("=")
@@ -91,14 +91,14 @@ class Parser(base.ToolParser):
             elif not char:
                 raise Malformed
             else:  # line ends too, which Python would not take
-                emit(_quoted(self.take_run(_PLAIN[quote]) or self.take(1)))
-        self.take(1)
+                emit(_quoted(self.read_run(_PLAIN[quote]) or self.read(1)))
+        self.read(1)
         emit('"')
 
     def _escape(self) -> Steps[str]:
         while _ESCAPE_BEGUN.match(self._text, self._at) and not self._ended:
             yield
-        text = self.take_run(_ESCAPE)
+        text = self.read_run(_ESCAPE)
         if text[1:2] == "u":
             return text
         if text[1:2] in ("x", "U"):
@@ -167,9 +167,9 @@ def _trouble(schema: dict[str, Any]) -> str | None:
 def _arguments_format(schema: dict[str, Any]) -> base.Format:
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
-    def value(wanted: Any) -> base.Format:
-        wanted = {**wanted, **shared} if isinstance(wanted, dict) else wanted
-        return {"type": "json_schema", "json_schema": wanted, "max_whitespace_cnt": 1}
+    def value(argument: Any) -> base.Format:
+        argument = {**argument, **shared} if isinstance(argument, dict) else argument
+        return {"type": "json_schema", "json_schema": argument, "max_whitespace_cnt": 1}
 
     others = schema.get("additionalProperties", True)
     needed = dict.fromkeys(schema.get("required") or (), others)
@@ -178,7 +178,7 @@ def _arguments_format(schema: dict[str, Any]) -> base.Format:
         argument = base.sequence({"type": "regex", "pattern": "[a-zA-Z_][a-zA-Z0-9_]*="}, value(others))
         more = {"type": "star", "content": base.sequence(base.const(", "), argument)}
         return {"type": "optional", "content": base.sequence(argument, more)}
-    arguments = {key: base.sequence(base.const(f"{key}="), value(wanted)) for key, wanted in properties.items()}
+    arguments = {key: base.sequence(base.const(f"{key}="), value(argument)) for key, argument in properties.items()}
     return _with_commas([arguments[key] for key in needed], [arguments[key] for key in arguments if key not in needed])
 
 

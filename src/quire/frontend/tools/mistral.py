@@ -26,7 +26,7 @@ class Parser(base.JsonCalls):
             return
         name = yield from self.name()
         if (yield from self.one_of("[CALL_ID]")):
-            while (yield from self.peek()) and self.take_run(_ID):
+            while (yield from self.peek()) and self.read_run(_ID):
                 pass
         yield from self.one_of("[ARGS]")
         yield from self.arguments_object(name)

@@ -15,7 +15,7 @@ from quire.layers.attention.base import AttentionBackend
 from quire.layers.base import Layer, Runtime, frozen, head_units
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
-from quire.ops.attention import cudnn as fresh
+from quire.ops.attention import cudnn
 from quire.quant.base import Section, Split
 
 
@@ -117,6 +117,6 @@ class Attention(CacheLayer):
         out = self.backend.paged_attention(
             q_THD, self.cache, tables, scale=self.scale, window=self.window, sinks_H=self.sinks, softcap=self.softcap
         )
-        if tables.fresh:
-            fresh.fresh_attention(q_THD, k_TKD, v_TKD, tables.fresh, out, scale=self.scale)
+        if tables.uncached_prefills:
+            cudnn.uncached_prefill_attention(q_THD, k_TKD, v_TKD, tables.uncached_prefills, out, scale=self.scale)
         return out.view(qkv_TX.shape[0], self.num_heads * self.head_size)

@@ -12,8 +12,8 @@ import torch
 
 from quire.errors import UnsupportedModelError
 from quire.layers.attention._layer import CacheLayer
-from quire.layers.attention.base import AttentionBackend, HostStep, Limits, Shape
-from quire.ops.attention import cudnn as fresh
+from quire.layers.attention.base import AttentionBackend, HostStep, Limits, StepShape
+from quire.ops.attention import cudnn
 from quire.ops.attention.reference import AttentionTables
 from quire.ops.attention.triton import UNIT_WORDS, AttentionWork, WorkShape, max_split_units, max_units, plan_units
 from quire.ops.launch import num_multiprocessors
@@ -23,7 +23,7 @@ class WorkList:
     """How one kind of row is cut into units, and the room that its launches share."""
 
     def __init__(self, shape: WorkShape, window: int, max_tokens: int, limits: Limits) -> None:
-        num_programs = shape.tile.programs_per_multiprocessor * num_multiprocessors(limits.like)
+        num_programs = shape.tile.programs_per_multiprocessor * num_multiprocessors(limits.hidden_like)
         self.geometry = {
             "tile_m": shape.tile.tile_m,
             "group_size": shape.group_size,
@@ -33,7 +33,7 @@ class WorkList:
         self.window = window
         self.max_units = self.num_units(max_tokens, limits.num_rows)
         num_split = max_split_units(self.max_units, num_kv_heads=shape.num_kv_heads, num_programs=num_programs)
-        no_units = limits.like.new_empty(0, dtype=torch.int32)
+        no_units = limits.hidden_like.new_empty(0, dtype=torch.int32)
         self.room = AttentionWork.of(no_units, shape.tile, num_split, shape.num_kv_heads, shape.size)
 
     def num_units(self, num_tokens: int, num_rows: int) -> int:
@@ -52,18 +52,18 @@ class WorkListBackend(AttentionBackend):
         self, layers: Sequence[CacheLayer], block_size: int, limits: Limits, twin: "WorkListBackend | None" = None
     ) -> None:
         super().__init__(layers, block_size, limits, twin)
-        layer, like = layers[0], limits.like
+        layer, hidden_like = layers[0], limits.hidden_like
         if any(other.num_heads != layer.num_heads for other in layers):  # they would need different lists
             raise UnsupportedModelError(
                 "layers with different numbers of query heads and equal KV caches are not supported on GPUs"
             )
         self.skips_cache = all(
-            layer.is_plain and fresh.supports(like, layer.head_size, layer.value_size) for layer in layers
+            layer.is_plain and cudnn.supports(hidden_like, layer.head_size, layer.value_size) for layer in layers
         )
         if twin is not None:
             self.works = twin.works
             return
-        decode, prefill = (self.work_shape(layer, like.dtype, decode=decode) for decode in (True, False))
+        decode, prefill = (self.work_shape(layer, hidden_like.dtype, decode=decode) for decode in (True, False))
         self.works = {
             "decode_units": WorkList(decode, layer.window, limits.num_rows, limits),
             "prefill_units": WorkList(prefill, layer.window, limits.max_tokens, limits),
@@ -79,13 +79,13 @@ class WorkListBackend(AttentionBackend):
             return {}
         return {name: (work.max_units, UNIT_WORDS) for name, work in self.works.items()}
 
-    def prepare(self, step: HostStep, shape: Shape) -> None:
+    def prepare(self, step: HostStep, shape: StepShape) -> None:
         if self.twin is not None:
             return  # planned already
         is_decode = step.counts == 1
         is_prefill = ~is_decode
-        if shape.fresh:
-            is_prefill &= ~np.isin(step.firsts, [first for first, _ in shape.fresh])
+        if shape.uncached_prefills:
+            is_prefill &= ~np.isin(step.firsts, [first for first, _ in shape.uncached_prefills])
         for (name, work), is_listed in zip(self.works.items(), (is_decode, is_prefill)):
             words, num_units = self.host[name], 0
             if is_listed.any():
@@ -94,7 +94,7 @@ class WorkListBackend(AttentionBackend):
                 words[:num_units] = units
             words[num_units : self._num_units(name, shape)] = 0  # units without queries
 
-    def tables(self, shape: Shape) -> AttentionTables:
+    def tables(self, shape: StepShape) -> AttentionTables:
         launches, words = [], (self.twin or self).device
         for name, work in self.works.items():
             if num_units := self._num_units(name, shape):
@@ -102,7 +102,7 @@ class WorkListBackend(AttentionBackend):
         rows_R = self.step.rows[: shape.num_rows]
         return self._tables(shape, self.step.block_table, rows=rows_R, work=tuple(launches), shifts=self.step.shifts)
 
-    def _num_units(self, name: str, shape: Shape) -> int:
+    def _num_units(self, name: str, shape: StepShape) -> int:
         """No step of this shape has more."""
         if name == "decode_units":
             return self.works[name].num_units(shape.num_decodes, shape.num_decodes)

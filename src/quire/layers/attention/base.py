@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Shape:
+class StepShape:
     """How large a step is, padding included: all that a recording depends on."""
 
     num_rows: int
     num_tokens: int
     num_samples: int
     num_decodes: int  # rows with one token, at most
-    num_prefills: int  # rows with several, at most, but those of `fresh`
-    fresh: tuple[tuple[int, int], ...] = ()  # (first token, tokens) of long prompts that begin in this step
+    num_prefills: int  # rows with several, at most, but those of `uncached_prefills`
+    uncached_prefills: tuple[tuple[int, int], ...] = ()  # (first token, tokens) of long prompts that begin in this step
     wants_all: bool = False  # hidden states of all tokens, not only of those that choose a next one
 
     @property
     def decode(self) -> bool:
         """Every row has one token."""
-        return self.num_prefills == 0 and not self.fresh
+        return self.num_prefills == 0 and not self.uncached_prefills
 
     @property
     def longest(self) -> int:
@@ -51,7 +51,7 @@ class Limits:
     num_rows: int
     max_tokens: int
     max_len: int
-    like: Tensor  # of the model's dtype and device
+    hidden_like: Tensor  # of the model's dtype and device
     num_drafts: int = 0  # that a row verifies
 
     @property
@@ -84,7 +84,9 @@ class AttentionBackend:
     """The simplest: goes by lengths and block tables, plans nothing."""
 
     is_recordable = True  # the host does nothing between a step's launches
-    skips_cache = False  # computes `fresh` rows, of which nothing is cached yet, from the step's own keys and values
+    skips_cache = (
+        False  # computes `uncached_prefills` rows, of which nothing is cached yet, from the step's own keys and values
+    )
 
     def __init__(
         self, layers: Sequence["CacheLayer"], block_size: int, limits: Limits, twin: "AttentionBackend | None" = None
@@ -101,23 +103,23 @@ class AttentionBackend:
         """Where steps lie, and these words, on the host and on the device."""
         self.step, self.host, self.device = step, host, device
 
-    def prepare(self, step: HostStep, shape: Shape) -> None:
+    def prepare(self, step: HostStep, shape: StepShape) -> None:
         """Plans a step, padded to `shape`."""
 
-    def tables(self, shape: Shape) -> AttentionTables:
+    def tables(self, shape: StepShape) -> AttentionTables:
         """What layers read in steps of this shape."""
         rows_R = self.step.rows[: shape.num_rows]
         # Once per step, not in every layer. Padding has no context in whichever row it gets.
         return self._tables(shape, self.step.block_table.index_select(0, rows_R.clamp(min=0)))
 
-    def _tables(self, shape: Shape, block_table: Tensor, **fields: object) -> AttentionTables:
+    def _tables(self, shape: StepShape, block_table: Tensor, **fields: object) -> AttentionTables:
         return AttentionTables(
             query_starts=self.step.query_starts[: shape.num_rows + 1],
             context_lens=self.step.context_lens[: shape.num_rows],
             block_table=block_table,
             block_size=self.block_size,
             max_query_len=shape.longest,
-            fresh=shape.fresh,
+            uncached_prefills=shape.uncached_prefills,
             **fields,
         )
 
@@ -131,9 +133,9 @@ class CpuBackend(AttentionBackend):
         super().__init__(layers, block_size, limits, twin)
         self.table = np.zeros((max(2, limits.num_rows), -(-limits.max_len // block_size)), np.int32)
 
-    def prepare(self, step: HostStep, shape: Shape) -> None:
+    def prepare(self, step: HostStep, shape: StepShape) -> None:
         width = -(-int(step.context_lens.max()) // self.block_size)
         self.table[: len(step.rows), :width] = self.step.block_table.numpy()[step.rows, :width]
 
-    def tables(self, shape: Shape) -> AttentionTables:
+    def tables(self, shape: StepShape) -> AttentionTables:
         return self._tables(shape, torch.from_numpy(self.table[: shape.num_rows]))

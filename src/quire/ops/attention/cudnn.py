@@ -15,15 +15,18 @@ MIN_TOKENS = 2048
 STEP = 512  # cuDNN prepares itself for every length it has not seen: only multiples of this
 
 
-def supports(like: Tensor, head_size: int, value_size: int | None = None) -> bool:
+def supports(query: Tensor, head_size: int, value_size: int | None = None) -> bool:
     """`value_size`: where it is not the keys'."""
     sizes = (head_size <= 128 and head_size % 8 == 0) or (head_size, value_size) == (192, 128)
     return (
-        like.is_cuda and like.dtype in (torch.bfloat16, torch.float16) and sizes and torch.backends.cudnn.is_available()
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and sizes
+        and torch.backends.cudnn.is_available()
     )
 
 
-def fresh_attention(
+def uncached_prefill_attention(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, spans: tuple[tuple[int, int], ...], out_THD: Tensor, *, scale: float
 ) -> None:
     """Causal attention within each of `spans` (first token, number of tokens), into `out_THD`."""

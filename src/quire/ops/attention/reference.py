@@ -34,7 +34,7 @@ class AttentionTables:
     shifts: Tensor | None = (
         None  # int32 [rows of the batch]: how many tokens fewer a row has than its work was planned with
     )
-    fresh: tuple = ()  # (first token, number of tokens) of rows that `work` leaves out: all their context is in this step
+    uncached_prefills: tuple = ()  # (first token, number of tokens) of rows that `work` leaves out: all their context is in this step
 
 
 class _Tile(NamedTuple):

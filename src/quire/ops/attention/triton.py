@@ -206,18 +206,18 @@ class AttentionWork:
         )
 
 
-def plan(like: Tensor, tables: AttentionTables, shape: WorkShape, window: int = 0) -> AttentionWork:
-    """The work of a step on `like`'s device, from tables that must come back to the host first: for tests and simple callers."""
+def plan(query: Tensor, tables: AttentionTables, shape: WorkShape, window: int = 0) -> AttentionWork:
+    """The work of a step on `query`'s device, from tables that must come back to the host first: for tests and simple callers."""
     tile, num_kv_heads, group_size, size = shape
     rows = None if tables.rows is None else tables.rows.cpu().numpy()
-    num_programs = tile.programs_per_multiprocessor * num_multiprocessors(like)
+    num_programs = tile.programs_per_multiprocessor * num_multiprocessors(query)
     query_starts = tables.query_starts.cpu().numpy()
     units = plan_units(
         query_starts[:-1], np.diff(query_starts), tables.context_lens.cpu().numpy(), rows, tile_m=tile.tile_m,
         group_size=group_size, num_kv_heads=num_kv_heads, window=window, num_programs=num_programs,
     )  # fmt: skip
     num_split_units = int(np.count_nonzero(units[:, NUM_SPLITS] > 1))
-    return AttentionWork.of(torch.from_numpy(units).to(like.device), tile, num_split_units, num_kv_heads, size)
+    return AttentionWork.of(torch.from_numpy(units).to(query.device), tile, num_split_units, num_kv_heads, size)
 
 
 # ---- the kernel -----------------------------------------------------------------------------------------------------

@@ -60,8 +60,8 @@ def _load(name: str) -> ctypes.CDLL:
 
 
 def _find_compiler() -> str | None:
-    wanted = env.compiler()
-    candidates = (wanted,) if wanted else ("g++", "c++", "clang++")
+    named = env.compiler()
+    candidates = (named,) if named else ("g++", "c++", "clang++")
     return next((path for path in map(shutil.which, candidates) if path), None)
 
 
@@ -85,8 +85,8 @@ def _machine(compiler: str) -> str:
     """What decides the code `-march=native` gives: the compiler's version and the CPU's model and features."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
     try:
-        wanted = ("model name", "flags", "Features", "CPU part")
-        lines = [line for line in open("/proc/cpuinfo").read().splitlines() if line.startswith(wanted)]
+        fields = ("model name", "flags", "Features", "CPU part")
+        lines = [line for line in open("/proc/cpuinfo").read().splitlines() if line.startswith(fields)]
         cpu = "\n".join(sorted(set(lines)))
     except OSError:
         cpu = platform.processor()

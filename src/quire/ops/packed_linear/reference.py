@@ -71,7 +71,7 @@ Decoded = tuple[Tensor, Tensor, Tensor | None]  # q uint8 [blocks, weights], sca
 
 
 @dataclass(frozen=True)
-class Format:
+class PackedFormat:
     """A GGUF type: `block_bytes` hold `block_weights` weights; what it turns into, and the plain way to read it."""
 
     block_bytes: int
@@ -149,14 +149,14 @@ def _q6_k(blocks: Tensor) -> Decoded:
 
 
 FORMATS = {
-    "Q4_0": Format(18, 32, 4, _q4_0, zero=8),
-    "Q4_1": Format(20, 32, 4, _q4_1, has_min=True),
-    "Q4_K": Format(144, 256, 4, _q4_k, has_min=True, scale_dtype=torch.float32),
-    "Q5_0": Format(22, 32, 8, _q5_0, zero=16),
-    "Q5_1": Format(24, 32, 8, _q5_1, has_min=True),
-    "Q5_K": Format(176, 256, 8, _q5_k, has_min=True, scale_dtype=torch.float32),
-    "Q6_K": Format(210, 256, 8, _q6_k, zero=32, group=16, scale_dtype=torch.float32),
-    "Q8_0": Format(34, 32, 8, _q8_0, zero=128),
+    "Q4_0": PackedFormat(18, 32, 4, _q4_0, zero=8),
+    "Q4_1": PackedFormat(20, 32, 4, _q4_1, has_min=True),
+    "Q4_K": PackedFormat(144, 256, 4, _q4_k, has_min=True, scale_dtype=torch.float32),
+    "Q5_0": PackedFormat(22, 32, 8, _q5_0, zero=16),
+    "Q5_1": PackedFormat(24, 32, 8, _q5_1, has_min=True),
+    "Q5_K": PackedFormat(176, 256, 8, _q5_k, has_min=True, scale_dtype=torch.float32),
+    "Q6_K": PackedFormat(210, 256, 8, _q6_k, zero=32, group=16, scale_dtype=torch.float32),
+    "Q8_0": PackedFormat(34, 32, 8, _q8_0, zero=128),
 }
 
 

@@ -16,7 +16,7 @@ class Dense(Method):
         super().__init__(parts, dtype, device)
         self.ends = list(accumulate(part.num_rows for part in parts))
 
-    def take(self, part_idx: int, tensor: RawTensor) -> None:
+    def load_part(self, part_idx: int, tensor: RawTensor) -> None:
         self.put(part_idx, tensor.dense(self.dtype, self.device))
 
     def put(self, part_idx: int, values: Tensor) -> None:

@@ -23,7 +23,7 @@ class Packed(Method):
     def pack(self, tensor: RawTensor) -> linear.PackedWeight:
         return linear.pack_dense(tensor.dense(self.dtype))
 
-    def take(self, part_idx: int, tensor: RawTensor) -> None:
+    def load_part(self, part_idx: int, tensor: RawTensor) -> None:
         self.packed[part_idx] = self.pack(tensor)
         if all(part is not None for part in self.packed):
             self._join()

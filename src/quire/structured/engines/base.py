@@ -120,7 +120,7 @@ class Grammar(ABC):
         return matcher if all(matcher.accept(token_id) for token_id in token_ids) else None
 
 
-class Engine(ABC):
+class GrammarEngine(ABC):
     """One grammar library over one vocabulary. `compile` may be called from any thread."""
 
     name: str

@@ -13,7 +13,7 @@ import numpy
 
 from quire.errors import RequestError
 from quire.messages import Vocabulary
-from quire.structured.engines.base import Engine, Grammar, Matcher
+from quire.structured.engines.base import Grammar, GrammarEngine, Matcher
 from quire.structured.spec import GrammarSpec, is_lark
 
 # What a grammar's alternatives may come to at one place. Accepting a token keeps Python's lock, for 0.1 s at that size.
@@ -21,7 +21,7 @@ MAX_ROW = 1000
 _BLANKS = r"( |\n[ \t]{0,16})?"  # as in our own grammars: never blanks for ever
 
 
-class LLGuidance(Engine):
+class LLGuidance(GrammarEngine):
     name = "llguidance"
 
     def __init__(self, vocabulary: Vocabulary) -> None:

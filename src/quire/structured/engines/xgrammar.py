@@ -14,7 +14,7 @@ import numpy
 
 from quire.errors import RequestError
 from quire.messages import Vocabulary
-from quire.structured.engines.base import Engine, Grammar, Matcher
+from quire.structured.engines.base import Grammar, GrammarEngine, Matcher
 from quire.structured.grammars.json_grammar import json_grammar
 from quire.structured.grammars.pattern import whole
 from quire.structured.grammars.rules import Rules, literal
@@ -36,7 +36,7 @@ SIMPLE = {
 MAX_COMPILERS = 4  # each holds the vocabulary, sorted
 
 
-class XGrammar(Engine):
+class XGrammar(GrammarEngine):
     name = "xgrammar"
 
     def __init__(self, vocabulary: Vocabulary) -> None:

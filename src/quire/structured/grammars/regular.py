@@ -1,7 +1,7 @@
 """Regular languages of characters as expressions closed under union, intersection and complement.
 
 What `pattern`, lengths, number ranges and property names of a JSON schema become: the schema compiler combines them, asks
-whether anything is left and gets an automaton. Must not know JSON: characters here are those of the decoded text.
+whether anything is remaining and gets an automaton. Must not know JSON: characters here are those of the decoded text.
 """
 
 from collections.abc import Iterable
@@ -51,10 +51,12 @@ def chars(ranges: Iterable[tuple[int, int]]) -> Node:
 
 
 def without(universe: Iterable[tuple[int, int]], holes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    left = list(universe)
+    remaining = list(universe)
     for low, high in holes:
-        left = [part for a, b in left for part in ((a, min(b, low - 1)), (max(a, high + 1), b)) if part[0] <= part[1]]
-    return left
+        remaining = [
+            part for a, b in remaining for part in ((a, min(b, low - 1)), (max(a, high + 1), b)) if part[0] <= part[1]
+        ]
+    return remaining
 
 
 UNICODE: Ranges = ((0, 0xD7FF), (0xE000, LAST))  # no text holds half of a surrogate pair
@@ -127,9 +129,11 @@ def repeat(node: Node, low: int, high: int | None) -> Node:
 
 def remainder(divisor: int, places: int, rest: int = 0, fraction: int = -1, started: bool = False) -> Node:
     """Unsigned decimals with up to `places` digits after the point that are multiples of divisor / 10**places."""
-    left = places - max(fraction, 0)
+    remaining = places - max(fraction, 0)
     return _node(
-        "mod", (divisor, places, rest, fraction, started), started and fraction != 0 and rest * 10**left % divisor == 0
+        "mod",
+        (divisor, places, rest, fraction, started),
+        started and fraction != 0 and rest * 10**remaining % divisor == 0,
     )
 
 

@@ -107,14 +107,14 @@ class Schema:
         goal = shape.properties.get(name, NOTHING_ASKED)
         if not goal or not all(_is_scalar(place.schema) for place, _ in goal):
             return False
-        left = self.alternatives(goal)
+        alternatives = self.alternatives(goal)
         return all(
             x.kinds <= {"string", "number"}
             and all(
                 kind not in x.kinds or (node is not None and _is_void(node))
                 for kind, node in (("string", x.string), ("number", x.number))
             )
-            for x in left
+            for x in alternatives
         )
 
     def goal(self, schema: Any, near: Subschema, holds: bool = True) -> Goal:

@@ -15,7 +15,7 @@ from collections import OrderedDict
 
 from quire.errors import ConfigError, RequestError
 from quire.messages import Vocabulary
-from quire.structured.engines.base import Engine, Grammar
+from quire.structured.engines.base import Grammar, GrammarEngine
 from quire.structured.running import bounded
 from quire.structured.running.guide import TOO_SLOW
 from quire.structured.running.trial import Lowered, Setup, engines, longest_wait, receive, send
@@ -73,7 +73,7 @@ class Compiler:
             OrderedDict()
         )  # in flight and cached; the least used come first
         self._queue: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
-        self._engines: dict[str, Engine] = {}
+        self._engines: dict[str, GrammarEngine] = {}
         self._workers = [_Worker(self) for _ in range(workers)]
 
     def submit(self, spec: GrammarSpec) -> Ticket:
@@ -99,7 +99,7 @@ class Compiler:
         for worker in self._workers:
             worker.stop()
 
-    def _engine(self, name: str) -> Engine:
+    def _engine(self, name: str) -> GrammarEngine:
         with self._lock:
             if name not in self._engines:
                 kind = next(kind for kind in engines("auto") if kind.name == name)

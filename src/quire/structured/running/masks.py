@@ -83,11 +83,11 @@ class Masker:
             filling.job.wait_begun()
         return Ahead(words, [place for place, _, _ in able], threads)
 
-    def masks(self, wanted: Sequence[tuple[int, Guide]], ahead: Ahead | None = None) -> Masks | None:
+    def masks(self, guided: Sequence[tuple[int, Guide]], ahead: Ahead | None = None) -> Masks | None:
         """Of the choosing rows at these places of the step; None where all of them are free."""
         done = ahead.places if ahead is not None else []
         known = set(done)
-        rest = [(place, guide) for place, guide in wanted if place not in known and not guide.is_free]
+        rest = [(place, guide) for place, guide in guided if place not in known and not guide.is_free]
         places = [*done, *(place for place, _ in rest)]
         if not places:
             return None

@@ -24,7 +24,7 @@ import numpy
 
 from quire.errors import RequestError
 from quire.messages import Vocabulary
-from quire.structured.engines.base import SLOW_S, Engine, Grammar
+from quire.structured.engines.base import SLOW_S, Grammar, GrammarEngine
 from quire.structured.errors import PatternError
 from quire.structured.spec import GrammarSpec, is_lark
 
@@ -57,7 +57,7 @@ class Lowered(msgspec.Struct):
     seconds: float = 0.0
 
 
-def engines(name: str) -> list[type[Engine]]:
+def engines(name: str) -> list[type[GrammarEngine]]:
     """Those to try, in order."""
     from quire.structured.engines.llguidance import LLGuidance
     from quire.structured.engines.xgrammar import XGrammar

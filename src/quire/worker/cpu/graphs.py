@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from quire.layers.attention.base import Shape
+from quire.layers.attention.base import StepShape
 from quire.ops.cpu.tape import Recording, Tape
 from quire.worker.inputs import SampleShape, decode_shape
 
@@ -43,11 +43,11 @@ class Recordings:
         if self.tape is None:
             log.debug("steps cannot be recorded: torch computes a part of them")
 
-    def find(self, exact: Shape) -> Shape | None:
+    def find(self, exact: StepShape) -> StepShape | None:
         """The shape of a recording that does for such a step."""
         return exact if self.tape is not None and exact.decode and exact.num_rows <= self.max_rows else None
 
-    def forward(self, shape: Shape) -> Tensor:
+    def forward(self, shape: StepShape) -> Tensor:
         self.runner.place(shape)
         hidden_TD = self.tape.play(shape.num_rows)
         self.runner.keep(hidden_TD, shape)

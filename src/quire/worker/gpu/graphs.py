@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quire.layers.attention.base import Shape
+from quire.layers.attention.base import StepShape
 from quire.worker.inputs import SampleShape, decode_shape, mixed_shape
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ def ladder(largest: int, *, smallest: int, step: int, largest_step: int) -> list
     return sorted({min(size, largest) for size in sizes})
 
 
-def fit(sizes: list[int], wanted: int) -> int:
-    """The smallest of `sizes` that holds `wanted`."""
-    return sizes[bisect.bisect_left(sizes, wanted)]
+def fit(sizes: list[int], size: int) -> int:
+    """The smallest of `sizes` that holds `size`."""
+    return sizes[bisect.bisect_left(sizes, size)]
 
 
 def in_order(sizes: list[int]) -> tuple[list[int], int]:
@@ -56,7 +56,7 @@ class Graphs:
         self.enabled = device.type == "cuda"
         self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self.failed: list[torch.cuda.CUDAGraph] = []  # kept: its memory is shared with the others
-        self.wanted: list[Hashable] = []  # to be recorded, most urgent last
+        self.to_record: list[Hashable] = []  # to be recorded, most urgent last
         if self.enabled:
             self.pool = torch.cuda.graph_pool_handle()
             self.stream = torch.cuda.Stream(device)
@@ -70,26 +70,26 @@ class Graphs:
     def want(self, keys: list[Hashable], now: int) -> None:
         """The first `now` of them are recorded at once, the others later, in order."""
         if self.enabled:
-            self.wanted = keys[::-1]
+            self.to_record = keys[::-1]
             for _ in range(now):
-                self.capture(self.wanted.pop())
+                self.capture(self.to_record.pop())
 
     def ask(self, key: Hashable) -> None:
         """To be recorded next, if it is not there: a shape that only some users meet."""
-        if self.enabled and key not in self.graphs and key not in self.wanted:
-            self.wanted.append(key)
+        if self.enabled and key not in self.graphs and key not in self.to_record:
+            self.to_record.append(key)
 
     def record_next(self) -> None:
         """Records one that is wanted: some 20 ms of the host's time, none of the device's. Where it cannot be, steps go on without."""
-        if not self.wanted:
+        if not self.to_record:
             return
         try:
-            self.capture(self.wanted.pop())
+            self.capture(self.to_record.pop())
         except RuntimeError as error:
             log.warning(
                 "no more graphs are recorded, steps of other sizes will be slower: %s", str(error).split("\n")[0][:200]
             )
-            self.wanted = []
+            self.to_record = []
 
     def capture(self, key: Hashable) -> None:
         started = time.perf_counter()
@@ -115,8 +115,8 @@ class Recordings:
     def __init__(self, runner: "Runner") -> None:
         limits = runner.limits
         self.runner, self.limits = runner, limits
-        self.forwards = Graphs(runner.compute, limits.like.device)
-        self.samplings = Graphs(runner.choose, limits.like.device)
+        self.forwards = Graphs(runner.compute, limits.hidden_like.device)
+        self.samplings = Graphs(runner.choose, limits.hidden_like.device)
         self.row_sizes = ladder(limits.num_rows, smallest=1, step=4, largest_step=16)
         self.sample_sizes = ladder(limits.num_samples, smallest=1, step=4, largest_step=16)
         self.token_sizes = ladder(limits.max_tokens, smallest=64, step=64, largest_step=512)
@@ -135,9 +135,9 @@ class Recordings:
             [SampleShape(size, random) for size in sample_sizes for random in (True, False)], now=2 * num_first
         )
 
-    def find(self, exact: Shape) -> Shape | None:
+    def find(self, exact: StepShape) -> StepShape | None:
         """The shape of a recording that does for such a step."""
-        if exact.fresh or exact.wants_all:
+        if exact.uncached_prefills or exact.wants_all:
             return None
         if exact.decode and exact.num_samples == exact.num_rows:
             padded = decode_shape(fit(self.row_sizes, exact.num_rows))
@@ -145,7 +145,7 @@ class Recordings:
             padded = mixed_shape(self.limits, fit(self.token_sizes, exact.num_tokens))
         return padded if padded in self.forwards else None
 
-    def forward(self, shape: Shape) -> Tensor:
+    def forward(self, shape: StepShape) -> Tensor:
         self.forwards.replay(shape)
         return self.runner.last_hidden[:0]  # all that is asked for was kept
 
