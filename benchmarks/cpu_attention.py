@@ -42,10 +42,8 @@ def measure(rows: int, queries: int, context: int, args: argparse.Namespace) -> 
     num_layers = max(1, min(30, args.working_set_mb * 2**20 // layer_bytes))
     table = torch.randperm(rows * num_blocks).int().view(rows, num_blocks)
     tables = AttentionTables(
-        torch.arange(rows + 1).int() * queries,
-        torch.full((rows,), context).int(),
-        table, BLOCK_SIZE, queries,
-    )  # fmt: skip
+        torch.arange(rows + 1).int() * queries, torch.full((rows,), context).int(), table, BLOCK_SIZE, queries
+    )
     q = torch.randn(rows * queries, H, D).to(dtype)
     cache = torch.randn(rows * num_blocks, 2, BLOCK_SIZE, K, D).to(dtype)
     caches = [cache.clone() for _ in range(num_layers)]

@@ -25,14 +25,31 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 MODELS = ("qwen3-0.6b", "qwen3-8b")
 SOAK_S = 300
 WORKLOADS = ("startup", "stream-128", "stream-1024", "stream-8192", "mixed256", "p1024d128")
-CHECKS = ("tests/ops/test_triton_attention.py", "tests/ops/test_triton_elementwise.py", "tests/ops/test_triton_linear.py",
-          "tests/ops/test_triton_sampling.py", "tests/ops/test_triton_step.py", "tests/ops/test_triton_mask.py",
-          "tests/ops/test_triton_blocks.py", "tests/ops/test_triton_moe.py", "tests/ops/test_triton_mla.py", "tests/ops/test_offsets.py",
-          "tests/worker/test_gpu.py")  # fmt: skip
+CHECKS = (
+    "tests/ops/test_triton_attention.py",
+    "tests/ops/test_triton_elementwise.py",
+    "tests/ops/test_triton_linear.py",
+    "tests/ops/test_triton_sampling.py",
+    "tests/ops/test_triton_step.py",
+    "tests/ops/test_triton_mask.py",
+    "tests/ops/test_triton_blocks.py",
+    "tests/ops/test_triton_moe.py",
+    "tests/ops/test_triton_mla.py",
+    "tests/ops/test_offsets.py",
+    "tests/worker/test_gpu.py",
+)
 UNITS = {
-    "startup_s": "s", "first_token_s": "s", "first_start_s": "s", "import_s": "s", "ttft_ms": "ms", "tpot_ms": "ms",
-    "out_tok_s": "tok/s", "req_s": "req/s", "growth_mib": "MiB", "copy_share": "of copy bandwidth",
-}  # fmt: skip
+    "startup_s": "s",
+    "first_token_s": "s",
+    "first_start_s": "s",
+    "import_s": "s",
+    "ttft_ms": "ms",
+    "tpot_ms": "ms",
+    "out_tok_s": "tok/s",
+    "req_s": "req/s",
+    "growth_mib": "MiB",
+    "copy_share": "of copy bandwidth",
+}
 LOWER_IS_BETTER = {"growth_mib", "startup_s", "first_token_s", "first_start_s", "import_s", "ttft_ms", "tpot_ms"}
 
 # (model, workload, metric) -> (vLLM 0.25.0, physical floor, our bar); None where there is none.
@@ -69,7 +86,7 @@ FIGURES = {
     ("qwen3-30b-a3b", "p1024d128", "req_s"): (29.0, None, 32),
     ("decode attention", "256 x 1000", "copy_share"): (None, 1.0, 0.95),
     ("qwen3-0.6b", "soak", "growth_mib"): (None, None, 8),
-}  # fmt: skip
+}
 
 
 def main() -> int:
@@ -189,9 +206,12 @@ def time_model(model: str, names: list[str]) -> list[tuple[str, str, float]]:
     longest = max([w.max_model_len for w in work], default=2048)
     started = time.perf_counter()
     with LLM(
-        str(ROOT / "benchmarks" / "shapes" / model), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False,
+        str(ROOT / "benchmarks" / "shapes" / model),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
         max_model_len=longest,
-    ) as llm:  # fmt: skip
+    ) as llm:
         rows.append(("startup", "startup_s", time.perf_counter() - started))
         llm.generate(list(range(100, 108)), SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
         rows.append(("startup", "first_token_s", time.perf_counter() - started))
@@ -256,10 +276,18 @@ def report(rows: list[tuple[str, str, str, float]], path: Path | None) -> int:
             f"{model:<18}{workload:<13}{metric:<15}{shown[0]:>10}{shown[1]:>10}{f'{better:.2f}x' if better else '':>7}"
             f"{f'{floor:,}' if floor else '':>10}{f'{bar:,}' if bar else '':>9}{'' if reached else '  MISSED'}"
         )
-        results.append({
-            "model": model, "workload": workload, "metric": metric, "value": round(value, 4), "unit": UNITS[metric],
-            "peer": peer, "floor": floor, "commit": commit,
-        })  # fmt: skip
+        results.append(
+            {
+                "model": model,
+                "workload": workload,
+                "metric": metric,
+                "value": round(value, 4),
+                "unit": UNITS[metric],
+                "peer": peer,
+                "floor": floor,
+                "commit": commit,
+            }
+        )
     if path:
         path.write_text(json.dumps(results, indent=1) + "\n")
     return missed

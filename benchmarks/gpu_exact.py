@@ -24,10 +24,21 @@ from quire.core.engine import Engine  # noqa: E402
 from quire.executor.inproc import InprocExecutor  # noqa: E402
 
 CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 4096, "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True, "torch_dtype": "float32",
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 4096,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
 OPTIONS = dict(dtype="float32", skip_tokenizer_init=True, max_model_len=512, max_num_seqs=48)
 CASES = {
     "graphs, depth 2": {},
@@ -55,12 +66,18 @@ def save_model(folder: Path) -> None:
     for i in range(c["num_hidden_layers"]):
         at = f"model.layers.{i}."
         shapes |= {
-            at + "input_layernorm.weight": (d,), at + "post_attention_layernorm.weight": (d,),
-            at + "self_attn.q_proj.weight": (q, d), at + "self_attn.k_proj.weight": (kv, d), at + "self_attn.v_proj.weight": (kv, d),
-            at + "self_attn.o_proj.weight": (d, q), at + "self_attn.q_norm.weight": (c["head_dim"],),
-            at + "self_attn.k_norm.weight": (c["head_dim"],), at + "mlp.gate_proj.weight": (f, d), at + "mlp.up_proj.weight": (f, d),
+            at + "input_layernorm.weight": (d,),
+            at + "post_attention_layernorm.weight": (d,),
+            at + "self_attn.q_proj.weight": (q, d),
+            at + "self_attn.k_proj.weight": (kv, d),
+            at + "self_attn.v_proj.weight": (kv, d),
+            at + "self_attn.o_proj.weight": (d, q),
+            at + "self_attn.q_norm.weight": (c["head_dim"],),
+            at + "self_attn.k_norm.weight": (c["head_dim"],),
+            at + "mlp.gate_proj.weight": (f, d),
+            at + "mlp.up_proj.weight": (f, d),
             at + "mlp.down_proj.weight": (d, f),
-        }  # fmt: skip
+        }
     tensors = {}
     for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator)

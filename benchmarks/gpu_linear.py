@@ -109,10 +109,19 @@ def time_case(case: Case) -> list[dict]:
         cublas = graph_us(lambda weight, x=x: case.cublas(x, weight), weights)
         us = {cut: graph_us(lambda weight, x=x, cut=cut: case.ours(x, weight, cut), weights) for cut in case.cuts()}
         best, default = min(us, key=us.get), case.cuts()[0]
-        results.append({
-            "case": case.name, "M": M, "N": case.N, "K": case.K, "cublas_us": cublas, "default_us": us[default],
-            "best": best._asdict(), "best_us": us[best], "all": [(tuple(cut), t) for cut, t in us.items()],
-        })  # fmt: skip
+        results.append(
+            {
+                "case": case.name,
+                "M": M,
+                "N": case.N,
+                "K": case.K,
+                "cublas_us": cublas,
+                "default_us": us[default],
+                "best": best._asdict(),
+                "best_us": us[best],
+                "all": [(tuple(cut), t) for cut, t in us.items()],
+            }
+        )
         preferred = "*" if M <= ops.max_rows(case.K) else " "
         rate = num_bytes / us[default] / 1e6
         print(

@@ -105,7 +105,7 @@ FEW_TILES = [
 ]
 MANY_TILES = [
     Tile(*sizes, bulk=True) for sizes in itertools.product((64, 128, 256), (64, 128), (4, 8), (3, 4, 5), (False, True))
-]  # fmt: skip
+]
 
 
 def others(cut: Config) -> dict[str, list[Config]]:

@@ -43,9 +43,15 @@ def experts() -> None:
         biases = (bf16(E, 2 * F), bf16(E, D)) if bias else (None, None)
         for T in (1, 64, 256, 512, 8192) if name == "30B-A3B" else (64, 8192):
             moe.experts(
-                bf16(T, D), torch.empty(T, K), torch.empty(T, K, dtype=torch.int32), bf16(E, 2 * F, D), bf16(E, D, F),
-                activation=activation, gate_up_bias_E2F=biases[0], down_bias_ED=biases[1],
-            )  # fmt: skip
+                bf16(T, D),
+                torch.empty(T, K),
+                torch.empty(T, K, dtype=torch.int32),
+                bf16(E, 2 * F, D),
+                bf16(E, D, F),
+                activation=activation,
+                gate_up_bias_E2F=biases[0],
+                down_bias_ED=biases[1],
+            )
 
 
 def routers() -> None:
@@ -119,8 +125,10 @@ def main() -> None:
     driver.set_active(Driver((major, minor)))
     JITFunction.run = compiling(JITFunction.run)
     answers = {
-        "pdl": lambda x: major >= 9, "num_multiprocessors": lambda x: NUM_MULTIPROCESSORS, "capability": lambda: (major, minor),
-    }  # fmt: skip
+        "pdl": lambda x: major >= 9,
+        "num_multiprocessors": lambda x: NUM_MULTIPROCESSORS,
+        "capability": lambda: (major, minor),
+    }
     for module in (launch, attention, mla, moe, routing):
         for name, answer in answers.items():
             if hasattr(module, name):

@@ -84,9 +84,13 @@ class World:
         self.q_THD = fused[:, :H]
         self.sinks_H = torch.randn(H, generator=random).to(DEVICE) if case.learned_sinks else None
         self.tables = AttentionTables(
-            self.ints(starts), self.ints(lens), table.to(DEVICE), size, max(n for n, _ in case.rows),
+            self.ints(starts),
+            self.ints(lens),
+            table.to(DEVICE),
+            size,
+            max(n for n, _ in case.rows),
             rows=self.ints([2 * r + 1 for r in range(len(lens))]),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def ints(values: list[int]) -> Tensor:
@@ -97,9 +101,15 @@ class World:
         card = dict(num_kv_heads=case.num_kv_heads, num_programs=case.num_programs)
         starts, context_lens, rows = (t.cpu().numpy() for t in (tables.query_starts, tables.context_lens, tables.rows))
         units = ops.plan_units(
-            starts[:-1], np.diff(starts), context_lens, rows,
-            tile_m=case.tile.tile_m, group_size=case.group, window=case.window, **card,
-        )  # fmt: skip
+            starts[:-1],
+            np.diff(starts),
+            context_lens,
+            rows,
+            tile_m=case.tile.tile_m,
+            group_size=case.group,
+            window=case.window,
+            **card,
+        )
         num_split_units = ops.max_split_units(len(units), **card)
         units = np.concatenate((units, np.zeros((num_surplus, 8), np.int32)))
         work = AttentionWork.of(

@@ -67,18 +67,29 @@ class World:
         self.q_THL = torch.randn((H, num_tokens, L), generator=random).to(case.dtype).to(DEVICE).transpose(0, 1)
         self.q_THR = torch.randn((num_tokens, H, R + 8), generator=random).to(case.dtype).to(DEVICE)[..., 8:]
         self.tables = AttentionTables(
-            ints(starts), ints(lens), table.to(DEVICE), size, max(n for n, _ in case.rows),
+            ints(starts),
+            ints(lens),
+            table.to(DEVICE),
+            size,
+            max(n for n, _ in case.rows),
             rows=ints([2 * r + 1 for r in range(len(lens))]),
-        )  # fmt: skip
+        )
 
     def work(self, num_surplus: int = 0) -> AttentionWork:
         case, tables = self.case, self.tables
         num_tiles, group = mla.cut_heads(case.dtype, case.num_heads)
         starts, context_lens, rows = (t.cpu().numpy() for t in (tables.query_starts, tables.context_lens, tables.rows))
         units = attention.plan_units(
-            starts[:-1], np.diff(starts), context_lens, rows, tile_m=case.tile.tile_m, group_size=group, num_kv_heads=num_tiles,
-            window=0, num_programs=case.num_programs,
-        )  # fmt: skip
+            starts[:-1],
+            np.diff(starts),
+            context_lens,
+            rows,
+            tile_m=case.tile.tile_m,
+            group_size=group,
+            num_kv_heads=num_tiles,
+            window=0,
+            num_programs=case.num_programs,
+        )
         num_split = attention.max_split_units(len(units), num_kv_heads=num_tiles, num_programs=case.num_programs)
         units = torch.from_numpy(np.concatenate((units, np.zeros((num_surplus, 8), np.int32)))).to(DEVICE)
         work = AttentionWork.of(units, case.tile, num_split, num_tiles, case.latent_size)

@@ -47,10 +47,25 @@ def paged_attention(
     _, _, block_size, num_kv_heads, _ = cache.shape
     sinks_H = None if sinks_H is None else sinks_H.float()
     _kernels().paged_attention(
-        cache.dtype == torch.bfloat16, q_THD.data_ptr(), out.data_ptr(), cache.data_ptr(),
-        tables.query_starts.data_ptr(), tables.context_lens.data_ptr(), tables.block_table.data_ptr(),
-        None if sinks_H is None else sinks_H.data_ptr(), tables.context_lens.shape[0],
-        num_heads, num_kv_heads, head_size, block_size, cache.stride(0), q_THD.stride(0), out.stride(0),
-        tables.block_table.stride(0), window, scale, softcap,
-    )  # fmt: skip
+        cache.dtype == torch.bfloat16,
+        q_THD.data_ptr(),
+        out.data_ptr(),
+        cache.data_ptr(),
+        tables.query_starts.data_ptr(),
+        tables.context_lens.data_ptr(),
+        tables.block_table.data_ptr(),
+        None if sinks_H is None else sinks_H.data_ptr(),
+        tables.context_lens.shape[0],
+        num_heads,
+        num_kv_heads,
+        head_size,
+        block_size,
+        cache.stride(0),
+        q_THD.stride(0),
+        out.stride(0),
+        tables.block_table.stride(0),
+        window,
+        scale,
+        softcap,
+    )
     return out

@@ -213,9 +213,16 @@ def plan(query: Tensor, tables: AttentionTables, shape: WorkShape, window: int =
     num_programs = tile.programs_per_multiprocessor * num_multiprocessors(query)
     query_starts = tables.query_starts.cpu().numpy()
     units = plan_units(
-        query_starts[:-1], np.diff(query_starts), tables.context_lens.cpu().numpy(), rows, tile_m=tile.tile_m,
-        group_size=group_size, num_kv_heads=num_kv_heads, window=window, num_programs=num_programs,
-    )  # fmt: skip
+        query_starts[:-1],
+        np.diff(query_starts),
+        tables.context_lens.cpu().numpy(),
+        rows,
+        tile_m=tile.tile_m,
+        group_size=group_size,
+        num_kv_heads=num_kv_heads,
+        window=window,
+        num_programs=num_programs,
+    )
     num_split_units = int(np.count_nonzero(units[:, NUM_SPLITS] > 1))
     return AttentionWork.of(torch.from_numpy(units).to(query.device), tile, num_split_units, num_kv_heads, size)
 
@@ -248,12 +255,36 @@ def paged_attention(
         works = (plan(q_THD, tables, work_shape(q_THD.dtype, H, K, D, decode=tables.max_query_len == 1), window),)
     for work in works:
         _attention[K, work.units.shape[0]](
-            q_THD, cache, tables.block_table, work.units, tables.shifts, out, sinks_H, work.partials, work.stats, work.counters,
-            scale * LOG2_E.value, q_THD.stride(0), q_THD.stride(1), out.stride(0), out.stride(1), cache.stride(0),
-            tables.block_table.stride(0), H // K, D, max(16, triton.next_power_of_2(D)), block_size,
-            window, softcap, work.tile.tile_m, work.tile.tile_n, dependent,
-            num_warps=work.tile.num_warps, num_stages=work.tile.num_stages, **options(dependent),
-        )  # fmt: skip
+            q_THD,
+            cache,
+            tables.block_table,
+            work.units,
+            tables.shifts,
+            out,
+            sinks_H,
+            work.partials,
+            work.stats,
+            work.counters,
+            scale * LOG2_E.value,
+            q_THD.stride(0),
+            q_THD.stride(1),
+            out.stride(0),
+            out.stride(1),
+            cache.stride(0),
+            tables.block_table.stride(0),
+            H // K,
+            D,
+            max(16, triton.next_power_of_2(D)),
+            block_size,
+            window,
+            softcap,
+            work.tile.tile_m,
+            work.tile.tile_n,
+            dependent,
+            num_warps=work.tile.num_warps,
+            num_stages=work.tile.num_stages,
+            **options(dependent),
+        )
     return out
 
 
@@ -268,12 +299,33 @@ def load_unit(units, unit):
 
 @triton.jit
 def _attention(
-    q, cache, block_table, units, shifts, out, sinks, partials, stats, counters, factor,
-    q_token_stride, q_head_stride, out_token_stride, out_head_stride, block_stride, table_stride,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q,
+    cache,
+    block_table,
+    units,
+    shifts,
+    out,
+    sinks,
+    partials,
+    stats,
+    counters,
+    factor,
+    q_token_stride,
+    q_head_stride,
+    out_token_stride,
+    out_head_stride,
+    block_stride,
+    table_stride,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     kv_head, unit = tl.program_id(0), tl.program_id(1)
@@ -351,17 +403,42 @@ def _attention(
         return
     tl.store(counter, 0)
     _merge(
-        out, sinks, partials, stats, first_unit, num_splits, kv_head, first_token, num_tokens,
-        out_token_stride, out_head_stride, G, D, BLOCK_D, TILE_M,
-    )  # fmt: skip
+        out,
+        sinks,
+        partials,
+        stats,
+        first_unit,
+        num_splits,
+        kv_head,
+        first_token,
+        num_tokens,
+        out_token_stride,
+        out_head_stride,
+        G,
+        D,
+        BLOCK_D,
+        TILE_M,
+    )
 
 
 @triton.jit
 def _merge(
-    out, sinks, partials, stats, first_unit, num_splits, kv_head, first_token, num_tokens,
-    out_token_stride, out_head_stride,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE_M: tl.constexpr,
-):  # fmt: skip
+    out,
+    sinks,
+    partials,
+    stats,
+    first_unit,
+    num_splits,
+    kv_head,
+    first_token,
+    num_tokens,
+    out_token_stride,
+    out_head_stride,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE_M: tl.constexpr,
+):
     """The result of a split tile: X of its rows at a time, SPLITS parts of them on their way at once, always in the same order.
 
     Holds few values: with more registers than the loop over keys needs, fewer programs would fit on a multiprocessor. Parts are

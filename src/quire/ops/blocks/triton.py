@@ -25,9 +25,17 @@ def copy_blocks(source_cache: Tensor, target_cache: Tensor, pairs_P2: Tensor) ->
     num_words, dependent = source.shape[1], pdl(target)
     if len(pairs_P2):
         _copy_kernel[len(pairs_P2), triton.cdiv(num_words, TILE)](
-            source, target, pairs_P2, source.stride(0), target.stride(0),
-            W=num_words, N=TILE, PDL=dependent, num_warps=NUM_WARPS, **options(dependent),
-        )  # fmt: skip
+            source,
+            target,
+            pairs_P2,
+            source.stride(0),
+            target.stride(0),
+            W=num_words,
+            N=TILE,
+            PDL=dependent,
+            num_warps=NUM_WARPS,
+            **options(dependent),
+        )
 
 
 def _words(cache: Tensor) -> Tensor:

@@ -24,7 +24,17 @@ _ALIGNMENT = 64
 
 # torch's part in a recorded pass may be to name memory, never to compute: a tape would not repeat that.
 _ALLOCATES = {"aten::empty", "aten::new_empty", "aten::empty_like"}
-_VIEWS = {"aten::view", "aten::_unsafe_view", "aten::split", "aten::split_with_sizes", "aten::slice", "aten::select", "aten::alias", "aten::detach", "aten::as_strided"}  # fmt: skip
+_VIEWS = {
+    "aten::view",
+    "aten::_unsafe_view",
+    "aten::split",
+    "aten::split_with_sizes",
+    "aten::slice",
+    "aten::select",
+    "aten::alias",
+    "aten::detach",
+    "aten::as_strided",
+}
 
 
 class Rows(ctypes.c_int64):

@@ -42,9 +42,17 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Tensor | N
     normed = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     total = x_TD if residual_TD is None else torch.empty_like(normed)
     _kernels().rms_norm(
-        x_TD.dtype == torch.bfloat16, normed.data_ptr(), total.data_ptr(), x_TD.data_ptr(), x_TD.stride(0),
-        None if residual_TD is None else residual_TD.data_ptr(), weight_D.data_ptr(), rows, width, eps,
-    )  # fmt: skip
+        x_TD.dtype == torch.bfloat16,
+        normed.data_ptr(),
+        total.data_ptr(),
+        x_TD.data_ptr(),
+        x_TD.stride(0),
+        None if residual_TD is None else residual_TD.data_ptr(),
+        weight_D.data_ptr(),
+        rows,
+        width,
+        eps,
+    )
     return normed, total
 
 
@@ -80,8 +88,26 @@ def rope_and_write(
     """As the twin, in one pass. A negative slot is padding, which is rotated and not written."""
     num_tokens, num_heads, head_size = q_THD.shape
     _kernels().rope_and_write(
-        q_THD.dtype == torch.bfloat16, q_THD.data_ptr(), k_TKD.data_ptr(), v_TKD.data_ptr(), cos_sin.data_ptr(),
-        positions_T.data_ptr(), slots_T.data_ptr(), cache.data_ptr(), num_tokens, num_heads, k_TKD.shape[1], head_size,
-        cos_sin.shape[1], q_THD.stride(0), k_TKD.stride(0), v_TKD.stride(0), cache.shape[2], cache.stride(0), interleaved,
-        None if q_norm_D is None else q_norm_D.data_ptr(), None if k_norm_D is None else k_norm_D.data_ptr(), eps,
-    )  # fmt: skip
+        q_THD.dtype == torch.bfloat16,
+        q_THD.data_ptr(),
+        k_TKD.data_ptr(),
+        v_TKD.data_ptr(),
+        cos_sin.data_ptr(),
+        positions_T.data_ptr(),
+        slots_T.data_ptr(),
+        cache.data_ptr(),
+        num_tokens,
+        num_heads,
+        k_TKD.shape[1],
+        head_size,
+        cos_sin.shape[1],
+        q_THD.stride(0),
+        k_TKD.stride(0),
+        v_TKD.stride(0),
+        cache.shape[2],
+        cache.stride(0),
+        interleaved,
+        None if q_norm_D is None else q_norm_D.data_ptr(),
+        None if k_norm_D is None else k_norm_D.data_ptr(),
+        eps,
+    )

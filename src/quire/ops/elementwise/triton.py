@@ -56,17 +56,37 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Tensor | N
     kernel = _rms_norm_kernel if width <= tile else _wide_rms_norm_kernel
     if num_rows:
         kernel[(num_rows,)](
-            normed, total, x_TD, residual_TD, weight_D, eps, x_TD.stride(0), added_stride, D=width, N=tile, PDL=pdl(x_TD),
-            num_warps=num_warps, **options(pdl(x_TD)),
-        )  # fmt: skip
+            normed,
+            total,
+            x_TD,
+            residual_TD,
+            weight_D,
+            eps,
+            x_TD.stride(0),
+            added_stride,
+            D=width,
+            N=tile,
+            PDL=pdl(x_TD),
+            num_warps=num_warps,
+            **options(pdl(x_TD)),
+        )
     return normed, total
 
 
 @triton.jit
 def _rms_norm_kernel(
-    normed_ptr, total_ptr, x_ptr, added_ptr, weight_ptr, eps, x_stride, added_stride,
-    D: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    normed_ptr,
+    total_ptr,
+    x_ptr,
+    added_ptr,
+    weight_ptr,
+    eps,
+    x_stride,
+    added_stride,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -86,9 +106,18 @@ def _rms_norm_kernel(
 
 @triton.jit
 def _wide_rms_norm_kernel(
-    normed_ptr, total_ptr, x_ptr, added_ptr, weight_ptr, eps, x_stride, added_stride,
-    D: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    normed_ptr,
+    total_ptr,
+    x_ptr,
+    added_ptr,
+    weight_ptr,
+    eps,
+    x_stride,
+    added_stride,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A row in tiles, read twice; adds again rather than read what it wrote."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -217,20 +246,60 @@ def rope_and_write(
     grid = num_tokens, triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
     if num_tokens:
         _rope_and_write_kernel[grid](
-            q_THD, k_TKD, v_TKD, cos_sin, positions_T, cache, slots_T, q_norm_D, k_norm_D, eps,
-            q_THD.stride(0), k_TKD.stride(0), v_TKD.stride(0), cache.stride(0),
-            H=num_heads, K=num_kv_heads, D=head_size, ROTARY=rotary_dim, BLOCK_SIZE=cache.shape[2], INTERLEAVED=interleaved,
-            C=heads, P=num_pairs, PDL=pdl(q_THD), num_warps=num_warps, **options(pdl(q_THD)),
-        )  # fmt: skip
+            q_THD,
+            k_TKD,
+            v_TKD,
+            cos_sin,
+            positions_T,
+            cache,
+            slots_T,
+            q_norm_D,
+            k_norm_D,
+            eps,
+            q_THD.stride(0),
+            k_TKD.stride(0),
+            v_TKD.stride(0),
+            cache.stride(0),
+            H=num_heads,
+            K=num_kv_heads,
+            D=head_size,
+            ROTARY=rotary_dim,
+            BLOCK_SIZE=cache.shape[2],
+            INTERLEAVED=interleaved,
+            C=heads,
+            P=num_pairs,
+            PDL=pdl(q_THD),
+            num_warps=num_warps,
+            **options(pdl(q_THD)),
+        )
 
 
 @triton.jit
 def _rope_and_write_kernel(
-    q_ptr, k_ptr, v_ptr, cos_sin_ptr, positions_ptr, cache_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, eps,
-    q_stride, k_stride, v_stride, cache_stride,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr, INTERLEAVED: tl.constexpr,
-    C: tl.constexpr, P: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    cache_ptr,
+    slots_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    eps,
+    q_stride,
+    k_stride,
+    v_stride,
+    cache_stride,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    ROTARY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    C: tl.constexpr,
+    P: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A program has some heads of one token: of q, or after all of those of k, or after those of v."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -241,15 +310,41 @@ def _rope_and_write_kernel(
     if chunk < Q_CHUNKS:
         head_C1 = chunk * C + c_C1
         _turn(
-            q_ptr + token * q_stride + head_C1 * D, head_C1 < H, q_norm_ptr, eps, cos_sin_ptr, positions_ptr + token,
-            None, None, cache_stride, D, ROTARY, BLOCK_SIZE, INTERLEAVED, P, PDL,
-        )  # fmt: skip
+            q_ptr + token * q_stride + head_C1 * D,
+            head_C1 < H,
+            q_norm_ptr,
+            eps,
+            cos_sin_ptr,
+            positions_ptr + token,
+            None,
+            None,
+            cache_stride,
+            D,
+            ROTARY,
+            BLOCK_SIZE,
+            INTERLEAVED,
+            P,
+            PDL,
+        )
     elif chunk < Q_CHUNKS + K_CHUNKS:
         head_C1 = (chunk - Q_CHUNKS) * C + c_C1
         _turn(
-            k_ptr + token * k_stride + head_C1 * D, head_C1 < K, k_norm_ptr, eps, cos_sin_ptr, positions_ptr + token,
-            cache_ptr + head_C1 * (BLOCK_SIZE * D), slots_ptr + token, cache_stride, D, ROTARY, BLOCK_SIZE, INTERLEAVED, P, PDL,
-        )  # fmt: skip
+            k_ptr + token * k_stride + head_C1 * D,
+            head_C1 < K,
+            k_norm_ptr,
+            eps,
+            cos_sin_ptr,
+            positions_ptr + token,
+            cache_ptr + head_C1 * (BLOCK_SIZE * D),
+            slots_ptr + token,
+            cache_stride,
+            D,
+            ROTARY,
+            BLOCK_SIZE,
+            INTERLEAVED,
+            P,
+            PDL,
+        )
     else:
         head_C1 = (chunk - Q_CHUNKS - K_CHUNKS) * C + c_C1
         i_1D = tl.arange(0, triton.next_power_of_2(D))[None, :]
@@ -270,9 +365,22 @@ def _place(slot, cache_stride, BLOCK_SIZE: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _turn(
-    x_C1, inside_C1, norm_ptr, eps, cos_sin_ptr, position_ptr, cache_C1, slot_ptr, cache_stride,
-    D: tl.constexpr, ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr, INTERLEAVED: tl.constexpr, P: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_C1,
+    inside_C1,
+    norm_ptr,
+    eps,
+    cos_sin_ptr,
+    position_ptr,
+    cache_C1,
+    slot_ptr,
+    cache_stride,
+    D: tl.constexpr,
+    ROTARY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    P: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Heads at the pointers `x_C1` normed and rotated in place and, where there is a cache, written to it.
 
     Three tiles: the first and the second of each pair, and what of a head does not rotate.

@@ -85,9 +85,18 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, gated: bo
 
 @triton.jit
 def _linear_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, N,
-    M: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    N,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A program computes BLOCK_N outputs of every row, from as many rows of the weight (twice, if gated) in its registers."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

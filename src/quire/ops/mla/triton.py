@@ -79,19 +79,54 @@ def norm_rope_and_write(
     num_tokens, num_heads, rope_size = q_THR.shape
     if num_tokens:
         _norm_rope_and_write_kernel[num_tokens, 1 + triton.cdiv(num_heads, ROPE_HEADS)](
-            q_THR, kv_TX, norm_L, eps, cos_sin, positions_T, cache, slots_T,
-            q_THR.stride(0), q_THR.stride(1), kv_TX.stride(0), cache.stride(0),
-            H=num_heads, L=len(norm_L), R=rope_size, BLOCK_SIZE=cache.shape[1], INTERLEAVED=interleaved,
-            C=ROPE_HEADS, P=triton.next_power_of_2(rope_size // 2), PDL=pdl(q_THR), num_warps=ROPE_WARPS, **options(pdl(q_THR)),
-        )  # fmt: skip
+            q_THR,
+            kv_TX,
+            norm_L,
+            eps,
+            cos_sin,
+            positions_T,
+            cache,
+            slots_T,
+            q_THR.stride(0),
+            q_THR.stride(1),
+            kv_TX.stride(0),
+            cache.stride(0),
+            H=num_heads,
+            L=len(norm_L),
+            R=rope_size,
+            BLOCK_SIZE=cache.shape[1],
+            INTERLEAVED=interleaved,
+            C=ROPE_HEADS,
+            P=triton.next_power_of_2(rope_size // 2),
+            PDL=pdl(q_THR),
+            num_warps=ROPE_WARPS,
+            **options(pdl(q_THR)),
+        )
 
 
 @triton.jit
 def _norm_rope_and_write_kernel(
-    q, kv, norm, eps, cos_sin, positions, cache, slots, q_token_stride, q_head_stride, kv_stride, cache_stride,
-    H: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK_SIZE: tl.constexpr, INTERLEAVED: tl.constexpr,
-    C: tl.constexpr, P: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q,
+    kv,
+    norm,
+    eps,
+    cos_sin,
+    positions,
+    cache,
+    slots,
+    q_token_stride,
+    q_head_stride,
+    kv_stride,
+    cache_stride,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    C: tl.constexpr,
+    P: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Of one token, the first program has what is cached; each of the others, some heads of q."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -150,17 +185,47 @@ def head_linear(x_THK: Tensor, weight_HKN: Tensor, out: Tensor | None = None) ->
     block_n = min(max(16, LINEAR_TILE_BYTES // (block_k * x_THK.itemsize)), max(16, triton.next_power_of_2(N)))
     if T:
         _head_linear_kernel[H, triton.cdiv(N, block_n), triton.cdiv(T, 16)](
-            x_THK, weight_HKN, out, T, x_THK.stride(0), x_THK.stride(1), *weight_HKN.stride(), out.stride(0), out.stride(1),
-            K, N, 16, block_k, block_n, pdl(x_THK), num_warps=4, **options(pdl(x_THK)),
-        )  # fmt: skip
+            x_THK,
+            weight_HKN,
+            out,
+            T,
+            x_THK.stride(0),
+            x_THK.stride(1),
+            *weight_HKN.stride(),
+            out.stride(0),
+            out.stride(1),
+            K,
+            N,
+            16,
+            block_k,
+            block_n,
+            pdl(x_THK),
+            num_warps=4,
+            **options(pdl(x_THK)),
+        )
     return out
 
 
 @triton.jit
 def _head_linear_kernel(
-    x, weight, out, T, x_token_stride, x_head_stride, weight_head_stride, weight_k_stride, weight_n_stride, out_token_stride, out_head_stride,
-    K: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    out,
+    T,
+    x_token_stride,
+    x_head_stride,
+    weight_head_stride,
+    weight_k_stride,
+    weight_n_stride,
+    out_token_stride,
+    out_head_stride,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0).to(tl.int64)
@@ -198,23 +263,72 @@ def latent_attention(
         works = (plan(q_THL, tables, work_shape(q_THL.dtype, H, L, decode=tables.max_query_len == 1)),)
     for work in works:
         _latent_attention[num_tiles, work.units.shape[0]](
-            q_THL, q_THR, cache, tables.block_table, work.units, tables.shifts, out, work.partials, work.stats, work.counters,
-            scale * LOG2_E.value, q_THL.stride(0), q_THL.stride(1), q_THR.stride(0), q_THR.stride(1), out.stride(0), out.stride(1),
-            cache.stride(0), tables.block_table.stride(0), G, L, R, max(16, triton.next_power_of_2(R)), cache.shape[1],
-            work.tile.tile_m, work.tile.tile_n, min(MERGE_COLUMNS, L), dependent,
-            num_warps=work.tile.num_warps, num_stages=work.tile.num_stages, **options(dependent),
-        )  # fmt: skip
+            q_THL,
+            q_THR,
+            cache,
+            tables.block_table,
+            work.units,
+            tables.shifts,
+            out,
+            work.partials,
+            work.stats,
+            work.counters,
+            scale * LOG2_E.value,
+            q_THL.stride(0),
+            q_THL.stride(1),
+            q_THR.stride(0),
+            q_THR.stride(1),
+            out.stride(0),
+            out.stride(1),
+            cache.stride(0),
+            tables.block_table.stride(0),
+            G,
+            L,
+            R,
+            max(16, triton.next_power_of_2(R)),
+            cache.shape[1],
+            work.tile.tile_m,
+            work.tile.tile_n,
+            min(MERGE_COLUMNS, L),
+            dependent,
+            num_warps=work.tile.num_warps,
+            num_stages=work.tile.num_stages,
+            **options(dependent),
+        )
     return out
 
 
 @triton.jit
 def _latent_attention(
-    q_latent, q_rope, cache, block_table, units, shifts, out, partials, stats, counters, factor,
-    latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, out_token_stride, out_head_stride,
-    block_stride, table_stride,
-    G: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, MERGE_COLUMNS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q_latent,
+    q_rope,
+    cache,
+    block_table,
+    units,
+    shifts,
+    out,
+    partials,
+    stats,
+    counters,
+    factor,
+    latent_token_stride,
+    latent_head_stride,
+    rope_token_stride,
+    rope_head_stride,
+    out_token_stride,
+    out_head_stride,
+    block_stride,
+    table_stride,
+    G: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    MERGE_COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     head_tile, unit = tl.program_id(0), tl.program_id(1)
@@ -279,6 +393,19 @@ def _latent_attention(
     tl.store(counter, 0)
     for column in range(0, L, MERGE_COLUMNS):
         _merge(
-            out + column, None, partials + column, stats, first_unit, num_splits, head_tile, first_token, num_tokens,
-            out_token_stride, out_head_stride, G, L, MERGE_COLUMNS, TILE_M,
-        )  # fmt: skip
+            out + column,
+            None,
+            partials + column,
+            stats,
+            first_unit,
+            num_splits,
+            head_tile,
+            first_token,
+            num_tokens,
+            out_token_stride,
+            out_head_stride,
+            G,
+            L,
+            MERGE_COLUMNS,
+            TILE_M,
+        )

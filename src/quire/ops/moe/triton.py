@@ -112,14 +112,35 @@ def experts(
     if not cut.block_m:
         tile = cut.gate_up
         _few_gate_up_kernel[T * K, triton.cdiv(F, tile.block_n)](
-            h_AF, x_TD, expert_ids_TK, gate_up_E2FD, gate_up_bias_E2F, N=F, J=D, ACTIVATION=activation,
-            BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps, **common,
-        )  # fmt: skip
+            h_AF,
+            x_TD,
+            expert_ids_TK,
+            gate_up_E2FD,
+            gate_up_bias_E2F,
+            N=F,
+            J=D,
+            ACTIVATION=activation,
+            BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k,
+            num_warps=tile.num_warps,
+            **common,
+        )
         tile = cut.down
         _few_down_kernel[T, triton.cdiv(D, tile.block_n)](
-            out_TD, h_AF, weights_TK, expert_ids_TK, down_EDF, down_bias_ED, added_TD, N=D, J=F,
-            BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps, **common,
-        )  # fmt: skip
+            out_TD,
+            h_AF,
+            weights_TK,
+            expert_ids_TK,
+            down_EDF,
+            down_bias_ED,
+            added_TD,
+            N=D,
+            J=F,
+            BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k,
+            num_warps=tile.num_warps,
+            **common,
+        )
         return out_TD
     plan = sort_by_expert(expert_ids_TK, E, cut.block_m)
     y_AD = torch.empty(T * K, D, dtype=x_TD.dtype, device=x_TD.device)
@@ -186,9 +207,18 @@ def _count(ids_ptr, begin, end, BINS: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _sort_kernel(
-    order_ptr, tiles_ptr, ids_ptr, counts_ptr, num_assignments,
-    MAX_PARTS: tl.constexpr, PART: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    order_ptr,
+    tiles_ptr,
+    ids_ptr,
+    counts_ptr,
+    num_assignments,
+    MAX_PARTS: tl.constexpr,
+    PART: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A program per expert and part: everybody's counts say where an expert's assignments begin; then those of the part are listed."""
     wait_turn(PDL)
     expert, part = tl.program_id(0), tl.program_id(1)
@@ -229,17 +259,45 @@ def _grouped(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, plan: 
     N, J = out.shape[1], x.shape[1]
     bulk = TensorDescriptor.from_tensor(weight.view(-1, J), [tile.block_n, tile.block_k]) if tile.bulk else None
     _grouped_kernel[(plan.max_tiles * triton.cdiv(N, tile.block_n),)](
-        out, x, weight, bulk, bias, plan.order_A, plan.tiles, N=N, J=J, BLOCK_M=plan.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        SWAP=tile.swap, num_warps=tile.num_warps, num_stages=tile.num_stages, **constants,
-    )  # fmt: skip
+        out,
+        x,
+        weight,
+        bulk,
+        bias,
+        plan.order_A,
+        plan.tiles,
+        N=N,
+        J=J,
+        BLOCK_M=plan.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        SWAP=tile.swap,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **constants,
+    )
 
 
 @triton.jit
 def _grouped_kernel(
-    out_ptr, x_ptr, weight_ptr, weight_bulk, bias_ptr, order_ptr, tiles_ptr,
-    N: tl.constexpr, J: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    x_ptr,
+    weight_ptr,
+    weight_bulk,
+    bias_ptr,
+    order_ptr,
+    tiles_ptr,
+    N: tl.constexpr,
+    J: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A program has BLOCK_N outputs of one tile's rows; the programs of a tile are neighbours and share its rows in the cache."""
     COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     wait_turn(PDL)
@@ -344,10 +402,19 @@ def _add_up_kernel(
 
 @triton.jit
 def _few_gate_up_kernel(
-    h_ptr, x_ptr, ids_ptr, weight_ptr, bias_ptr,
-    N: tl.constexpr, J: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    h_ptr,
+    x_ptr,
+    ids_ptr,
+    weight_ptr,
+    bias_ptr,
+    N: tl.constexpr,
+    J: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A program has BLOCK_N of an assignment's activations. Assignments to the same expert run side by side: it is read once."""
     wait_turn(PDL)
     assignment = tl.program_id(0)
@@ -369,9 +436,20 @@ def _few_gate_up_kernel(
 
 @triton.jit
 def _few_down_kernel(
-    out_ptr, h_ptr, weights_ptr, ids_ptr, weight_ptr, bias_ptr, added_ptr,
-    N: tl.constexpr, J: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    h_ptr,
+    weights_ptr,
+    ids_ptr,
+    weight_ptr,
+    bias_ptr,
+    added_ptr,
+    N: tl.constexpr,
+    J: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A program has BLOCK_N outputs of a token: from all of its experts, added up in their order."""
     wait_turn(PDL)
     token = tl.program_id(0).to(tl.int64)

@@ -19,8 +19,17 @@ from quire.ops.packed_linear import reference as packed
 from quire.ops.packed_linear.reference import PackedWeight, gateable, joinable, packable
 
 __all__ = [
-    "PackedWeight", "concat", "gateable", "joinable", "linear", "linear_silu_mul", "pack_dense", "pack_gguf", "packable", "supported"
-]  # fmt: skip
+    "PackedWeight",
+    "concat",
+    "gateable",
+    "joinable",
+    "linear",
+    "linear_silu_mul",
+    "pack_dense",
+    "pack_gguf",
+    "packable",
+    "supported",
+]
 
 # Up to this many rows integer products beat unpacking to bf16 tiles (benchmarks/cpu_linear.py).
 FEW_ROWS = {4: 4, 8: 5, 16: 0}

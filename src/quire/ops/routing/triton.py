@@ -31,9 +31,24 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None)
     logits_PTE = torch.empty(num_parts if few else 1, T, E, dtype=torch.float32, device=x_TD.device)
     if T:
         _logits_kernel[triton.cdiv(T, block_t), len(logits_PTE), triton.cdiv(E, block_e)](
-            logits_PTE, x_TD, weight_ED, bias_E, T, x_TD.stride(0), D=D, E=E, PART=part, NUM_PARTS=1 if few else num_parts,
-            BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_J=block_j, PDL=pdl(x_TD), num_warps=4, num_stages=num_stages, **options(pdl(x_TD)),
-        )  # fmt: skip
+            logits_PTE,
+            x_TD,
+            weight_ED,
+            bias_E,
+            T,
+            x_TD.stride(0),
+            D=D,
+            E=E,
+            PART=part,
+            NUM_PARTS=1 if few else num_parts,
+            BLOCK_T=block_t,
+            BLOCK_E=block_e,
+            BLOCK_J=block_j,
+            PDL=pdl(x_TD),
+            num_warps=4,
+            num_stages=num_stages,
+            **options(pdl(x_TD)),
+        )
     return logits_PTE
 
 
@@ -47,9 +62,21 @@ def router_tile(num_tokens: int, part: int, dtype: torch.dtype) -> tuple[int, in
 
 @triton.jit
 def _logits_kernel(
-    logits_ptr, x_ptr, weight_ptr, bias_ptr, T, x_stride, D: tl.constexpr, E: tl.constexpr, PART: tl.constexpr, NUM_PARTS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_J: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    T,
+    x_stride,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    PART: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A program has NUM_PARTS parts of BLOCK_E logits of BLOCK_T tokens. What is one tile of weights is loaded before the tokens exist."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -94,20 +121,47 @@ def route(logits: Tensor, routing: Routing, correction_bias_E: Tensor | None = N
     dependent = pdl(logits)
     if num_tokens:
         _route_kernel[(num_tokens,)](
-            weights_TK, ids_TK, logits_PTE, correction_bias_E, routing.scale, logits_PTE.stride(0), logits_PTE.stride(1),
-            NUM_PARTS=num_parts, TOP_K=top_k, SIGMOID=routing.score == "sigmoid", RENORMALIZE=routing.renormalize, NUM_GROUPS=routing.num_groups,
-            GROUP_SIZE=group_size, KEPT=routing.num_groups_kept, SUMMED=routing.group_score_size, PDL=dependent,
-            num_warps=1 if num_places <= 256 else 2, **options(dependent),
-        )  # fmt: skip
+            weights_TK,
+            ids_TK,
+            logits_PTE,
+            correction_bias_E,
+            routing.scale,
+            logits_PTE.stride(0),
+            logits_PTE.stride(1),
+            NUM_PARTS=num_parts,
+            TOP_K=top_k,
+            SIGMOID=routing.score == "sigmoid",
+            RENORMALIZE=routing.renormalize,
+            NUM_GROUPS=routing.num_groups,
+            GROUP_SIZE=group_size,
+            KEPT=routing.num_groups_kept,
+            SUMMED=routing.group_score_size,
+            PDL=dependent,
+            num_warps=1 if num_places <= 256 else 2,
+            **options(dependent),
+        )
     return weights_TK, ids_TK
 
 
 @triton.jit
 def _route_kernel(
-    weights_ptr, ids_ptr, logits_ptr, bias_ptr, scale, part_stride, logits_stride,
-    NUM_PARTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
-    KEPT: tl.constexpr, SUMMED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    weights_ptr,
+    ids_ptr,
+    logits_ptr,
+    bias_ptr,
+    scale,
+    part_stride,
+    logits_stride,
+    NUM_PARTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    KEPT: tl.constexpr,
+    SUMMED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A program per token."""
     G: tl.constexpr = triton.next_power_of_2(NUM_GROUPS)
     PLACES: tl.constexpr = triton.next_power_of_2(GROUP_SIZE)  # of a group

@@ -36,13 +36,11 @@ def penalize(
     grid = num_rows, triton.cdiv(vocab_size, PENALTY_BLOCK)
     _forget_kernel[grid](counts, *given, BLOCK=PENALTY_BLOCK, **flags)
     history_grid = num_rows, triton.cdiv(tokens.shape[1], HISTORY_BLOCK)
-    _count_kernel[history_grid](
-        counts, positions_S, tokens, tokens.stride(0), *given, BLOCK=HISTORY_BLOCK, **flags
-    )  # fmt: skip
+    _count_kernel[history_grid](counts, positions_S, tokens, tokens.stride(0), *given, BLOCK=HISTORY_BLOCK, **flags)
     # Products and sums rounded one by one, as the twin does.
     _penalize_kernel[grid](
         edited_SV, counts, logits_SV, logits_SV.stride(0), *given, BLOCK=PENALTY_BLOCK, enable_fp_fusion=False, **flags
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -60,9 +58,7 @@ def repaired(x):
 
 
 @triton.jit
-def _forget_kernel(
-    counts, rows, columns, float_stride, int_stride, vocab_size, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+def _forget_kernel(counts, rows, columns, float_stride, int_stride, vocab_size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     s = tl.program_id(0)
     wait_turn(PDL)
     row = tl.load(rows + s)
@@ -76,9 +72,18 @@ def _forget_kernel(
 
 @triton.jit
 def _count_kernel(
-    counts, positions, tokens, tokens_stride, rows, columns, float_stride, int_stride, vocab_size,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    counts,
+    positions,
+    tokens,
+    tokens_stride,
+    rows,
+    columns,
+    float_stride,
+    int_stride,
+    vocab_size,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """For each token of the vocabulary: 2 * how often the output has it + whether the prompt has it."""
     s = tl.program_id(0)
     wait_turn(PDL)
@@ -101,9 +106,18 @@ def _count_kernel(
 
 @triton.jit
 def _penalize_kernel(
-    edited, counts, logits, logits_stride, rows, columns, float_stride, int_stride, vocab_size,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    edited,
+    counts,
+    logits,
+    logits_stride,
+    rows,
+    columns,
+    float_stride,
+    int_stride,
+    vocab_size,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Puts the row's logits where its counts were."""
     s = tl.program_id(0)
     wait_turn(PDL)

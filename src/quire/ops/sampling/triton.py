@@ -128,21 +128,44 @@ def sample(
     block, tiles, num_warps = choose_config(num_rows, vocab_size)
     grid = num_rows, triton.cdiv(vocab_size, block * tiles)
     _choose_kernel[grid](
-        *given, scratch.best, scratch.arrived, tiles * block,
-        RANDOM=random, RESTRICTED=restricted, BLOCK=block, SPLITS=MAX_SPLITS, num_warps=num_warps, **flags,
-    )  # fmt: skip
+        *given,
+        scratch.best,
+        scratch.arrived,
+        tiles * block,
+        RANDOM=random,
+        RESTRICTED=restricted,
+        BLOCK=block,
+        SPLITS=MAX_SPLITS,
+        num_warps=num_warps,
+        **flags,
+    )
     if not restricted:
         return
     num_slots = scratch.num_slots
     grid = num_rows, num_slots // CHUNK_SLOTS
     _survey_kernel[grid](
-        *source, rows_S, columns, *strides, scratch.slots[0], scratch.slots[1], num_slots,
-        CHUNK=CHUNK_SLOTS, num_warps=SURVEY_WARPS, **flags,
-    )  # fmt: skip
+        *source,
+        rows_S,
+        columns,
+        *strides,
+        scratch.slots[0],
+        scratch.slots[1],
+        num_slots,
+        CHUNK=CHUNK_SLOTS,
+        num_warps=SURVEY_WARPS,
+        **flags,
+    )
     _choose_restricted_kernel[(num_rows,)](
-        *given, scratch.slots[0], scratch.slots[1], scratch.opened, num_slots,
-        SLOTS=triton.next_power_of_2(num_slots), TILE=RESTRICTED_TILE, num_warps=RESTRICTED_WARPS, **flags,
-    )  # fmt: skip
+        *given,
+        scratch.slots[0],
+        scratch.slots[1],
+        scratch.opened,
+        num_slots,
+        SLOTS=triton.next_power_of_2(num_slots),
+        TILE=RESTRICTED_TILE,
+        num_warps=RESTRICTED_WARPS,
+        **flags,
+    )
 
 
 # ---- rows and numbers ----
@@ -266,11 +289,29 @@ def _largest_bound(x, per_temperature, u):
 
 @triton.jit
 def _choose_kernel(
-    out, tokens, tokens_stride, max_len, logits, edited, logits_stride, vocab_size, rows, positions, columns,
-    float_stride, int_stride, partial, arrived, length,
-    RANDOM: tl.constexpr, RESTRICTED: tl.constexpr, PENALIZED: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    out,
+    tokens,
+    tokens_stride,
+    max_len,
+    logits,
+    edited,
+    logits_stride,
+    vocab_size,
+    rows,
+    positions,
+    columns,
+    float_stride,
+    int_stride,
+    partial,
+    arrived,
+    length,
+    RANDOM: tl.constexpr,
+    RESTRICTED: tl.constexpr,
+    PENALIZED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """`length` tokens of a row; the last of the row's programs to arrive compares what all of them found."""
     s, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     wait_turn(PDL)
@@ -315,9 +356,7 @@ def _choose_kernel(
 
 
 @triton.jit
-def _draw(
-    logits, edited, use_edited, begin, end, temperature, low, high, BLOCK: tl.constexpr, PENALIZED: tl.constexpr
-):  # fmt: skip
+def _draw(logits, edited, use_edited, begin, end, temperature, low, high, BLOCK: tl.constexpr, PENALIZED: tl.constexpr):
     """The largest score of the row's tokens from `begin` to `end`, and the lowest id that has it."""
     at = tl.arange(0, BLOCK)
     best, best_id = tl.full((), float("-inf"), tl.float32), begin
@@ -340,9 +379,21 @@ def _draw(
 
 @triton.jit
 def _survey_kernel(
-    logits, edited, logits_stride, vocab_size, rows, columns, float_stride, int_stride, slot_max, slot_mass, num_slots,
-    CHUNK: tl.constexpr, PENALIZED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits,
+    edited,
+    logits_stride,
+    vocab_size,
+    rows,
+    columns,
+    float_stride,
+    int_stride,
+    slot_max,
+    slot_mass,
+    num_slots,
+    CHUNK: tl.constexpr,
+    PENALIZED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Maximum and mass, relative to it, of the scaled logits in each slot."""
     s = tl.program_id(0)
     wait_turn(PDL)
@@ -369,10 +420,28 @@ def _survey_kernel(
 
 @triton.jit
 def _choose_restricted_kernel(
-    out, tokens, tokens_stride, max_len, logits, edited, logits_stride, vocab_size, rows, positions, columns,
-    float_stride, int_stride, slot_max, slot_mass, opened, num_slots,
-    PENALIZED: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    out,
+    tokens,
+    tokens_stride,
+    max_len,
+    logits,
+    edited,
+    logits_stride,
+    vocab_size,
+    rows,
+    positions,
+    columns,
+    float_stride,
+    int_stride,
+    slot_max,
+    slot_mass,
+    opened,
+    num_slots,
+    PENALIZED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     s = tl.program_id(0)
     wait_turn(PDL)
     row = tl.load(rows + s)
@@ -479,8 +548,17 @@ def _top_p_floor(max_of, mass_of, largest, whole, top_p, vocab_size):
 
 @triton.jit
 def _load_open(
-    first, logits, edited, use_edited, temperature, opened, num_open, vocab_size, TILE: tl.constexpr, PENALIZED: tl.constexpr
-):  # fmt: skip
+    first,
+    logits,
+    edited,
+    use_edited,
+    temperature,
+    opened,
+    num_open,
+    vocab_size,
+    TILE: tl.constexpr,
+    PENALIZED: tl.constexpr,
+):
     """(ids, scaled logits) of a tile of open slots; -inf where there is none."""
     places = first + tl.arange(0, TILE)
     slots = tl.load(opened + places, mask=places < num_open, other=0)
@@ -491,8 +569,17 @@ def _load_open(
 
 @triton.jit
 def _count(
-    floor, logits, edited, use_edited, temperature, opened, num_open, vocab_size, TILE: tl.constexpr, PENALIZED: tl.constexpr
-):  # fmt: skip
+    floor,
+    logits,
+    edited,
+    use_edited,
+    temperature,
+    opened,
+    num_open,
+    vocab_size,
+    TILE: tl.constexpr,
+    PENALIZED: tl.constexpr,
+):
     count = tl.zeros([TILE, _SLOT], tl.int32)
     for first in range(0, num_open, TILE):
         _, y = _load_open(first, logits, edited, use_edited, temperature, opened, num_open, vocab_size, TILE, PENALIZED)
@@ -502,9 +589,19 @@ def _count(
 
 @triton.jit
 def _kth_floor(
-    logits, edited, use_edited, temperature, opened, num_open, vocab_size, largest, floor, k,
-    TILE: tl.constexpr, PENALIZED: tl.constexpr,
-):  # fmt: skip
+    logits,
+    edited,
+    use_edited,
+    temperature,
+    opened,
+    num_open,
+    vocab_size,
+    largest,
+    floor,
+    k,
+    TILE: tl.constexpr,
+    PENALIZED: tl.constexpr,
+):
     """A value that the k largest tokens and their equals reach, and no other; `floor` if no more than k reach that."""
     low, high = _sortable(floor), _sortable(largest) + 1
     count = _count(floor, logits, edited, use_edited, temperature, opened, num_open, vocab_size, TILE, PENALIZED)
@@ -522,9 +619,22 @@ def _kth_floor(
 
 @triton.jit
 def _draw_before(
-    last_id, last_y, floor, largest, logits, edited, use_edited, temperature, low, high, opened, num_open, vocab_size,
-    TILE: tl.constexpr, PENALIZED: tl.constexpr,
-):  # fmt: skip
+    last_id,
+    last_y,
+    floor,
+    largest,
+    logits,
+    edited,
+    use_edited,
+    temperature,
+    low,
+    high,
+    opened,
+    num_open,
+    vocab_size,
+    TILE: tl.constexpr,
+    PENALIZED: tl.constexpr,
+):
     """Of the tokens that reach the floor and come before the last one: their mass, and which of them is drawn, (id, logit)."""
     mass = tl.zeros([TILE, _SLOT], tl.float32)
     best, best_id, best_y = float("-inf"), _NO_ID, float("-inf")

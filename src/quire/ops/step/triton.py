@@ -46,7 +46,7 @@ def place_tokens(
     block = BLOCK if longest > 1 else 1
     _place_tokens[rows_R.shape[0], triton.cdiv(longest, block)](
         rows_R, starts_R, query_starts, tokens, tokens.stride(0), token_ids_T, positions_T, BLOCK=block, num_warps=1
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -74,8 +74,16 @@ def place_slots(
     """The slot of each of the step's tokens; -1 for padding."""
     block = BLOCK if longest > 1 else 1
     _place_slots[rows_R.shape[0], triton.cdiv(longest, block)](
-        rows_R, starts_R, query_starts, block_table, block_table.stride(0), slots_T, BLOCK_SIZE=block_size, BLOCK=block, num_warps=1
-    )  # fmt: skip
+        rows_R,
+        starts_R,
+        query_starts,
+        block_table,
+        block_table.stride(0),
+        slots_T,
+        BLOCK_SIZE=block_size,
+        BLOCK=block,
+        num_warps=1,
+    )
 
 
 @triton.jit
@@ -140,15 +148,23 @@ def accept(
 ) -> None:
     """As the twin."""
     _accept[(num_accepted_R.shape[0],)](
-        first_samples, sample_at_S, sample_rows_S, sample_positions_S, chosen_S, token_ids_T,
-        lengths, lengths.stride(0), num_accepted_R, num_warps=1,
-    )  # fmt: skip
+        first_samples,
+        sample_at_S,
+        sample_rows_S,
+        sample_positions_S,
+        chosen_S,
+        token_ids_T,
+        lengths,
+        lengths.stride(0),
+        num_accepted_R,
+        num_warps=1,
+    )
 
 
 @triton.jit
 def _accept(
     first_samples, sample_at, sample_rows, sample_positions, chosen, token_ids, lengths, length_stride, num_accepted
-):  # fmt: skip
+):
     r = tl.program_id(0)
     first, end = tl.load(first_samples + r), tl.load(first_samples + r + 1)
     accepted, is_right = 0, 1

@@ -104,9 +104,15 @@ def gumbel_argmax(
     key_R = gumbel.row_key(seeds_R, positions_R, choices_R)
     ids_R, temperature_R = torch.empty_like(key_R), temperature_R.contiguous()
     _kernels().gumbel_argmax(
-        logits_RV.data_ptr(), logits_RV.stride(0), temperature_R.data_ptr(), words_V.data_ptr(), key_R.data_ptr(),
-        rows, width, ids_R.data_ptr(),
-    )  # fmt: skip
+        logits_RV.data_ptr(),
+        logits_RV.stride(0),
+        temperature_R.data_ptr(),
+        words_V.data_ptr(),
+        key_R.data_ptr(),
+        rows,
+        width,
+        ids_R.data_ptr(),
+    )
     if len(unsure := (ids_R < 0).nonzero()[:, 0]):
         ids_R[unsure] = twin(unsure)
     return ids_R
