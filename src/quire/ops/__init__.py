@@ -1,4 +1,8 @@
-"""Kernels as pure functions: in Triton, for GPUs; `ref/` in plain torch (oracle and fallback); `cpu/` compiled for this machine.
+"""Kernels as pure functions, one folder per operation.
 
-Modules that one is chosen from (worker/choose.py) say in `why_not` why they cannot be used, if so.
+In a folder, `reference.py` is plain torch (the oracle of tests, and the fallback), `triton.py` is for GPUs and `cpu.py`
+calls C++ that is compiled on this machine (`cpu/`). All compute the same: each names the others as its twins.
+
+Where the worker chooses between modules (worker/choose.py), each has a function `why_not`: the reason why it cannot be
+used, or None.
 """

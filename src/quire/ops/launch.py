@@ -1,7 +1,8 @@
-"""How Triton kernels of this folder are launched: what the device at hand can do, asked once.
+"""How the Triton kernels are launched: what the device at hand can do, asked once.
 
-Used by the kernels' wrappers. Programmatic dependent launch (PDL) lets a kernel start while the one before it drains: it may
-load weights at once, and waits (`gdc_wait`) before it touches what others of the step write or read.
+Used by the kernels' wrappers. Programmatic dependent launch (PDL) lets a kernel start while the one before it is still
+finishing. It may load weights at once, but waits (`gdc_wait`) before it touches anything that other kernels of the step
+write or read.
 """
 
 import functools
@@ -15,23 +16,23 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 
 def pdl(x: Tensor) -> bool:
-    """Whether kernels on this tensor can be launched dependently."""
+    """Whether kernels on this tensor can use programmatic dependent launch."""
     return x.is_cuda and capability() >= (9, 0)
 
 
 def options(pdl: bool) -> dict[str, bool]:
-    """Launch options; the interpreter and older devices know none of them."""
+    """Launch options. The interpreter and older devices accept none, so there they are empty."""
     return {"launch_pdl": True} if pdl else {}
 
 
 @functools.cache
 def capability() -> tuple[int, int]:
-    """Of the card at hand; where there is none, of the one that kernels are tuned on."""
+    """The compute capability of the card at hand; without a card, of the one that kernels are tuned on (H200)."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
 
 
 def has_little_shared_memory() -> bool:
-    """Consumer cards give a program 99 KiB, those of data centers 163 or 227."""
+    """Whether a program can have only 99 KiB, as on consumer cards; cards for data centers give it 163 or 227 KiB."""
     major, minor = capability()
     return major == 12 or (major == 8 and minor in (6, 9))
 
@@ -47,7 +48,10 @@ def _num_multiprocessors(device_idx: int) -> int:
 
 @triton.jit
 def wait_turn(PDL: tl.constexpr):
-    """Lets the next kernel start and waits for the one before: how a kernel begins that has no weights to load meanwhile."""
+    """Lets the next kernel start, then waits for the one before.
+
+    For kernels with no weights to load while they wait.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

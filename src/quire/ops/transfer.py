@@ -1,7 +1,7 @@
-"""Copies between host and device that nobody waits for.
+"""Copies between host and device during which the host does not wait.
 
-Pinned memory comes from torch's own cache, which gives a buffer out again only when the copy that used it is done. `torch.tensor` on
-a GPU, or a list as an index, would wait for all that the device has to do.
+Pinned memory comes from torch's own cache, which reuses a buffer only when the copy that used it is done.
+`torch.tensor` on a GPU, or a list as an index, would instead wait for all work that is queued on the device.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ UPLOAD_BYTES = 32 << 20
 
 
 def to_device(values: np.ndarray, device: torch.device, out: Tensor | None = None) -> Tensor:
-    """A copy of `values` on the device, or in `out`, in the order of the device's work."""
+    """A copy of `values` on the device, or in `out`. On a GPU it is queued behind the work already launched."""
     if device.type != "cuda":
         host = torch.from_numpy(values)
         return host if out is None else out.copy_(host)
@@ -22,12 +22,12 @@ def to_device(values: np.ndarray, device: torch.device, out: Tensor | None = Non
 
 
 def on_device(values: list, device: torch.device, dtype: type = np.int64) -> Tensor:
-    """`torch.tensor(values)` for lists: ids and places (int64) unless told otherwise."""
+    """`torch.tensor(values)` for lists, int64 by default."""
     return to_device(np.array(values, dtype), device)
 
 
 class Upload:
-    """Large arrays of bytes to a GPU: one of two pinned buffers is filled, by all threads, while the other is on its way."""
+    """Large arrays of bytes to a GPU: all threads fill one of two pinned buffers while the other is being copied."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -47,16 +47,16 @@ class Upload:
 
 
 class ToHost:
-    """Tensors on their way to the host; `wait` gives them when they are there."""
+    """Tensors on their way to the host; `wait` returns them once they have arrived."""
 
     def __init__(self, *tensors: Tensor) -> None:
-        self.event = None
+        self.event: torch.cuda.Event | None = None
         if not tensors or not tensors[0].is_cuda:
-            self.tensors = tuple(t.clone() for t in tensors)  # the next step writes where they are
+            self.tensors = tuple(t.clone() for t in tensors)  # the next step overwrites the originals
             return
         self.tensors = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors)
-        for mine, theirs in zip(self.tensors, tensors):
-            mine.copy_(theirs, non_blocking=True)
+        for target, source in zip(self.tensors, tensors):
+            target.copy_(source, non_blocking=True)
         self.event = torch.cuda.Event()
         self.event.record()
 

@@ -1,8 +1,8 @@
 """Paged attention on the CPU with the compiled kernel; twin: `ops/attention/reference.py`.
 
-Called by `layers/attention`, which asks `supported()` first and keeps one choice per cache: inside a block the bytes
-lie in the kernel's own order (`src/kv_layout.h`), so what `elementwise.py` beside it writes is read here. Blocks may
-lie apart. Knows no requests or models.
+Called by `layers/attention`, which asks `supported()` first and uses the same kernels for a cache throughout: inside a
+block the bytes have an order of their own (`ops/cpu/src/kv_layout.h`), which only `ops/elementwise/cpu.py` writes and
+only this module reads. Blocks need not be adjacent in memory. Knows no requests or models.
 """
 
 import ctypes
@@ -19,14 +19,14 @@ _PTR, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 @functools.cache
-def _kernels() -> SimpleNamespace | None:
+def _kernels() -> SimpleNamespace:
     return compiled("attention", paged_attention=[ctypes.c_int, *[_PTR] * 7, Rows, *[_INT] * 9, _FLOAT, _FLOAT])
 
 
 def supported(dtype: torch.dtype, head_size: int, block_size: int) -> bool:
     """Whether the compiled kernel exists on this machine and takes a cache of this shape."""
     shape_fits = head_size % 16 == 0 and head_size <= 256 and block_size % 16 == 0
-    return dtype in (torch.float32, torch.bfloat16) and shape_fits and _kernels() is not None
+    return dtype in (torch.float32, torch.bfloat16) and shape_fits and _kernels().available
 
 
 def paged_attention(
@@ -40,7 +40,7 @@ def paged_attention(
     softcap: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As the twin. q and out are rows of contiguous heads, maybe strided along T."""
+    """As the twin. The heads of a token are contiguous in q and in out; tokens may have any stride."""
     if out is None:
         out = torch.empty(q_THD.shape, dtype=q_THD.dtype)
     _, num_heads, head_size = q_THD.shape

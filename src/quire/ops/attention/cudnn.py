@@ -1,7 +1,7 @@
-"""Attention of long prompts that begin in this step: over the step's own keys and values, with cuDNN through torch.
+"""Attention of long prompts that begin in this step, with cuDNN through torch: over the step's own keys and values.
 
-Called by `layers/attention` for rows that are left out of the paged kernel's work: nothing of them is in the cache yet, and at
-thousands of tokens cuDNN's kernel is half as fast again as the paged one. Knows tensors only.
+Called by `layers/attention` for rows that have nothing in the cache yet; they are left out of the paged kernel's work.
+At thousands of tokens cuDNN's kernel is one and a half times as fast as the paged one. Knows tensors only.
 
 Shape letters: T tokens of the step, H query heads, K key/value heads, D head size.
 """
@@ -12,18 +12,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 MIN_TOKENS = 2048
-STEP = 512  # cuDNN prepares itself for every length it has not seen: only multiples of this
+STEP = 512  # only multiples of this many tokens: cuDNN builds a plan for every length it has not seen before
 
 
 def supports(query: Tensor, head_size: int, value_size: int | None = None) -> bool:
-    """`value_size`: where it is not the keys'."""
-    sizes = (head_size <= 128 and head_size % 8 == 0) or (head_size, value_size) == (192, 128)
-    return (
-        query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and sizes
-        and torch.backends.cudnn.is_available()
-    )
+    """Whether cuDNN takes heads of this size; `value_size` where values are not as wide as keys."""
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    takes_sizes = (head_size <= 128 and head_size % 8 == 0) or (head_size, value_size) == (192, 128)
+    return takes_sizes and torch.backends.cudnn.is_available()
 
 
 def uncached_prefill_attention(

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# A tile is at most this many consecutive queries of one row: bounds the causal waste of a long prefill.
+# A tile is at most this many consecutive queries of one row. It bounds the scores computed in vain, of keys after the
+# query.
 MAX_TILE_QUERIES = 256
 # Most score elements (tiles x heads x queries x keys) that one softmax may hold: 64 MiB in float32.
 MAX_SCORES = 1 << 24
@@ -31,10 +32,10 @@ class AttentionTables:
     max_query_len: int  # over rows
     rows: Tensor | None = None  # int32 [R]: which row of `block_table` the r-th reads; None: the r-th
     work: tuple | None = None  # work lists on the device, for kernels that want them
-    shifts: Tensor | None = (
-        None  # int32 [rows of the batch]: how many tokens fewer a row has than its work was planned with
-    )
-    uncached_prefills: tuple = ()  # (first token, number of tokens) of rows that `work` leaves out: all their context is in this step
+    # int32 [rows of the batch]: how many tokens fewer a row has than its work was planned with
+    shifts: Tensor | None = None
+    # (first token, number of tokens) of each row that `work` leaves out: all its context is in this step
+    uncached_prefills: tuple[tuple[int, int], ...] = ()
 
 
 class _Tile(NamedTuple):
@@ -80,23 +81,23 @@ def paged_attention(
     out = torch.empty_like(q_THD) if out is None else out
     for batch, num_queries, num_keys in _batches(_tiles(tables, window), q_THD.shape[1]):
         fields = torch.tensor(batch, dtype=torch.int64, device=q_THD.device)
-        row, token, n, pos, first_key = (column[:, None] for column in fields.unbind(1))
+        row, token, count, pos, first_key = (column[:, None] for column in fields.unbind(1))
         # Padding repeats a tile's last query and last key, which exist; no unwritten slot is ever read.
         i_Q = torch.arange(num_queries, device=q_THD.device)[None]
         j_N = torch.arange(num_keys, device=q_THD.device)[None]
-        real_BQ = i_Q < n
-        token_BQ, query_pos_BQ = (start + torch.minimum(i_Q, n - 1) for start in (token, pos))
+        real_BQ = i_Q < count
+        token_BQ, query_pos_BQ = (start + torch.minimum(i_Q, count - 1) for start in (token, pos))
         key_pos_BN = first_key + j_N
-        real_BN = key_pos_BN < pos + n
-        key_pos_BN = torch.minimum(key_pos_BN, pos + n - 1)
+        real_BN = key_pos_BN < pos + count
+        key_pos_BN = torch.minimum(key_pos_BN, pos + count - 1)
         q_pos, k_pos = query_pos_BQ[:, :, None], key_pos_BN[:, None, :]
         visible_BQN = (k_pos <= q_pos) & real_BN[:, None]
         if window:
             visible_BQN &= k_pos > q_pos - window
         block_BN = tables.block_table[row, key_pos_BN // tables.block_size].long()
         kv = cache[block_BN, :, key_pos_BN % tables.block_size]
-        o = _attend(q_THD[token_BQ], kv, visible_BQN, scale, softcap, sinks_H)
-        out[token_BQ[real_BQ]] = o[real_BQ].to(out.dtype)
+        out_BQHD = _attend(q_THD[token_BQ], kv, visible_BQN, scale, softcap, sinks_H)
+        out[token_BQ[real_BQ]] = out_BQHD[real_BQ].to(out.dtype)
     return out
 
 
@@ -134,7 +135,7 @@ def _tiles(tables: AttentionTables, window: int) -> Iterator[_Tile]:
 
 
 def _batches(tiles: Iterator[_Tile], num_heads: int) -> Iterator[tuple[list[_Tile], int, int]]:
-    """Tiles of like size together, so that padding at most doubles either side and memory stays bounded."""
+    """(tiles, most queries, most keys) of tiles of like size: padding at most doubles either, and memory is bounded."""
     buckets: dict[tuple[int, int], list[_Tile]] = defaultdict(list)
     for tile in tiles:
         buckets[tile.num_queries.bit_length(), tile.num_keys.bit_length()].append(tile)

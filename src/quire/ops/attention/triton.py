@@ -3,8 +3,12 @@
 Called by `layers/attention`; the runner plans and uploads the list (`plan_units`, `AttentionWork`) for all layers of a
 group. Knows tensors and block tables; nothing of requests, schedulers or models.
 
-A cache is handed over as [blocks, 2, block_size, K, D], but the bytes inside a block are in this backend's own order,
-head by head: [2, K, block_size, D] (`cache_view`), so that a head's keys of one block are one contiguous piece.
+A tile is some consecutive queries of one row, with all heads that share a key/value head. A tile with many keys is
+split by keys; each such part, or a tile that is not split, is a unit of work: one entry of the list, one program per
+key/value head.
+
+A cache is passed as [blocks, 2, block_size, K, D], but the bytes inside a block are in this backend's own order, head
+by head: [2, K, block_size, D] (`cache_view`), so that a head's keys of one block are one contiguous piece.
 
 Shape letters: T query tokens of the step, R rows, H query heads, K key/value heads, G = H/K, D head size (in the kernel
 padded to a power of two), U units; in a unit: M tile rows (row m is head m % G of its query token m // G), N keys at a
@@ -27,32 +31,33 @@ from quire.ops.launch import has_little_shared_memory, num_multiprocessors, opti
 CHUNK_STEP = 64
 MIN_CHUNK = 256
 LOG2_E = tl.constexpr(1.4426950408889634)
-# Finite, so that a row that has seen no key yet needs no special case: exp2(LOWEST - LOWEST) is 1, of nothing.
+# Finite, so that a row that has seen no key yet needs no special case: exp2(LOWEST - LOWEST) is 1, and its sum is still
+# 0.
 LOWEST = tl.constexpr(-1e30)
 
 
 # The columns of a unit of work.
 (
     ROW,  # of the block table
-    FIRST_TOKEN,  # of the step, that is a query here
-    NUM_TOKENS,  # that are queries here; 0: nothing to do
-    POSITION,  # of the first of them
+    FIRST_TOKEN,  # index in the step of the first query
+    NUM_TOKENS,  # number of queries; 0: nothing to do
+    POSITION,  # of the first query
     FIRST_KEY,
     END_KEY,
-    NUM_SPLITS,  # of its tile
-    FIRST_UNIT,  # of its tile
+    NUM_SPLITS,  # units that the tile is split into
+    FIRST_UNIT,  # index of the first of those
 ) = range(8)
 UNIT_WORDS = 8
 
 
 class Tile(NamedTuple):
-    """How one program works; `config` is the table of good ones."""
+    """How a program cuts up its work; `config` chooses."""
 
     tile_m: int  # query tokens times heads of a group: a power of two, at least 16 and G
     tile_n: int  # keys per turn of the loop
     num_warps: int
     num_stages: int
-    programs_per_multiprocessor: int  # for how many the planner splits long contexts
+    programs_per_multiprocessor: int  # the planner splits long contexts until there are so many programs
 
 
 def config(dtype: torch.dtype, head_size: int, group_size: int, *, decode: bool) -> Tile:
@@ -72,11 +77,11 @@ def config(dtype: torch.dtype, head_size: int, group_size: int, *, decode: bool)
 
 
 class WorkShape(NamedTuple):
-    """How the work of a kind of layer is cut."""
+    """How the work of a kind of layer is cut up."""
 
     tile: Tile
     num_kv_heads: int
-    group_size: int  # query heads of one
+    group_size: int  # query heads of one key/value head
     size: int  # of a head's result
 
 
@@ -102,7 +107,7 @@ def cache_view(cache: Tensor) -> Tensor:
 def max_units(
     num_tokens: int, num_rows: int, *, tile_m: int, group_size: int, num_kv_heads: int, num_programs: int
 ) -> int:
-    """No list of `plan_units` for so many query tokens in so many rows is longer."""
+    """The most units that `plan_units` can give for so many query tokens in so many rows."""
     tokens_per_tile = tile_m // group_size
     num_rows = min(num_rows, num_tokens)
     num_tiles = (num_tokens + num_rows * (tokens_per_tile - 1)) // tokens_per_tile
@@ -110,7 +115,7 @@ def max_units(
 
 
 def max_split_units(num_units: int, *, num_kv_heads: int, num_programs: int) -> int:
-    """How many of the first units may belong to split tiles: those need room for partial results."""
+    """The most units that can belong to split tiles. They are the first ones, and need room for partial results."""
     return min(num_units, 2 * max(1, num_programs // num_kv_heads) - 1)
 
 
@@ -126,11 +131,11 @@ def plan_units(
     window: int,
     num_programs: int,
 ) -> np.ndarray:
-    """The units of a step, int32 [U, 8]: longest tiles first, so that ragged contexts end together.
+    """The units of a step, int32 [U, 8]: longest tiles first, so that all programs end at about the same time.
 
     Each row has `num_queries` tokens of the step, from `starts` on, and `context_lens` tokens in all, these included.
-    Tiles are split when there are fewer of them than `num_programs` asks for; a tile's splits lie side by side, and as
-    split tiles are longer than others, they lead.
+    Tiles are split when they alone would give fewer programs than `num_programs`. A tile's splits follow each other,
+    and split tiles come before the others, as they are longer.
     """
     units = np.ones((len(context_lens), UNIT_WORDS), np.int32)
     units[:, ROW] = np.arange(len(units)) if rows is None else rows
@@ -140,8 +145,8 @@ def plan_units(
     tokens_per_tile = tile_m // group_size
     if np.minimum.reduce(num_queries) < 1 or np.maximum.reduce(num_queries) > tokens_per_tile:
         units = _tiles(units, tokens_per_tile)
-    pos, end = units[:, POSITION], units[:, POSITION] + units[:, NUM_TOKENS]
-    units[:, FIRST_KEY] = np.maximum(pos - (window - 1), 0) if window else 0
+    end = units[:, POSITION] + units[:, NUM_TOKENS]
+    units[:, FIRST_KEY] = np.maximum(units[:, POSITION] - (window - 1), 0) if window else 0
     units[:, END_KEY] = end
     length = end - units[:, FIRST_KEY]
     if len(units) > 1:
@@ -156,21 +161,23 @@ def plan_units(
 
 
 def _tiles(rows: np.ndarray, tokens_per_tile: int) -> np.ndarray:
-    """Rows cut into tiles: the columns that say which queries. Rows without queries disappear."""
+    """Rows cut into tiles: sets the columns that say which queries. Rows without queries disappear."""
     num_queries = rows[:, NUM_TOKENS]
     num_tiles = (num_queries + (tokens_per_tile - 1)) // tokens_per_tile
     tiles = rows.repeat(num_tiles, 0)
-    first = (np.arange(len(tiles)) - (num_tiles.cumsum() - num_tiles).repeat(num_tiles)) * tokens_per_tile
-    tiles[:, FIRST_TOKEN] += first
-    tiles[:, NUM_TOKENS] = np.minimum(tiles[:, NUM_TOKENS] - first, tokens_per_tile)
-    tiles[:, POSITION] += first
+    first_tiles = num_tiles.cumsum() - num_tiles
+    offset = (np.arange(len(tiles)) - first_tiles.repeat(num_tiles)) * tokens_per_tile
+    tiles[:, FIRST_TOKEN] += offset
+    tiles[:, NUM_TOKENS] = np.minimum(tiles[:, NUM_TOKENS] - offset, tokens_per_tile)
+    tiles[:, POSITION] += offset
     return tiles
 
 
 def _splits(tiles: np.ndarray, length: np.ndarray, chunk: int) -> np.ndarray:
-    """Tiles cut into splits of `chunk` keys: the columns that say which keys."""
+    """Tiles cut into splits of `chunk` keys: sets the columns that say which keys."""
     num_splits = (length + (chunk - 1)) // chunk
-    tiles[:, NUM_SPLITS], tiles[:, FIRST_UNIT] = num_splits, num_splits.cumsum() - num_splits
+    tiles[:, NUM_SPLITS] = num_splits
+    tiles[:, FIRST_UNIT] = num_splits.cumsum() - num_splits
     units = tiles.repeat(num_splits, 0)
     units[:, FIRST_KEY] += (np.arange(len(units)) - units[:, FIRST_UNIT]) * chunk
     np.minimum(units[:, FIRST_KEY] + chunk, units[:, END_KEY], out=units[:, END_KEY])
@@ -183,16 +190,17 @@ def _round_up(n: int, step: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
-    """A step's units on the device, and room to merge split tiles in: launches that follow each other may share it.
+    """A step's units on the device, and memory to merge split tiles in, which successive launches may share.
 
-    `units` may be longer than the plan: zeros are units without queries. `counters` are zero before and after a launch.
+    `units` may be longer than the plan: entries of zeros have no queries. `counters` are zero before and after a
+    launch.
     """
 
     units: Tensor  # int32 [U, 8]
     tile: Tile
     partials: Tensor  # float32 [split units, K, M, D]: unnormalized results
     stats: Tensor  # float32 [split units, K, 2, M]: running maximum (of scores times log2 e) and sum
-    counters: Tensor  # int32 [split units, K]: splits of the tile that have arrived; at the tile's first unit
+    counters: Tensor  # int32 [split units, K]: at a tile's first unit, how many of its splits are done
 
     @staticmethod
     def of(units: Tensor, tile: Tile, num_split_units: int, num_kv_heads: int, head_size: int) -> "AttentionWork":
@@ -207,7 +215,7 @@ class AttentionWork:
 
 
 def plan(query: Tensor, tables: AttentionTables, shape: WorkShape, window: int = 0) -> AttentionWork:
-    """The work of a step on `query`'s device, from tables that must come back to the host first: for tests and simple callers."""
+    """The work of a step, on `query`'s device. Copies the tables to the host first: for tests and simple callers."""
     tile, num_kv_heads, group_size, size = shape
     rows = None if tables.rows is None else tables.rows.cpu().numpy()
     num_programs = tile.programs_per_multiprocessor * num_multiprocessors(query)
@@ -243,8 +251,8 @@ def paged_attention(
 ) -> Tensor:
     """As the twin; `scale` is positive. q and out may be strided along T and H.
 
-    `tables.work`, a launch each, and the block table must be complete before the first kernel of the step starts: they are
-    read early.
+    Each of `tables.work` is a launch. These and the block table must be complete before the first kernel of the step
+    starts, as they are read before the kernels ahead have finished.
     """
     out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device) if out is None else out
     _, H, D = q_THD.shape
@@ -272,15 +280,15 @@ def paged_attention(
             out.stride(1),
             cache.stride(0),
             tables.block_table.stride(0),
-            H // K,
-            D,
-            max(16, triton.next_power_of_2(D)),
-            block_size,
-            window,
-            softcap,
-            work.tile.tile_m,
-            work.tile.tile_n,
-            dependent,
+            G=H // K,
+            D=D,
+            BLOCK_D=max(16, triton.next_power_of_2(D)),
+            BLOCK_SIZE=block_size,
+            WINDOW=window,
+            SOFTCAP=softcap,
+            TILE_M=work.tile.tile_m,
+            TILE_N=work.tile.tile_n,
+            PDL=dependent,
             num_warps=work.tile.num_warps,
             num_stages=work.tile.num_stages,
             **options(dependent),
@@ -290,7 +298,7 @@ def paged_attention(
 
 @triton.jit
 def load_unit(units, unit):
-    """Its columns."""
+    """The columns of a unit, in order."""
     at = units + unit * 8
     row, first_token, num_tokens, position = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
     first_key, end_key, num_splits, first_unit = tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
@@ -330,12 +338,13 @@ def _attention(
         tl.extra.cuda.gdc_launch_dependents()
     kv_head, unit = tl.program_id(0), tl.program_id(1)
     row, first_token, num_tokens, pos, begin, end, num_splits, first_unit = load_unit(units, unit)
-    # Block ids are fetched a turn ahead: as an indirect load inside the loop they would cost K and V half their stages.
+    # Block ids are loaded one turn of the loop ahead: loaded in the same turn, they would halve the stages of K and V.
     m_M, d_D, n_N = tl.arange(0, TILE_M), tl.arange(0, BLOCK_D), tl.arange(0, TILE_N)
     table = block_table + row.to(tl.int64) * table_stride
     key_N = begin + n_N
     block_N = tl.load(table + key_N // BLOCK_SIZE, mask=key_N < end, other=0)
-    if PDL:  # also where there is nothing to do: the next kernel takes the end of this one for the end of all before it
+    # Programs with nothing to do wait too: the next kernel takes the end of this one as the end of all before it.
+    if PDL:
         tl.extra.cuda.gdc_wait()
     if num_tokens == 0:
         return
@@ -364,7 +373,8 @@ def _attention(
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
         if SOFTCAP > 0:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
             s_MN = SOFTCAP * LOG2_E * (1 - 2 / (tl.exp2(s_MN * (factor * 2 / SOFTCAP)) + 1))
-        is_partly_hidden = start + TILE_N > tl.minimum(end, pos + 1)  # some key from some query
+        # Whether some query must not see some of these keys.
+        is_partly_hidden = start + TILE_N > tl.minimum(end, pos + 1)
         if WINDOW:
             is_partly_hidden |= start < pos + num_tokens - WINDOW
         if is_partly_hidden:
@@ -390,14 +400,14 @@ def _attention(
         tl.store(out + out_M[:, None] + d_D[None, :], o_MD, mask=is_real_MD)
         return
 
-    # Split: leave the partial result; the last split to arrive merges all of them, in the order of their keys.
+    # Split: store the partial result. The last split to finish merges all of them, in the order of their keys.
     K = tl.num_programs(0)
     place = (unit * K + kv_head).to(tl.int64)
     tl.store(stats + place * (2 * TILE_M) + m_M, max_M)
     tl.store(stats + place * (2 * TILE_M) + TILE_M + m_M, sum_M)
     partial_M = partials + place * (TILE_M * D) + m_M * D
     tl.store(partial_M[:, None] + d_D[None, :], acc_MD, mask=is_real_MD, cache_modifier=".cg")
-    tl.debug_barrier()  # the atomic below is one thread's; it must publish what all have stored
+    tl.debug_barrier()  # one thread does the atomic below, which must publish what all threads have stored
     counter = counters + first_unit * K + kv_head
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") != num_splits - 1:
         return
@@ -439,10 +449,10 @@ def _merge(
     BLOCK_D: tl.constexpr,
     TILE_M: tl.constexpr,
 ):
-    """The result of a split tile: X of its rows at a time, SPLITS parts of them on their way at once, always in the same order.
+    """The result of a split tile: X of its rows at a time, SPLITS parts of them loaded at once, in a fixed order.
 
-    Holds few values: with more registers than the loop over keys needs, fewer programs would fit on a multiprocessor. Parts are
-    tensors of their own: nothing is summed across threads.
+    Holds few values: if it needed more registers than the loop over keys, fewer programs would fit on a multiprocessor.
+    Each part is a tensor of its own, so nothing is summed across threads.
     """
     HELD: tl.constexpr = 64
     ROWS: tl.constexpr = min(triton.next_power_of_2(G), HELD // 2)
@@ -456,7 +466,9 @@ def _merge(
         sum_X = tl.zeros((ROWS,), tl.float32)
         acc_XD = tl.zeros((ROWS, BLOCK_D), tl.float32)
         for split in range(0, num_splits, SPLITS):
-            maxima, sums, accs = (), (), ()
+            maxima: tl.tuple = ()
+            sums: tl.tuple = ()
+            accs: tl.tuple = ()
             for s in tl.static_range(SPLITS):
                 there_X = is_real_X & (split + s < num_splits)
                 place = ((first_unit + split + s) * K + kv_head).to(tl.int64)
@@ -464,9 +476,8 @@ def _merge(
                 maxima += (tl.load(stats_X, mask=there_X, other=LOWEST, cache_modifier=".cg"),)
                 sums += (tl.load(stats_X + TILE_M, mask=there_X, other=0.0, cache_modifier=".cg"),)
                 partial_XD = partials + place * (TILE_M * D) + m_X[:, None] * D + d_D[None, :]
-                accs += (
-                    tl.load(partial_XD, mask=there_X[:, None] & (d_D < D)[None, :], other=0.0, cache_modifier=".cg"),
-                )
+                there_XD = there_X[:, None] & (d_D < D)[None, :]
+                accs += (tl.load(partial_XD, mask=there_XD, other=0.0, cache_modifier=".cg"),)
             new_max_X = max_X
             for s in tl.static_range(SPLITS):
                 new_max_X = tl.maximum(new_max_X, maxima[s])
@@ -487,7 +498,7 @@ def _merge(
 
 @triton.jit
 def _with_sink(max_M, sum_M, sink_M):
-    """A softmax's maximum and sum with one more logit in it, and the factor for what was summed up so far."""
+    """A softmax's maximum and sum with one more logit in it, and the factor for what was accumulated so far."""
     sink_M = sink_M.to(tl.float32) * LOG2_E
     new_max_M = tl.maximum(max_M, sink_M)
     alpha_M = tl.exp2(max_M - new_max_M)

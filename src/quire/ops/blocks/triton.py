@@ -1,7 +1,8 @@
 """Copies of KV blocks within a cache or between two, by a list of pairs on the device; twin: `ops/blocks/reference.py`.
 
-For whoever moves blocks (offload tiers, copy-on-write): one call per layer, the layers of a group share the list. Knows that a block
-is one piece of memory; not its layout or dtype, and not why it is copied. The list may be padded, so a graph can hold the launch.
+For whoever moves blocks (offload tiers, copy-on-write): one call per layer, and the layers of a group share the list.
+Knows that a block is one piece of memory; not its layout or dtype, nor why it is copied. The list may be padded to a
+fixed length, so that a CUDA graph can hold the launch.
 
 Shape letters: P pairs, W int32 words of a block, N of them at a time.
 """
@@ -18,11 +19,15 @@ NUM_WARPS = 8
 
 
 def copy_blocks(source_cache: Tensor, target_cache: Tensor, pairs_P2: Tensor) -> None:
-    """As the twin; `pairs_P2` is contiguous, int32 or int64. A block is contiguous and, as its distance to the next, of 16-byte words."""
+    """As the twin; `pairs_P2` is contiguous, int32 or int64.
+
+    A block is contiguous. Its size and the distance to the next one are multiples of 16 bytes.
+    """
     source, target = _words(source_cache), _words(target_cache)
     if source_cache.dtype != target_cache.dtype or source_cache.shape[1:] != target_cache.shape[1:]:
         raise ValueError(f"blocks of {source_cache.dtype} {tuple(source_cache.shape[1:])} do not fit the target's")
-    num_words, dependent = source.shape[1], pdl(target)
+    num_words = source.shape[1]
+    dependent = pdl(target)
     if len(pairs_P2):
         _copy_kernel[len(pairs_P2), triton.cdiv(num_words, TILE)](
             source,
@@ -55,7 +60,8 @@ def _copy_kernel(
     source_id, target_id = tl.load(pair).to(tl.int64), tl.load(pair + 1).to(tl.int64)
     if (source_id < 0) | (target_id < 0):
         return
-    # Said aloud: a stride that is a multiple of 4 but not of 16 would cost the compiler its wide loads.
+    # The compiler cannot see that a stride is a multiple of 4 unless it is one of 16: without the hint, loads would be
+    # narrow.
     source += tl.multiple_of(source_id * source_stride, 4)
     target += tl.multiple_of(target_id * target_stride, 4)
     at = tl.program_id(1) * N + tl.arange(0, N)

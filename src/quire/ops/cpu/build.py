@@ -1,7 +1,8 @@
 """Compiles the C++ kernels of `src/` once with the system compiler and loads them with ctypes.
 
-Called by the modules beside it, by most through `tape.compiled`. Knows nothing about what a kernel computes: a source
-has a plain C ABI, needs no torch headers (so it builds in seconds) and a twin to fall back on. `load` never raises.
+Called by the modules `ops/*/cpu.py`, by most through `tape.compiled`. Knows nothing about what a kernel computes: a
+source has a plain C ABI, needs no torch headers (so it builds in seconds), and has a twin to fall back on. `load` never
+raises.
 """
 
 import ctypes
@@ -28,7 +29,7 @@ COMPILE_TIMEOUT_S = 300
 
 @functools.cache
 def load(name: str) -> ctypes.CDLL | None:
-    """The compiled `src/<name>.cpp`, or None, with a line in the log that says why, where the twin must run instead."""
+    """The compiled `src/<name>.cpp`; None where the twin must run instead, with a line in the log that says why."""
     try:
         return _load(name)
     except _Unavailable as error:
@@ -67,9 +68,9 @@ def _find_compiler() -> str | None:
 
 @functools.cache
 def _openmp_runtime() -> Path | None:
-    """The libgomp torch has mapped: sharing its file means one pool of threads, which `torch.set_num_threads` rules.
+    """The libgomp that torch has loaded: with the same file, kernels use the threads of torch, as many as it is set to.
 
-    A second copy would start as many threads again and the two pools would fight over the cores.
+    A second copy would start as many threads again, and the two pools would compete for the cores.
     """
     try:
         mapped = {line.split(maxsplit=5)[-1].strip() for line in open("/proc/self/maps") if "libgomp" in line}
@@ -101,8 +102,8 @@ def _library_path(name: str, compiler: str, runtime: Path) -> Path:
 
 
 def _compile(source: Path, library: Path, compiler: str, runtime: Path) -> None:
-    """Two processes may compile at once: each works in its own folder and the last rename wins."""
-    # A warning only so that people see what they wait for.
+    """Two processes may compile at once: each works in a folder of its own, and the last rename wins."""
+    # A warning, so that people see what they are waiting for.
     logger.warning("compiling CPU kernels for this machine, once: %s …", source.stem)
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=f".{source.stem}-") as folder:

@@ -1,10 +1,11 @@
 """Tapes: a sequence of compiled calls, recorded once and played again without the Python between them.
 
-What a CUDA graph is to a GPU. `worker/cpu/graphs.py` records a forward pass whose inputs lie in fixed buffers; playing it computes
-the same thing on whatever the buffers hold by then, for as many rows as are asked for. The wrappers beside this file make their
-calls through `compiled` or `bind`, so a tape sees them all. Knows pointers and calls, not what they compute.
+What a CUDA graph is to a GPU. `worker/cpu/graphs.py` records a forward pass whose inputs lie in fixed buffers. Playing
+the tape computes the same on whatever these buffers hold by then, for as many rows as are asked for. The modules
+`ops/*/cpu.py` make their calls through `compiled` or `bind`, so all of them are recorded. Knows pointers and calls, not
+what they compute.
 
-On an 135M model a step of one row spends more time in Python than in kernels; a tape gives that time back.
+In a 135M model a step of one row spends more time in Python than in kernels; a tape saves that time.
 """
 
 import bisect
@@ -13,6 +14,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from quire.ops.cpu.build import load
 
 _ALIGNMENT = 64
 
-# torch's part in a recorded pass may be to name memory, never to compute: a tape would not repeat that.
+# In a recorded pass torch may only allocate and take views. It must not compute: a tape would not repeat that.
 _ALLOCATES = {"aten::empty", "aten::new_empty", "aten::empty_like"}
 _VIEWS = {
     "aten::view",
@@ -38,11 +40,19 @@ _VIEWS = {
 
 
 class Rows(ctypes.c_int64):
-    """Type of the argument that says how many rows a call computes: the one number that may differ when it is played."""
+    """Type of the argument that says how many rows a call computes: the only number that may differ in a replay."""
+
+
+class CompiledFunction(Protocol):
+    """A function of a library loaded with ctypes."""
+
+    argtypes: list[type]
+
+    def __call__(self, *args: Any) -> None: ...
 
 
 class _Thread(threading.local):
-    """Engines in other threads compute, and record, by themselves."""
+    """Each thread records only its own calls: other engines may compute in other threads."""
 
     recording: "Recording | None" = None
 
@@ -51,8 +61,8 @@ _thread = _Thread()
 
 
 def bind(library: ctypes.CDLL, name: str, argtypes: Iterable[type]) -> Callable[..., None]:
-    """A compiled function without a result, as a callable that a tape can hear."""
-    function = getattr(library, name)
+    """A compiled function without a result, as a callable whose calls are recorded."""
+    function: Any = getattr(library, name)
     function.argtypes, function.restype = list(argtypes), None
 
     def call(*args: object) -> None:
@@ -63,27 +73,34 @@ def bind(library: ctypes.CDLL, name: str, argtypes: Iterable[type]) -> Callable[
     return call
 
 
-def compiled(source: str, **functions: Iterable[type]) -> SimpleNamespace | None:
-    """The functions of `src/<source>.cpp`, named without "quire_", as callables that a tape can hear; None: twins must run."""
+def compiled(source: str, **functions: Iterable[type]) -> SimpleNamespace:
+    """The functions of `src/<source>.cpp`, named without "quire_", as callables whose calls are recorded.
+
+    Also has `available`: False where nothing could be compiled, so that there are no functions and twins must run.
+    """
     library = load(source)
     if library is None:
-        return None
-    return SimpleNamespace(**{name: bind(library, f"quire_{name}", argtypes) for name, argtypes in functions.items()})
+        return SimpleNamespace(available=False)
+    callables = {name: bind(library, f"quire_{name}", argtypes) for name, argtypes in functions.items()}
+    return SimpleNamespace(available=True, **callables)
 
 
 class Recording(TorchDispatchMode):
-    """`with Recording() as r: out = forward(…)`, then `r.tape(out, max_rows)`. Record at least two rows: torch calls any
-    single row contiguous, and its wrappers would promise what others do not keep."""
+    """`with Recording() as r: out = forward(…)`, then `r.tape(out, max_rows)`.
+
+    Record at least two rows: to torch any single row is contiguous, so the wrappers would skip copies that more rows
+    need.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Callable, tuple]] = []
-        self.buffers: list[Tensor] = []  # all that was allocated meanwhile, kept so that no address comes twice
-        self.complete = True  # False once torch itself computed something
+        self.calls: list[tuple[CompiledFunction, tuple]] = []
+        self.buffers: list[Tensor] = []  # all that was allocated meanwhile, kept so that no address is used twice
+        self.complete = True  # False once torch itself has computed something
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler for this, two seconds in the first answer
+        return False  # otherwise torch would import its compiler: two seconds more for the first answer
 
     def __enter__(self) -> "Recording":
         _thread.recording = self
@@ -105,26 +122,27 @@ class Recording(TorchDispatchMode):
     def tape(self, output: Tensor, max_rows: int) -> "Tape | None":
         """The pass as a tape that can be played for up to `max_rows`; None if it cannot be repeated."""
         num_rows = len(output)
-        same = all(
-            arg == num_rows
-            for function, args in self.calls
-            for kind, arg in zip(function.argtypes, args)
-            if kind is Rows
-        )
-        whole = all(len(buffer) == num_rows for buffer in self.buffers)
-        return Tape(self, output, max_rows) if self.complete and same and whole else None
+        for function, args in self.calls:
+            if any(kind is Rows and arg != num_rows for kind, arg in zip(function.argtypes, args)):
+                return None
+        if not self.complete or any(len(buffer) != num_rows for buffer in self.buffers):
+            return None
+        return Tape(self, output, max_rows)
 
 
 class Tape:
-    """Calls with their arguments converted once, their buffers moved into one small arena."""
+    """Calls whose arguments are already converted, and whose buffers have been moved into one small arena."""
 
     def __init__(self, recording: Recording, output: Tensor, max_rows: int) -> None:
         starts = sorted(buffer.data_ptr() for buffer in recording.buffers)
         recorded = {buffer.data_ptr(): buffer.nbytes for buffer in recording.buffers}
         sizes = {start: num_bytes // len(output) * max_rows for start, num_bytes in recorded.items()}
 
-        def owner(kind: type, argument: object) -> int | None:
-            """The buffer a pointer argument lies in. Numbers are left alone, however large: a stride is no address."""
+        def owner(kind: type, argument: Any) -> int | None:
+            """The start of the buffer that a pointer argument points into.
+
+            Arguments of other types are no addresses.
+            """
             if kind is not ctypes.c_void_p or argument is None:
                 return None
             idx = bisect.bisect_right(starts, argument) - 1
@@ -133,9 +151,9 @@ class Tape:
         places, arena_bytes = _pack(recording.calls, sizes, owner, keep=owner(ctypes.c_void_p, output.data_ptr()))
         self.arena = torch.empty(arena_bytes + _ALIGNMENT, dtype=torch.uint8)
         base = -(-self.arena.data_ptr() // _ALIGNMENT) * _ALIGNMENT
-        self.rows = Rows(len(output))  # the very object all calls are given
+        self.rows = Rows(len(output))  # all calls are given this one object
 
-        def converted(kind: type, argument: object) -> object:
+        def converted(kind: type, argument: Any) -> object:
             if kind is Rows:
                 return self.rows
             start = owner(kind, argument)
@@ -154,12 +172,15 @@ class Tape:
 
 
 def _pack(
-    calls: list[tuple[Callable, tuple]],
+    calls: list[tuple[CompiledFunction, tuple]],
     sizes: dict[int, int],
-    owner: Callable[[type, object], int | None],
+    owner: Callable[[type, Any], int | None],
     keep: int | None,
 ) -> tuple[dict[int, int], int]:
-    """Offsets in an arena: buffers whose lives (first to last call that names them) do not overlap share their place."""
+    """(each buffer's offset in an arena, the arena's size).
+
+    Buffers whose lifetimes (from the first to the last call that uses them) do not overlap may share memory.
+    """
     last_use: dict[int, int] = {}
     for idx, (function, args) in enumerate(calls):
         for start in map(owner, function.argtypes, args):
@@ -175,7 +196,8 @@ def _pack(
         for start in map(owner, function.argtypes, args):
             if start is None or start in places:
                 continue
-            size, offset = -(-sizes[start] // _ALIGNMENT) * _ALIGNMENT, 0
+            size = -(-sizes[start] // _ALIGNMENT) * _ALIGNMENT
+            offset = 0
             for taken, end, _ in alive:
                 if taken - offset >= size:
                     break

@@ -1,7 +1,7 @@
-"""GGUF's block formats as plain floats, in torch: what a stored block means, bit for bit as the format's tools read it.
+"""GGUF's block formats as plain floats, in torch: the values of stored blocks, bit for bit as the format's tools give.
 
 Called by the loader, and the oracle of every kernel that computes on packed blocks. Knows bytes and scales, not files
-or tensors' names.
+or names of tensors.
 """
 
 import math
@@ -34,7 +34,8 @@ def dequantize(
         raise ValueError(f"{raw.numel()} bytes are not a {type_name} tensor of shape {tuple(shape)}")
     if out is None:
         out = torch.empty(tuple(shape), dtype=dtype, device=raw.device)
-    blocks, values = raw.reshape(num_blocks, block_bytes), out.view(num_blocks, elements)
+    blocks = raw.reshape(num_blocks, block_bytes)
+    values = out.view(num_blocks, elements)
     if blocks.storage_offset() % 4:
         blocks = blocks.clone()  # Tensor.view(float) wants its start aligned
     read = _READERS[type_name]
@@ -58,7 +59,8 @@ def _fields(packed: Tensor, bits: int) -> Tensor:
     """All fields of `bits` bits, lowest first: uint8 [..., K] -> [..., 8 / bits, K]."""
     packed = packed.contiguous()
     mask, top = (1 << bits) - 1, 8 - bits
-    return torch.stack([*((packed >> shift) & mask for shift in range(0, top, bits)), packed >> top], dim=-2)
+    fields = [(packed >> shift) & mask for shift in range(0, top, bits)]
+    return torch.stack([*fields, packed >> top], dim=-2)
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
@@ -102,7 +104,8 @@ def _runs(packed: Tensor, bits: int, group: int) -> Tensor:
 
 
 def _q2_k(blocks: Tensor) -> Tensor:
-    scales, quants = blocks[:, :16], _runs(blocks[:, 16:80], 2, group=16)
+    scales = blocks[:, :16]
+    quants = _runs(blocks[:, 16:80], 2, group=16)
     scale = (scales & 15) * _half(blocks, 80)
     minimum = (scales >> 4) * _half(blocks, 82)
     return (quants * scale.unsqueeze(2)).sub_(minimum.unsqueeze(2))

@@ -17,7 +17,7 @@ _PTR, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
 @functools.cache
-def _kernels() -> SimpleNamespace | None:
+def _kernels() -> SimpleNamespace:
     return compiled(
         "elementwise",
         rms_norm=[ctypes.c_int, *[_PTR] * 3, _INT, *[_PTR] * 2, Rows, _INT, ctypes.c_float],
@@ -33,11 +33,11 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def supported(dtype: torch.dtype) -> bool:
     """Whether the compiled kernels exist on this machine and take this dtype."""
-    return dtype in (torch.float32, torch.bfloat16) and _kernels() is not None
+    return dtype in (torch.float32, torch.bfloat16) and _kernels().available
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns (normed, residual): the residual stream after adding x, and its norm. Without a residual, x is it."""
+    """As the twin."""
     rows, width = x_TD.shape
     normed = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     total = x_TD if residual_TD is None else torch.empty_like(normed)
@@ -85,7 +85,7 @@ def rope_and_write(
     k_norm_D: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """As the twin, in one pass. A negative slot is padding, which is rotated and not written."""
+    """As the twin, in one pass. Tokens with a negative slot are padding: they are rotated, but not written."""
     num_tokens, num_heads, head_size = q_THD.shape
     _kernels().rope_and_write(
         q_THD.dtype == torch.bfloat16,

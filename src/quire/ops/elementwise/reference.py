@@ -18,11 +18,14 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns (normed, residual): the residual stream after adding x, and its norm. Without a residual, x is it."""
+    """(the norm of the residual stream, the stream itself), after adding x to it.
+
+    Without a residual, x is the stream.
+    """
     residual_TD = x_TD if residual_TD is None else x_TD + residual_TD
     wide = residual_TD.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    # Rounded before the weight, as Llama's reference does: in bf16 the order shows.
+    # Rounded before the product with the weight, as in Llama's reference: in bf16 the order changes results.
     return weight_D * normed.to(x_TD.dtype), residual_TD
 
 
@@ -52,7 +55,7 @@ def rope(q_THD: Tensor, k_TKD: Tensor, cos_sin: Tensor, positions_T: Tensor, int
         rotated = x[..., : cos_sin.shape[1]]
         halves = rotated.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else rotated.chunk(2, -1)
         x1, x2 = (half.float() for half in halves)
-        # Both sides before either copy: in float32 x1 and x2 are views of what is written.
+        # Both are computed before either is copied: in float32 x1 and x2 are views of what is written.
         turned = x1 * cos - x2 * sin, x2 * cos + x1 * sin
         for half, new in zip(halves, turned, strict=True):
             half.copy_(new)

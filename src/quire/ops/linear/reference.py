@@ -1,4 +1,4 @@
-"""Linear layers, also with a gated activation behind them, in plain torch: the oracle of `ops/linear/triton.py`.
+"""Linear layers, also followed by a gated activation, in plain torch: the oracle of `ops/linear/triton.py`.
 
 Called by tests and benchmarks. Knows tensors only.
 
@@ -15,7 +15,7 @@ from quire.ops.elementwise.reference import silu_mul
 def linear(
     x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """x W^T + b, rounded to x's dtype and then given as `out_dtype`."""
+    """x W^T + b, rounded to x's dtype, then converted to `out_dtype`."""
     return functional.linear(x_MK, weight_NK, bias_N).to(out_dtype or x_MK.dtype)
 
 

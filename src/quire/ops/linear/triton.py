@@ -1,7 +1,7 @@
-"""Linear layers of few rows, at the speed their weights can be read; twin: `ops/linear/reference.py`.
+"""Linear layers of few rows, as fast as their weights can be read; twin: `ops/linear/reference.py`.
 
-Called by quantization methods where `few_rows` says so. Knows tensors only. Every program has its share of the weights on the
-way into registers before the input exists, so that with dependent launch memory never rests between two layers.
+Called by quantization methods where `few_rows` says so. Knows tensors only. Every program starts to load its share of
+the weights before its input has been computed, so that with dependent launch memory is never idle between two layers.
 
 Shape letters: M rows, N outputs, K inputs, F half of a gated projection.
 """
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from quire.ops.launch import options, pdl
 
-# Up to so many inputs, four rows and two are multiplied here, and more by cuBLAS. Measured, whole decode steps on an H200:
-# Qwen3-0.6B (K to 3072) at 4 rows 1.20 ms against cuBLAS 1.40; Qwen3-8B (K 4096 and 12288) at 2 rows 4.91 against 5.01, at 4
-# rows 7.0 against 5.0. The limits lie between these K.
+# The largest K at which four rows, and at which two rows, are multiplied here rather than by cuBLAS; one row always is.
+# Measured in whole decode steps on an H200: Qwen3-0.6B (K up to 3072) at 4 rows 1.20 ms, with cuBLAS 1.40; Qwen3-8B (K
+# 4096 and 12288) at 2 rows 4.91, with cuBLAS 5.01, at 4 rows 7.0, with cuBLAS 5.0. The limits lie between these K.
 FOUR_ROWS_K, TWO_ROWS_K = 3072, 8192
 MULTIPROCESSORS = 132
-TILE_BYTES = 16 << 10  # of weights, that a program has in flight: with 4 warps, 32 registers per thread
+TILE_BYTES = 16 << 10  # of weights that a program has in flight: with 4 warps, 32 registers per thread
 
 
 class Config(NamedTuple):
@@ -32,18 +32,23 @@ class Config(NamedTuple):
 
 
 def few_rows(x_MK: Tensor, weight_NK: Tensor) -> bool:
-    """Whether this file is to be preferred to torch; its kernel takes for granted that both are contiguous."""
+    """Whether this module is faster than torch here. Its kernel needs both tensors contiguous."""
     if not x_MK.is_cuda or len(x_MK) > max_rows(x_MK.shape[1]) or x_MK.dtype != weight_NK.dtype:
         return False
     return x_MK.is_contiguous() and weight_NK.is_contiguous()
 
 
 def max_rows(K: int) -> int:
-    return 4 if K <= FOUR_ROWS_K else 2 if K <= TWO_ROWS_K else 1
+    if K <= FOUR_ROWS_K:
+        return 4
+    return 2 if K <= TWO_ROWS_K else 1
 
 
 def config(N: int, K: int, dtype: torch.dtype, gated: bool = False) -> Config:
-    """`N` counts outputs, so half the weight's rows if gated. The same for any M: a row's sums do not depend on its company."""
+    """`N` counts outputs: half the weight's rows if gated.
+
+    The same for any M, so that a row's sums do not depend on other rows.
+    """
     row_bytes = K * dtype.itemsize * (2 if gated else 1)
     warps = min(16, max(4, triton.next_power_of_2(row_bytes * 4 // TILE_BYTES)))
     block_k = min(triton.next_power_of_2(K), warps * 32 * 16 // dtype.itemsize)  # 16 bytes per thread
@@ -59,7 +64,7 @@ def linear(
     *,
     cut: Config | None = None,
 ) -> Tensor:
-    """x W^T + b, rounded to x's dtype and then given as `out_dtype`."""
+    """x W^T + b, rounded to x's dtype, then converted to `out_dtype`."""
     y_MN = torch.empty(len(x_MK), len(weight_NK), dtype=out_dtype or x_MK.dtype, device=x_MK.device)
     _launch(x_MK, weight_NK, bias_N, y_MN, False, cut)
     return y_MN
@@ -79,7 +84,19 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, gated: bo
     block_n, block_k, warps = cut or config(N, K, x.dtype, gated)
     dependent = pdl(x)
     _linear_kernel[(triton.cdiv(N, block_n),)](
-        x, weight, bias, y, N, M, K, block_n, block_k, gated, dependent, num_warps=warps, **options(dependent)
+        x,
+        weight,
+        bias,
+        y,
+        N,
+        M=M,
+        K=K,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        GATED=gated,
+        PDL=dependent,
+        num_warps=warps,
+        **options(dependent),
     )
 
 
@@ -97,11 +114,12 @@ def _linear_kernel(
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program computes BLOCK_N outputs of every row, from as many rows of the weight (twice, if gated) in its registers."""
+    """A program computes BLOCK_N outputs of every row. It holds so many rows of the weight (twice, if gated)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Past the end the last row again: no mask, so nothing but loads between a program's start and its wait.
+    # Past the end it loads the last row again: no mask is needed, so there are only loads between a program's start and
+    # its wait.
     row = tl.minimum(n, N - 1).to(tl.int64)
     weights = _load_chunks(weight_ptr + row[:, None] * K, K, BLOCK_K)
     bias = tl.load(bias_ptr + row) if bias_ptr is not None else 0.0
@@ -110,14 +128,14 @@ def _linear_kernel(
         up_bias = tl.load(bias_ptr + row + N) if bias_ptr is not None else 0.0
     if PDL:
         tl.extra.cuda.gdc_wait()
-    xs = ()
+    xs: tl.tuple = ()
     for m in tl.static_range(M):
         xs += (_load_chunks(x_ptr + m * K, K, BLOCK_K),)
     for m in tl.static_range(M):
         y = _sum_products(weights, xs[m], bias)
         if GATED:
             up = _sum_products(up_weights, xs[m], up_bias)
-            # Rounded as often as the twin does.
+            # Rounded at the same points as in the twin.
             gate = y.to(tl.float32)
             gate = (gate / (1.0 + tl.exp(-gate))).to(y.dtype)
             y = (gate.to(tl.float32) * up.to(tl.float32)).to(y.dtype)
@@ -127,7 +145,7 @@ def _linear_kernel(
 @triton.jit
 def _load_chunks(ptrs, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """K values from each pointer on, as a tuple of tiles [pointers, BLOCK_K]."""
-    chunks = ()
+    chunks: tl.tuple = ()
     for start in tl.static_range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)[None, :]
         if K % BLOCK_K == 0:

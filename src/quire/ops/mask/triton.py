@@ -1,6 +1,8 @@
 """Grammar masks on a GPU: one launch forbids what the packed masks of some rows do not allow.
 
-Called by the runner between logits and choice. Letters: S rows that choose a token, V vocabulary, M masked rows, W words.
+Called by the runner between computing logits and choosing tokens.
+
+Letters: S rows that choose a token, V vocabulary, M masked rows, W words.
 """
 
 import triton
@@ -14,10 +16,10 @@ BLOCK = 4096
 def _mask_kernel(logits, places, words, V, W, stride, BLOCK: tl.constexpr):
     row = tl.load(places + tl.program_id(0)).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mine = (token < V) & (row >= 0)
-    word = tl.load(words + tl.program_id(0).to(tl.int64) * W + token // 32, mask=mine, other=-1)
+    inside = (token < V) & (row >= 0)
+    word = tl.load(words + tl.program_id(0).to(tl.int64) * W + token // 32, mask=inside, other=-1)
     is_forbidden = ((word >> (token % 32)) & 1) == 0
-    tl.store(logits + row * stride + token, float("-inf"), mask=is_forbidden & mine)
+    tl.store(logits + row * stride + token, float("-inf"), mask=is_forbidden & inside)
 
 
 def mask_logits(logits_SV: Tensor, places_M: Tensor, words_MW: Tensor) -> None:

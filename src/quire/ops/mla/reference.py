@@ -1,10 +1,10 @@
 """Latent attention in plain torch: the oracle for the fast kernels, and the path where there is no Triton.
 
-Called by `layers/mla.py`. A token's cache is one vector for all heads: what keys and values are made of, then the key's rotated
-part. Knows tensors and block tables; nothing of requests, schedulers or models.
+Called by `layers/mla.py`. The cache has one vector per token for all heads: the latent, of which keys and values are
+made, then the rotated part of the key. Knows tensors and block tables; nothing of requests, schedulers or models.
 
-Shape letters: T query tokens of the step, H heads, L latent size, R size of the rotated part, X = L + R; K inputs and N outputs of
-a product.
+Shape letters: T query tokens of the step, H heads, L latent size, R size of the rotated part, X = L + R; K inputs and N
+outputs of a product.
 """
 
 import torch
@@ -15,7 +15,10 @@ from quire.ops.elementwise.reference import rms_norm, rope
 
 
 def write_latent(cache: Tensor, kv_TX: Tensor, slots_T: Tensor) -> None:
-    """Store vectors at `slots_T` (block id * block size + offset) of `cache` [blocks, block_size, X]; a negative slot is padding."""
+    """Stores vectors in `cache` [blocks, block_size, X] at `slots_T` (block id * block size + offset).
+
+    A negative slot is padding.
+    """
     if bool((slots_T < 0).any()):
         keep = slots_T >= 0
         kv_TX, slots_T = kv_TX[keep], slots_T[keep]
@@ -41,7 +44,7 @@ def norm_rope_and_write(
 
 
 def head_linear(x_THK: Tensor, weight_HKN: Tensor, out: Tensor | None = None) -> Tensor:
-    """Each head by its own matrix: [T, H, N]."""
+    """Each head times its own matrix: [T, H, N]."""
     out = x_THK.new_empty(*x_THK.shape[:2], weight_HKN.shape[2]) if out is None else out
     torch.bmm(x_THK.transpose(0, 1), weight_HKN, out=out.transpose(0, 1))
     return out
@@ -50,13 +53,14 @@ def head_linear(x_THK: Tensor, weight_HKN: Tensor, out: Tensor | None = None) ->
 def latent_attention(
     q_THL: Tensor, q_THR: Tensor, cache: Tensor, tables: AttentionTables, *, scale: float, out: Tensor | None = None
 ) -> Tensor:
-    """Causal attention of each query, [q_THL | q_THR], over its row's cached vectors: mean of their first L, [T, H, L].
+    """Causal attention of each query, [q_THL | q_THR], over its row's cached vectors, whose first L are the values: [T,
+    H, L].
 
     Query tokens past `query_starts[R]` are padding: their output is not written.
     """
     out = torch.empty(q_THL.shape, dtype=q_THL.dtype, device=q_THL.device) if out is None else out
     padded = out.new_empty(*out.shape[:2], cache.shape[2])
-    # One key head, whose values are its keys.
+    # As a cache with one key/value head, whose values are its keys.
     as_kv = cache[:, None, :, None].expand(-1, 2, -1, -1, -1)
     paged_attention(torch.cat((q_THL, q_THR), 2), as_kv, tables, scale=scale, out=padded)
     num_tokens = int(tables.query_starts[-1])

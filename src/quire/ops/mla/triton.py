@@ -1,12 +1,14 @@
-"""Latent attention in Triton: any mix of prefill and decode rows, over the work lists of `ops/attention/triton.py`; twin: `ops/mla/reference.py`.
+"""Latent attention in Triton, for any mix of prefill and decode rows; twin: `ops/mla/reference.py`.
 
-Called by `layers/mla.py`; the runner plans the work. All heads read the same cached vector, as key and as value: a program has as many
-heads of a token as its registers hold (`cut_heads`), and reads each vector once for them. Work is planned as if each such tile
-of heads were a key/value head. Knows tensors and block tables; nothing of requests, schedulers or models.
+Works through the work lists of `ops/attention/triton.py`. Called by `layers/mla.py`; the runner plans the work. All
+heads read the same cached vector, as key and as value: a program has as many heads of a token as its registers hold
+(`cut_heads`), and reads each vector once for them. Work is planned as if each such tile of heads were a key/value head.
+Knows tensors and block tables; nothing of requests, schedulers or models.
 
-Shape letters: T query tokens of the step, H heads, L latent size (a power of two), R size of the rotated part, X = L + R; in a
-program: G heads of a tile, M tile rows (row m is head m % G of its query token m // G), N keys at a time; C heads, P pairs; in a
-product: K inputs, N outputs, M tokens at a time.
+Shape letters: T query tokens of the step, H heads, L latent size (a power of two), R size of the rotated part, X = L +
+R. In the attention kernel: G heads of a tile, M tile rows (row m is head m % G of its query token m // G), N keys at a
+time. In the kernel before it: C heads of a program, P pairs that rotate together. In a product: K inputs, N outputs, M
+tokens at a time.
 """
 
 import torch
@@ -20,28 +22,30 @@ from quire.ops.elementwise.triton import _place, _scaled
 from quire.ops.launch import capability, has_little_shared_memory, options, pdl
 from quire.ops.mla import reference
 
-# A split tile is merged in so many columns at a time: what its loads fit in registers with.
+# A split tile is merged this many columns at a time, so that its loads fit in registers.
 MERGE_COLUMNS = 128
 ROPE_HEADS, ROPE_WARPS = 16, 4
-# Up to so many tokens heads are multiplied here, in tiles of 16 of them; more by cuBLAS.
+# `head_linear` of up to so many tokens is done here, in tiles of 16 tokens; of more by cuBLAS.
 FEW_TOKENS = 64
-LINEAR_TILE_BYTES = 16 << 10  # of a weight, that a program has in registers before its input exists
+LINEAR_TILE_BYTES = 16 << 10  # of a weight: a program has them in registers before its input has been computed
 
 
 def supports(dtype: torch.dtype, latent_size: int, rope_size: int, block_size: int) -> bool:
-    sizes = latent_size in (16, 32, 64, 128, 256, 512) and rope_size % 8 == 0 and rope_size <= 128  # rows of 16 bytes
-    return dtype in (torch.float32, torch.float16, torch.bfloat16) and sizes and block_size >= 16
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16) or block_size < 16:
+        return False
+    has_rows_of_16_bytes = latent_size in (16, 32, 64, 128, 256, 512) and rope_size % 8 == 0
+    return has_rows_of_16_bytes and rope_size <= 128
 
 
 def cut_heads(dtype: torch.dtype, num_heads: int) -> tuple[int, int]:
-    """(tiles of heads, heads of a tile): what planners take for key/value heads and their group."""
+    """(tiles of heads, heads of a tile): the planner treats them as key/value heads and the query heads of one."""
     most = 16 if dtype == torch.float32 or has_little_shared_memory() else 64
     heads = next(n for n in range(min(num_heads, most), 0, -1) if num_heads % n == 0)
     return num_heads // heads, heads
 
 
 def config(dtype: torch.dtype, latent_size: int, group_size: int, *, decode: bool) -> Tile:
-    """As that of `ops/attention/triton.py`; `group_size` is the heads of a tile."""
+    """As `config` of `ops/attention/triton.py`; `group_size` is the number of heads of a tile."""
     lowest = max(16, triton.next_power_of_2(group_size))
     if dtype == torch.float32:  # exactness checks: no tensor cores, speed does not matter
         return Tile(lowest, 16, 4, 1, 2)
@@ -51,9 +55,8 @@ def config(dtype: torch.dtype, latent_size: int, group_size: int, *, decode: boo
         return Tile(lowest, 64, 4, 2, 2)
     if decode and lowest == 32:
         return Tile(lowest, 32, 8, 3, 2)
-    return Tile(
-        max(64, lowest), 64 if capability() < (10, 0) else 32, 8, 2, 1
-    )  # Blackwell's products keep more in shared memory
+    num_keys = 64 if capability() < (10, 0) else 32  # on Blackwell products keep more in shared memory
+    return Tile(max(64, lowest), num_keys, 8, 2, 1)
 
 
 def work_shape(dtype: torch.dtype, num_heads: int, latent_size: int, *, decode: bool) -> WorkShape:
@@ -127,7 +130,7 @@ def _norm_rope_and_write_kernel(
     P: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of one token, the first program has what is cached; each of the others, some heads of q."""
+    """Of each token, the first program does what is cached, and each of the others some heads of q."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     token, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -167,16 +170,18 @@ def _norm_rope_and_write_kernel(
 
 @triton.jit
 def _turned(x1_ptr, x2_ptr, angles, p_1P, inside, R: tl.constexpr):
-    """Pairs, rotated."""
+    """Both halves of the pairs, rotated."""
     cos_1P = tl.load(angles + p_1P, p_1P < R // 2, 0.0)
     sin_1P = tl.load(angles + R // 2 + p_1P, p_1P < R // 2, 0.0)
-    x1, x2 = tl.load(x1_ptr, inside, 0.0).to(tl.float32), tl.load(x2_ptr, inside, 0.0).to(tl.float32)
-    tl.debug_barrier()  # small tiles are in several threads each: all have read before one writes in place
+    x1 = tl.load(x1_ptr, inside, 0.0).to(tl.float32)
+    x2 = tl.load(x2_ptr, inside, 0.0).to(tl.float32)
+    # Several threads hold the same values of a small tile: all must have read before one writes in place.
+    tl.debug_barrier()
     return x1 * cos_1P - x2 * sin_1P, x2 * cos_1P + x1 * sin_1P
 
 
 def head_linear(x_THK: Tensor, weight_HKN: Tensor, out: Tensor | None = None) -> Tensor:
-    """As the twin. x and out may be strided along T and H, the weight as it likes."""
+    """As the twin. x and out may have any strides along T and H, the weight along all dimensions."""
     (T, H, K), N = x_THK.shape, weight_HKN.shape[2]
     if T > FEW_TOKENS:
         return reference.head_linear(x_THK, weight_HKN, out)
@@ -194,12 +199,12 @@ def head_linear(x_THK: Tensor, weight_HKN: Tensor, out: Tensor | None = None) ->
             *weight_HKN.stride(),
             out.stride(0),
             out.stride(1),
-            K,
-            N,
-            16,
-            block_k,
-            block_n,
-            pdl(x_THK),
+            K=K,
+            N=N,
+            BLOCK_M=16,
+            BLOCK_K=block_k,
+            BLOCK_N=block_n,
+            PDL=pdl(x_THK),
             num_warps=4,
             **options(pdl(x_THK)),
         )
@@ -251,8 +256,8 @@ def latent_attention(
 ) -> Tensor:
     """As the twin; `scale` is positive. Both parts of q, and out, may be strided along T and H.
 
-    `tables.work`, a launch each, and the block table must be complete before the first kernel of the step starts: they are
-    read early.
+    Each of `tables.work` is a launch. These and the block table must be complete before the first kernel of the step
+    starts, as they are read before the kernels ahead have finished.
     """
     out = torch.empty(q_THL.shape, dtype=q_THL.dtype, device=q_THL.device) if out is None else out
     (_, H, L), R = q_THL.shape, q_THR.shape[2]
@@ -282,15 +287,15 @@ def latent_attention(
             out.stride(1),
             cache.stride(0),
             tables.block_table.stride(0),
-            G,
-            L,
-            R,
-            max(16, triton.next_power_of_2(R)),
-            cache.shape[1],
-            work.tile.tile_m,
-            work.tile.tile_n,
-            min(MERGE_COLUMNS, L),
-            dependent,
+            G=G,
+            L=L,
+            R=R,
+            BLOCK_R=max(16, triton.next_power_of_2(R)),
+            BLOCK_SIZE=cache.shape[1],
+            TILE_M=work.tile.tile_m,
+            TILE_N=work.tile.tile_n,
+            MERGE_COLUMNS=min(MERGE_COLUMNS, L),
+            PDL=dependent,
             num_warps=work.tile.num_warps,
             num_stages=work.tile.num_stages,
             **options(dependent),
@@ -333,11 +338,13 @@ def _latent_attention(
         tl.extra.cuda.gdc_launch_dependents()
     head_tile, unit = tl.program_id(0), tl.program_id(1)
     row, first_token, num_tokens, pos, begin, end, num_splits, first_unit = load_unit(units, unit)
-    # Block ids are fetched a turn ahead: as an indirect load inside the loop they would cost the cache's loads half their stages.
+    # Block ids are loaded one turn of the loop ahead: loaded in the same turn, they would halve the stages of the
+    # cache's loads.
     m_M, l_L, r_R, n_N = tl.arange(0, TILE_M), tl.arange(0, L), tl.arange(0, BLOCK_R), tl.arange(0, TILE_N)
     table = block_table + row.to(tl.int64) * table_stride
     block_N = tl.load(table + (begin + n_N) // BLOCK_SIZE, mask=begin + n_N < end, other=0)
-    if PDL:  # also where there is nothing to do: the next kernel takes the end of this one for the end of all before it
+    # Programs with nothing to do wait too: the next kernel takes the end of this one as the end of all before it.
+    if PDL:
         tl.extra.cuda.gdc_wait()
     if num_tokens == 0:
         return
@@ -346,7 +353,8 @@ def _latent_attention(
         pos, begin, end = pos - shift, tl.maximum(begin - shift, 0), end - shift
         block_N = tl.load(table + (begin + n_N) // BLOCK_SIZE, mask=begin + n_N < end, other=0)
 
-    token_M, head_M, pos_M = first_token + m_M // G, head_tile * G + m_M % G, pos + m_M // G
+    token_M, pos_M = first_token + m_M // G, pos + m_M // G
+    head_M = head_tile * G + m_M % G
     is_real_M1 = (m_M < num_tokens * G)[:, None]
     latent_M = token_M.to(tl.int64) * latent_token_stride + head_M.to(tl.int64) * latent_head_stride
     rope_M = token_M.to(tl.int64) * rope_token_stride + head_M.to(tl.int64) * rope_head_stride
@@ -365,7 +373,8 @@ def _latent_attention(
         s_MN = tl.dot(q_MR, tl.trans(k_NR), input_precision="ieee")
         s_MN = tl.dot(q_ML, tl.trans(c_NL), s_MN, input_precision="ieee")
         if start + TILE_N > tl.minimum(end, pos + 1):  # else all queries see all these keys
-            s_MN = tl.where((key_N[None, :] <= pos_M[:, None]) & (key_N < end)[None, :], s_MN, float("-inf"))
+            visible_MN = (key_N[None, :] <= pos_M[:, None]) & (key_N < end)[None, :]
+            s_MN = tl.where(visible_MN, s_MN, float("-inf"))
         new_max_M = tl.maximum(max_M, tl.max(s_MN, 1) * factor)
         p_MN = tl.exp2(s_MN * factor - new_max_M[:, None])
         alpha_M = tl.exp2(max_M - new_max_M)
@@ -379,14 +388,14 @@ def _latent_attention(
         tl.store(out + out_M[:, None] + l_L[None, :], o_ML, mask=is_real_M1)
         return
 
-    # Split: leave the partial result; the last split to arrive merges all of them, in the order of their keys.
+    # Split: store the partial result. The last split to finish merges all of them, in the order of their keys.
     num_tiles = tl.num_programs(0)
     place = (unit * num_tiles + head_tile).to(tl.int64)
     tl.store(stats + place * (2 * TILE_M) + m_M, max_M)
     tl.store(stats + place * (2 * TILE_M) + TILE_M + m_M, sum_M)
     partial_M = partials + place * (TILE_M * L) + m_M * L
     tl.store(partial_M[:, None] + l_L[None, :], acc_ML, mask=is_real_M1, cache_modifier=".cg")
-    tl.debug_barrier()  # the atomic below is one thread's; it must publish what all have stored
+    tl.debug_barrier()  # one thread does the atomic below, which must publish what all threads have stored
     counter = counters + first_unit * num_tiles + head_tile
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") != num_splits - 1:
         return

@@ -1,10 +1,11 @@
-"""Compiled kernels over a vocabulary: same functions, same ids as `ops/vocab/reference.py`, `gumbel.py` and `mask.py`.
+"""Compiled kernels over a vocabulary; twins, with the same ids: `reference.py` of `ops/vocab` and `ops/mask`, `gumbel.py`.
 
-Called by `sampling.py` beside it and by `sampling/`. What the kernels do not take (another dtype or device, no
-compiler), the twins do; so these functions take anything. Knows rows of numbers, nothing of requests.
+Called by `ops/sampling/cpu.py` and by `sampling/`. These functions take anything: what the kernels do not take (another
+dtype or device, no compiler), the twins do. Knows rows of numbers, nothing of requests.
 
-A draw's id is the twin's even though its logarithms are not, bit for bit: the kernel, whose own are float64, leaves a row to the
-twin where the two best scores are closer than float32 can tell apart: in some 30 of a million draws.
+A draw gives the twin's id although its logarithms differ from the twin's in the last bits. The kernel computes in
+float64 and leaves a row to the twin where the two best scores are too close for float32 to tell apart: in about 30 of a
+million draws.
 """
 
 import ctypes
@@ -24,7 +25,7 @@ _PTR, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
 @functools.cache
-def _kernels() -> SimpleNamespace | None:
+def _kernels() -> SimpleNamespace:
     return compiled(
         "sampling",
         argmax=[_PTR, _INT, Rows, _INT, _PTR, _PTR],
@@ -36,8 +37,9 @@ def _kernels() -> SimpleNamespace | None:
 
 def supported(x_RV: Tensor) -> bool:
     """Whether the compiled kernels exist on this machine and take these rows."""
-    fits = x_RV.device.type == "cpu" and x_RV.dtype == torch.float32 and x_RV.stride(1) == 1 and x_RV.shape[1] > 0
-    return fits and _kernels() is not None
+    if x_RV.device.type != "cpu" or x_RV.dtype != torch.float32:
+        return False
+    return x_RV.stride(1) == 1 and x_RV.shape[1] > 0 and _kernels().available
 
 
 def row_argmax(x_RV: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,9 +53,9 @@ def row_argmax(x_RV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def repaired_argmax(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """`row_argmax` of logits in which NaN has become -inf and +inf a very large number, in place.
+    """`row_argmax` of logits, after replacing, in place, NaN by -inf and +inf by a very large number.
 
-    On a GPU asking for them would wait for the device: nothing is repaired there, its sampler repairs what it reads.
+    Not on a GPU, where looking for them would wait for the device; its sampler replaces them as it reads.
     """
     top_R, ids_R = row_argmax(logits_RV)
     if logits_RV.is_cuda or bool(top_R.isfinite().all()):
@@ -66,7 +68,8 @@ def mask_logits(logits_SV: Tensor, places_M: Tensor, words_MW: Tensor) -> None:
     """Forbids, in rows `places_M`, the tokens whose bit is 0."""
     width = logits_SV.shape[1]
     if not supported(logits_SV) or words_MW.shape[1] != -(-width // 32):
-        return mask.mask_logits(logits_SV, places_M, words_MW)
+        mask.mask_logits(logits_SV, places_M, words_MW)
+        return
     places_M, words_MW = places_M.contiguous(), words_MW.contiguous()
     _kernels().mask_logits(
         logits_SV.data_ptr(), logits_SV.stride(0), places_M.data_ptr(), words_MW.data_ptr(), len(places_M), width
@@ -76,7 +79,7 @@ def mask_logits(logits_SV: Tensor, places_M: Tensor, words_MW: Tensor) -> None:
 def row_topk(x_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest entries and their ids, [R, K], in descending order; of equals the lower id first. No NaN."""
     rows, width = x_RV.shape
-    if not supported(x_RV) or not 0 < k <= width // 4:  # a sort of nearly everything is torch's
+    if not supported(x_RV) or not 0 < k <= width // 4:  # torch sorts faster where much of the row is asked for
         return vocab.row_topk(x_RV, k)
     top_RK, ids_RK = x_RV.new_empty(rows, k), x_RV.new_empty(rows, k, dtype=torch.int64)
     _kernels().topk(x_RV.data_ptr(), x_RV.stride(0), rows, width, k, top_RK.data_ptr(), ids_RK.data_ptr())
@@ -91,7 +94,7 @@ def gumbel_argmax(
     choices_R: Tensor,
     words_V: Tensor | None = None,
 ) -> Tensor:
-    """The twin's draw from softmax(logits / temperature), without a pass over the logits to divide them."""
+    """The twin's draw from softmax(logits / temperature), without a separate pass that divides the logits."""
     words_V = gumbel.token_words(logits_RV.shape[1], logits_RV.device) if words_V is None else words_V
 
     def twin(rows: slice | Tensor) -> Tensor:

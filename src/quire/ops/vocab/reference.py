@@ -1,17 +1,19 @@
 """Reductions over a vocabulary: argmax, the largest entries, the sum of exponentials, a count; made for a CPU.
 
 Called by the sampler and by `gumbel.py`. Knows rows of numbers, nothing of requests. torch's own argmax and topk visit
-entries one by one with their index; here a vectorized maximum per block goes first and only few blocks are opened.
+entries one by one with their index; here a vectorized maximum per block comes first, and only a few blocks are
+searched.
 
-Letters: R rows, V vocabulary, B blocks of a row, K entries asked for. Rows must not hold NaN except in `row_argmax`.
-Each result depends on its row alone, bit for bit but for `exp`: sums are per block, then in float64.
+Letters: R rows, V vocabulary, B blocks of a row, N entries searched, K entries asked for. Rows must not hold NaN except
+in `row_argmax`. Each result depends on its row alone, bit for bit except for `exp`: sums are per block, then in
+float64.
 """
 
 import torch
 from torch import Tensor
 
 BLOCK = 64
-TOPK_BLOCK = 32  # slower to reduce, but half as much to open
+TOPK_BLOCK = 32  # slower to reduce than 64, but half as much to search
 CHUNK_ENTRIES = 1 << 17  # entries worked on at a time, so that temporaries stay in a core's L2
 LOW_32_BITS = 0xFFFF_FFFF
 
@@ -48,8 +50,9 @@ def row_topk(x_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if x_RV.is_cuda or max(1024, k * TOPK_BLOCK) * 2 > vocab_size:
         ids_RN = torch.arange(vocab_size, device=x_RV.device).expand_as(x_RV)
         values_RN = x_RV
-    else:  # the k first entries lie in the k first blocks, ordered the same way by their maxima
-        ids_RN = block_ids(row_topk(block_max(x_RV, TOPK_BLOCK), k)[1], TOPK_BLOCK).flatten(1)
+    else:  # the k first entries lie in the k first blocks, if blocks are ordered in the same way by their maxima
+        _, blocks_RK = row_topk(block_max(x_RV, TOPK_BLOCK), k)
+        ids_RN = block_ids(blocks_RK, TOPK_BLOCK).flatten(1)
         values_RN = x_RV.gather(1, ids_RN.clamp(max=vocab_size - 1))
     # One integer per entry that sorts by value, then by id: the order is total, so it cannot depend on the algorithm.
     key_RN = (_sortable(values_RN) << 32) | (LOW_32_BITS - ids_RN)
@@ -66,9 +69,9 @@ def row_sum_exp(x_RV: Tensor, max_R: Tensor) -> Tensor:
     padded = -x_RV.shape[1] % BLOCK + x_RV.shape[1]
     exp_RV = x_RV.new_zeros(min(num_rows, len(x_RV)), padded)
     sums = []
-    for x, max_ in zip(x_RV.split(num_rows), max_R1.split(num_rows), strict=True):
+    for x, max_x in zip(x_RV.split(num_rows), max_R1.split(num_rows), strict=True):
         exp = exp_RV[: len(x), : x.shape[1]]
-        torch.sub(x, max_, out=exp).clamp_(min=-80.0).exp_()  # below lie denormals, which are slow
+        torch.sub(x, max_x, out=exp).clamp_(min=-80.0).exp_()  # exp of less gives denormals, which are slow
         sums.append(exp_RV[: len(x)].unflatten(1, (-1, BLOCK)).sum(-1).sum(-1, dtype=torch.float64))
     return torch.cat(sums)
 
