@@ -1,13 +1,14 @@
-"""Norm, gated activation, lookups, and all that happens to q, k and v before attention, in Triton: twins in `ops/elementwise/reference.py`.
+"""Norm, gated activation, lookups, and what q, k and v go through before attention; twin: `reference.py`.
 
-Called by `layers` and by the Triton attention backend. Takes rows contiguous inside; results are fresh and contiguous. Knows nothing
-of models; of the cache, that a block lies in memory as [2, K, block_size, D], keys before values, head after head.
+In Triton. Called by `layers` and by the Triton attention backend. Rows must be contiguous; results are new and
+contiguous. Knows nothing of models; of the cache only that a block lies in memory as [2, K, block_size, D], keys before
+values, head after head.
 
-Launch shapes come from the functions named `…_config`, of shapes alone. Where sums are involved, every launch of a width adds in the
-same order, so that a row's result does not depend on its company.
+Launch shapes come from the functions named `…_config` and depend on tensor shapes alone. Sums over a width are added in
+the same order in every launch, so that a row's result does not depend on the other rows.
 
-Shape letters: T tokens, D width (or head size), F half of a gated projection, H query heads, K key/value heads, S rows picked,
-V vocabulary; in kernels C heads of a program, P pairs that rotate together, N elements of a tile.
+Shape letters: T tokens, D width (or head size), F half of a gated projection, H query heads, K key/value heads, S rows
+picked, V vocabulary; in kernels C heads of a program, P pairs that rotate together, N elements of a tile.
 """
 
 import torch
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from quire.ops.launch import options, pdl
 
-# The widest row that is held in registers, and the tile in which wider ones are read twice.
+# The widest row that is held in registers; wider rows are read twice, in tiles of this size.
 MAX_ROW = 8192
-# Elements that a thread holds of each operand: one 16-byte load of bfloat16.
+# Elements of each operand that a thread holds: one 16-byte load of bfloat16.
 PER_THREAD = 8
 SILU_MUL_TILE, SILU_MUL_WARPS = 1024, 4
 
@@ -39,7 +40,10 @@ def gather_config(width: int) -> tuple[int, int]:
 
 
 def rope_config(num_tokens: int, num_pairs: int) -> tuple[int, int]:
-    """(heads of a program, warps). Heads per warp are fixed, and with them how a head is spread over threads and summed."""
+    """(heads of a program, warps).
+
+    The number of heads per warp is fixed, and with it how a head is distributed over threads and summed.
+    """
     num_warps = 1 if num_tokens <= 32 else 2
     return num_warps * max(32 * PER_THREAD // num_pairs, 1), num_warps
 
@@ -48,10 +52,13 @@ def rope_config(num_tokens: int, num_pairs: int) -> tuple[int, int]:
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns (normed, residual): the residual stream after adding x, and its norm. Without a residual, x is it."""
+    """As the twin."""
     num_rows, width = x_TD.shape
     normed = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-    total, added_stride = (x_TD, 0) if residual_TD is None else (torch.empty_like(normed), residual_TD.stride(0))
+    if residual_TD is None:
+        total, added_stride = x_TD, 0
+    else:
+        total, added_stride = torch.empty_like(normed), residual_TD.stride(0)
     tile, num_warps = rms_norm_config(width)
     kernel = _rms_norm_kernel if width <= tile else _wide_rms_norm_kernel
     if num_rows:
@@ -118,7 +125,7 @@ def _wide_rms_norm_kernel(
     N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row in tiles, read twice; adds again rather than read what it wrote."""
+    """A row in tiles, read twice. The second time it adds the residual again rather than read back the sums."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -143,13 +150,13 @@ def _wide_rms_norm_kernel(
 
 @triton.jit
 def _sum(a, b):
-    """Rounded to their type: what is normed is what the stream holds."""
+    """Rounded to their type, so that the norm is of exactly what the residual stream holds."""
     return (a.to(tl.float32) + b.to(tl.float32)).to(a.dtype)
 
 
 @triton.jit
 def _scaled(wide, inverse, weight, DTYPE: tl.constexpr):
-    """Rounded before the weight, and after: see the twin."""
+    """Rounded before the product with the weight, and after it: see the twin."""
     return ((wide * inverse).to(DTYPE).to(tl.float32) * weight.to(tl.float32)).to(DTYPE)
 
 
@@ -235,9 +242,10 @@ def rope_and_write(
     k_norm_D: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Each head of q and k normed if weights are given (both or none), then rotated, in place; k and v into the cache; one launch.
+    """As the twin, in one launch; norm weights are given for both q and k or for neither.
 
-    `cache` has the twin's shape, [blocks, 2, block_size, K, D], whatever its strides inside a block: see this file's head.
+    `cache` has the twin's shape, [blocks, 2, block_size, K, D]; its strides inside a block are not used: see the top of
+    this file.
     """
     num_tokens, num_heads, head_size = q_THD.shape
     num_kv_heads, rotary_dim = k_TKD.shape[1], cos_sin.shape[1]
@@ -300,7 +308,7 @@ def _rope_and_write_kernel(
     P: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has some heads of one token: of q, or after all of those of k, or after those of v."""
+    """A program has some heads of one token: the first programs heads of q, the next ones of k, the last ones of v."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     Q_CHUNKS: tl.constexpr = (H + C - 1) // C
@@ -359,7 +367,7 @@ def _rope_and_write_kernel(
 
 @triton.jit
 def _place(slot, cache_stride, BLOCK_SIZE: tl.constexpr, D: tl.constexpr):
-    """Where a slot lies, counted from the first token of block 0. `slot` is an int64, and so is this."""
+    """The offset of a slot from the first token of block 0, int64 as is `slot`."""
     return slot // BLOCK_SIZE * cache_stride + slot % BLOCK_SIZE * D
 
 
@@ -381,18 +389,20 @@ def _turn(
     P: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Heads at the pointers `x_C1` normed and rotated in place and, where there is a cache, written to it.
+    """Norms and rotates the heads at the pointers `x_C1`, in place, and writes them to the cache, where there is one.
 
-    Three tiles: the first and the second of each pair, and what of a head does not rotate.
+    A head is three tiles: the first numbers of all pairs, the second ones, and the part that is not rotated.
     """
     HALF: tl.constexpr = ROTARY // 2
     REST: tl.constexpr = D - ROTARY
-    # As wide as the heads, so that weights, cosines and sines arrive in the threads that need them, not through shared memory.
+    # As wide as the heads, so that the threads that need weights, cosines and sines load them, not through shared
+    # memory.
     p_CP = tl.broadcast_to(tl.arange(0, P)[None, :], (inside_C1.shape[0], P))
     i1_CP = 2 * p_CP if INTERLEAVED else p_CP
     i2_CP = i1_CP + (1 if INTERLEAVED else HALF)
     inside_CP = inside_C1 & (p_CP < HALF)
-    # No narrower than P: a tile that fills all threads once is in none of them twice, so none reads what another has written.
+    # At least as wide as P: the tile then has an element for each thread, so that no two threads hold the same element,
+    # and none reads what another has written already.
     i3_1R = ROTARY + tl.arange(0, max(triton.next_power_of_2(REST), P))[None, :]
     inside_CR = inside_C1 & (i3_1R < D)
     if norm_ptr is not None:

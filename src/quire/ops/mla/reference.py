@@ -53,10 +53,10 @@ def head_linear(x_THK: Tensor, weight_HKN: Tensor, out: Tensor | None = None) ->
 def latent_attention(
     q_THL: Tensor, q_THR: Tensor, cache: Tensor, tables: AttentionTables, *, scale: float, out: Tensor | None = None
 ) -> Tensor:
-    """Causal attention of each query, [q_THL | q_THR], over its row's cached vectors, whose first L are the values: [T,
-    H, L].
+    """Causal attention of each query, [q_THL | q_THR], over its row's cached vectors: [T, H, L].
 
-    Query tokens past `query_starts[R]` are padding: their output is not written.
+    Keys are the whole vectors, values their first L. Query tokens past `query_starts[R]` are padding: their output is
+    not written.
     """
     out = torch.empty(q_THL.shape, dtype=q_THL.dtype, device=q_THL.device) if out is None else out
     padded = out.new_empty(*out.shape[:2], cache.shape[2])

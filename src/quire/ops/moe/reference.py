@@ -1,4 +1,4 @@
-"""A mixture's experts in plain torch, one expert after the other: the oracle of `ops/moe/triton.py`, and the CPU's path.
+"""A mixture's experts in plain torch, one expert after another: the oracle of `ops/moe/triton.py`, and what CPUs use.
 
 Called by `layers/experts`. Knows tensors only; who goes where was decided by `route`.
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Of the activation "clamped_swiglu": (up + 1) * gate * sigmoid(ALPHA * gate), gate below LIMIT, up within it.
+# The activation "clamped_swiglu" is (up + 1) * gate * sigmoid(ALPHA * gate), with gate <= LIMIT and -LIMIT <= up <=
+# LIMIT.
 ALPHA, LIMIT = 1.702, 7.0
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "clamped_swiglu")
 
@@ -26,15 +27,18 @@ def experts(
     down_bias_ED: Tensor | None = None,
     added_TD: Tensor | None = None,
 ) -> Tensor:
-    """Each token's experts applied to it and added up by weight, on top of `added_TD`. An expert's first F rows are its gate."""
+    """The weighted sum of what each token's experts give for it, plus `added_TD`.
+
+    The first F rows of an expert in `gate_up_E2FD` are its gate.
+    """
     num_experts, top_k = len(down_EDF), expert_ids_TK.shape[1]
     ids_A = expert_ids_TK.flatten().long()
     y_AD = x_TD.new_empty(len(ids_A), x_TD.shape[1])
     rows_of_experts = ids_A.argsort(stable=True).split(ids_A.bincount(minlength=num_experts).tolist())
     for expert, rows in enumerate(rows_of_experts):
         if len(rows):
-            biases = (None if b is None else b[expert] for b in (gate_up_bias_E2F, down_bias_ED))
-            gate_up_bias, down_bias = biases
+            gate_up_bias = None if gate_up_bias_E2F is None else gate_up_bias_E2F[expert]
+            down_bias = None if down_bias_ED is None else down_bias_ED[expert]
             gate_up = functional.linear(x_TD[rows // top_k], gate_up_E2FD[expert], gate_up_bias)
             y_AD[rows] = functional.linear(gated(gate_up, activation), down_EDF[expert], down_bias)
     out_TD = (y_AD.float().unflatten(0, (-1, top_k)) * weights_TK[..., None]).sum(1)
@@ -42,7 +46,7 @@ def experts(
 
 
 def gated(x_A2F: Tensor, activation: str) -> Tensor:
-    """Computed in float32, rounded once."""
+    """activation(gate) * up, where a row is all of gate and then all of up; computed in float32, rounded once."""
     gate, up = x_A2F.float().chunk(2, -1)
     if activation == "silu":
         gate = functional.silu(gate)

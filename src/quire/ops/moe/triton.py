@@ -1,14 +1,15 @@
 """A mixture's experts in Triton, from one row to thousands; twin: `ops/moe/reference.py`.
 
-Called by the Triton expert backend. Knows tensors only. Nothing waits for the device and launches depend on shapes alone, so that a step
-can be recorded. No sum is made with atomics: the same input gives the same bits.
+Called by the Triton expert backend. Knows tensors only. Nothing waits for the device, and launches depend on shapes
+alone, so that a step can be recorded. No sum is made with atomics: the same input gives the same bits.
 
-Few rows: every (token, expert) pair reads its own weights, at the speed of memory, in two launches. More: pairs are sorted by expert,
-each expert's rows go through it in tiles of `block_m`, and what a token got from its experts is added up, in their order.
+An assignment is a pair of a token and one of its experts. With few rows, every assignment reads its own weights, as
+fast as memory allows, in two launches. With more, assignments are sorted by expert, each expert's rows are multiplied
+in tiles of `block_m`, and the results of a token's experts are added up, in their order.
 
-Shape letters: T tokens, K experts of a token, A = T * K assignments (token a // K to its a % K-th expert), E experts, D hidden size,
-F width of an expert; of one product M rows, N outputs, J inputs; in the sorting kernels B bins (E filled up), C assignments at a time,
-P parts.
+Shape letters: T tokens, K experts of a token, A = T * K assignments (a is of token a // K, to its expert number a % K),
+E experts, D hidden size, F width of an expert; of one product M rows, N outputs, J inputs; in the sorting kernels B
+bins (E rounded up to a power of two), C assignments at a time, P parts.
 """
 
 from typing import NamedTuple
@@ -23,26 +24,26 @@ from quire.ops.launch import capability, has_little_shared_memory, options, pdl,
 from quire.ops.moe import reference as twin
 
 ALPHA, LIMIT = tl.constexpr(twin.ALPHA), tl.constexpr(twin.LIMIT)
-# Bytes of weights that a program of few rows has in flight, for either product.
+# Bytes of weights that a program of few rows has in flight, in each of the two products.
 GATE_UP_BYTES, DOWN_BYTES = 16 << 10, 32 << 10
 MAX_FEW_ROWS = 8
-# Assignments are sorted in parts of so many or more, in so many parts or fewer.
+# Assignments are sorted in parts: at least SORT_PART of them in each, and at most MAX_SORT_PARTS parts.
 SORT_PART, MAX_SORT_PARTS = 4096, 16
 
 
 class Tile(NamedTuple):
     """How one product is cut up."""
 
-    block_n: int  # outputs of a program; of a gated product, as many gates and as many ups
+    block_n: int  # outputs of a program; of a gated product, so many gates and so many ups
     block_k: int  # inputs at a time
     num_warps: int
     num_stages: int = 1
-    swap: bool = False  # weights are the left operand: tensor cores want 64 rows there, and few tokens are not so many
-    bulk: bool = False  # weights come tile by tile, not address by address: rows are multiples of 16 bytes
+    swap: bool = False  # weights are the left operand, of which tensor cores want 64 rows: more than there are tokens
+    bulk: bool = False  # weights are loaded through a tensor descriptor: rows are multiples of 16 bytes
 
 
 class Config(NamedTuple):
-    block_m: int  # assignments of a tile, all to one expert; 0: each by itself, nothing sorted
+    block_m: int  # assignments of a tile, all to one expert; 0: each by itself, without sorting
     gate_up: Tile
     down: Tile
 
@@ -50,7 +51,11 @@ class Config(NamedTuple):
 def config(
     num_tokens: int, top_k: int, num_experts: int, hidden_size: int, expert_size: int, dtype: torch.dtype
 ) -> Config:
-    """By shapes and the kind of card. All tiles of tensor cores add up inputs from the first to the last: company hardly changes a row's sums."""
+    """Depends on shapes and the kind of card only.
+
+    All tiles of tensor cores add up inputs from the first to the last, so a row's sums hardly depend on the number of
+    rows.
+    """
     mean = num_tokens * top_k / num_experts  # rows of an expert
     if num_tokens == 1 or (num_tokens <= MAX_FEW_ROWS and mean <= 0.5):
         return Config(
@@ -61,28 +66,28 @@ def config(
     if dtype == torch.float32:  # exactness checks: no tensor cores, speed does not matter
         return Config(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
     largest = 64 if has_little_shared_memory() else 128
-    block_m = min(
-        max(16, triton.next_power_of_2(int(1.5 * mean))), largest
-    )  # most experts have one tile, until they fill several
+    # Most experts have one tile, until they fill several of the largest.
+    block_m = min(max(16, triton.next_power_of_2(int(1.5 * mean))), largest)
     if block_m <= 32:
         return Config(block_m, Tile(64, 64, 4, 4, swap=True), Tile(128, 64, 4, 4, swap=True))
     if block_m == 64:
         return Config(block_m, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))
     if hidden_size % 256 or expert_size % 128:
-        return Config(
-            block_m, Tile(128, 64, 8, 4), Tile(256, 64, 8, 3) if hidden_size % 256 == 0 else Tile(128, 64, 8, 4)
-        )
+        down = Tile(256, 64, 8, 3) if hidden_size % 256 == 0 else Tile(128, 64, 8, 4)
+        return Config(block_m, Tile(128, 64, 8, 4), down)
     bulk = capability() >= (9, 0)
     return Config(block_m, Tile(128, 64, 8, 4, bulk=bulk), Tile(256, 64, 8, 3, bulk=bulk))
 
 
 def _few_rows_tile(output_bytes: int, num_inputs: int, tile_bytes: int, dtype: torch.dtype) -> Tile:
-    """`output_bytes`: of weights behind one output. 64 registers of a thread hold weights at most, loaded 16 bytes at a time."""
+    """`output_bytes`: of the weights of one output.
+
+    At most 64 registers of a thread hold weights, which it loads 16 bytes at a time.
+    """
     block_n = 1 << max(1, tile_bytes // output_bytes).bit_length() - 1
     num_warps = min(16, max(4, triton.next_power_of_2(block_n * output_bytes // (32 * 64 * 4))))
-    return Tile(
-        block_n, min(triton.next_power_of_2(num_inputs), num_warps * 32 * 16 // dtype.itemsize // block_n), num_warps
-    )
+    block_k = min(triton.next_power_of_2(num_inputs), num_warps * 32 * 16 // dtype.itemsize // block_n)
+    return Tile(block_n, block_k, num_warps)
 
 
 def experts(
@@ -98,10 +103,7 @@ def experts(
     added_TD: Tensor | None = None,
     cut: Config | None = None,
 ) -> Tensor:
-    """Each token's experts applied to it and added up by weight, on top of `added_TD`. An expert's first F rows are its gate.
-
-    Everything is contiguous.
-    """
+    """As the twin. All tensors are contiguous."""
     (T, D), K, (E, _, F) = x_TD.shape, weights_TK.shape[1], down_EDF.shape
     out_TD = torch.empty(T, D, dtype=x_TD.dtype, device=x_TD.device)
     if not T:
@@ -160,29 +162,33 @@ class Plan(NamedTuple):
     """Assignments by expert, and the tiles they are cut into; all on the device."""
 
     order_A: Tensor  # int32: assignments in the order of their experts
-    tiles: Tensor  # int32: the number of tiles, then of each its expert, its first place in `order_A`, and where its expert ends
+    tiles: Tensor  # int32: how many, then of each tile its expert, its first place in `order_A`, and its expert's end
     block_m: int
-    max_tiles: int  # however the assignments are spread
+    max_tiles: int  # for any distribution over experts
 
 
 def sort_by_expert(expert_ids_TK: Tensor, num_experts: int, block_m: int) -> Plan:
-    """The order of tokens is kept inside an expert. Few assignments are sorted in one launch; many are counted in parts first."""
+    """Keeps the order of tokens inside an expert.
+
+    Few assignments are sorted in one launch; many are counted in parts first.
+    """
     A = expert_ids_TK.numel()
     max_tiles = min(A, (A + min(num_experts, A) * (block_m - 1)) // block_m)
-    ints = dict(dtype=torch.int32, device=expert_ids_TK.device)
-    plan = Plan(torch.empty(A, **ints), torch.empty(1 + 3 * max_tiles, **ints), block_m, max_tiles)
-    dependent, bins = pdl(expert_ids_TK), triton.next_power_of_2(num_experts)
+    order_A = expert_ids_TK.new_empty(A, dtype=torch.int32)
+    tiles = expert_ids_TK.new_empty(1 + 3 * max_tiles, dtype=torch.int32)
+    dependent = pdl(expert_ids_TK)
+    bins = triton.next_power_of_2(num_experts)
     part = max(SORT_PART, triton.next_power_of_2(triton.cdiv(A, MAX_SORT_PARTS)))
     num_parts = triton.cdiv(A, part)
     chunk = min(max(triton.next_power_of_2(A), 128), 2048)
     common = dict(PART=part, BINS=bins, CHUNK=chunk, PDL=dependent, num_warps=4, **options(dependent))
-    counts = torch.empty(num_parts, bins, **ints) if num_parts > 1 else None
+    counts = expert_ids_TK.new_empty(num_parts, bins, dtype=torch.int32) if num_parts > 1 else None
     if counts is not None:
         _count_kernel[(num_parts,)](counts, expert_ids_TK, A, **common)
     _sort_kernel[num_experts, num_parts](
-        plan.order_A, plan.tiles, expert_ids_TK, counts, A, MAX_PARTS=MAX_SORT_PARTS, BLOCK_M=block_m, **common
+        order_A, tiles, expert_ids_TK, counts, A, MAX_PARTS=MAX_SORT_PARTS, BLOCK_M=block_m, **common
     )
-    return plan
+    return Plan(order_A, tiles, block_m, max_tiles)
 
 
 @triton.jit
@@ -219,7 +225,7 @@ def _sort_kernel(
     BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program per expert and part: everybody's counts say where an expert's assignments begin; then those of the part are listed."""
+    """A program lists the assignments of one part to one expert. From all counts follows where to."""
     wait_turn(PDL)
     expert, part = tl.program_id(0), tl.program_id(1)
     bin_B = tl.arange(0, BINS)
@@ -255,7 +261,10 @@ def _sort_kernel(
 
 
 def _grouped(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, tile: Tile, **constants) -> None:
-    """One product of every expert with its rows. The gated one takes rows by token and leaves them sorted, the other turns that round."""
+    """One product of every expert with its rows.
+
+    The gated one reads rows in the order of tokens and writes them sorted by expert; the other one the reverse.
+    """
     N, J = out.shape[1], x.shape[1]
     bulk = TensorDescriptor.from_tensor(weight.view(-1, J), [tile.block_n, tile.block_k]) if tile.bulk else None
     _grouped_kernel[(plan.max_tiles * triton.cdiv(N, tile.block_n),)](
@@ -298,7 +307,10 @@ def _grouped_kernel(
     SWAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has BLOCK_N outputs of one tile's rows; the programs of a tile are neighbours and share its rows in the cache."""
+    """A program has BLOCK_N outputs of one tile's rows.
+
+    The programs of a tile are neighbours and share its rows in the cache.
+    """
     COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     wait_turn(PDL)
     tile, column = tl.program_id(0) // COLUMNS, tl.program_id(0) % COLUMNS
@@ -308,7 +320,7 @@ def _grouped_kernel(
     place_M = tl.load(tiles_ptr + 2 + 3 * tile) + tl.arange(0, BLOCK_M)
     end = tl.load(tiles_ptr + 3 + 3 * tile)
     inside_M = place_M < end
-    # Past the ends the last row or output again: loads need no mask.
+    # Past the ends it loads the last row or output again, so that loads need no mask.
     place_M = tl.minimum(place_M, end - 1)
     assignment_M = tl.load(order_ptr + place_M)
     from_M = (assignment_M // TOP_K if GATED else place_M).to(tl.int64)
@@ -328,10 +340,9 @@ def _grouped_kernel(
         if weight_bulk is None:
             acc = _multiply(x, _load(weight_NK + start, start + k_K[None, :], J, BLOCK_K), acc, SWAP)
             if GATED:
-                acc_up = _multiply(
-                    x, _load(weight_NK + (N * J + start), start + k_K[None, :], J, BLOCK_K), acc_up, SWAP
-                )
-        else:  # past an expert's end the next one's rows, past an input's end zeros
+                up = _load(weight_NK + (N * J + start), start + k_K[None, :], J, BLOCK_K)
+                acc_up = _multiply(x, up, acc_up, SWAP)
+        else:  # past an expert's end this loads rows of the next one, past an input's end zeros
             acc = _multiply(x, weight_bulk.load([first_row, start]), acc, SWAP)
             if GATED:
                 acc_up = _multiply(x, weight_bulk.load([first_row + N, start]), acc_up, SWAP)
@@ -358,7 +369,7 @@ def _load(ptrs, input_1K, J: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _multiply(x_MK, weight_NK, acc, SWAP: tl.constexpr):
-    """float32 as such, for exactness; other types know no such choice."""
+    """Float32 is multiplied as such ("ieee"), for exactness; for other types the setting means nothing."""
     if SWAP:
         return tl.dot(weight_NK, tl.trans(x_MK), acc, input_precision="ieee")
     else:
@@ -367,7 +378,7 @@ def _multiply(x_MK, weight_NK, acc, SWAP: tl.constexpr):
 
 @triton.jit
 def _gated(gate, up, ACTIVATION: tl.constexpr):
-    """In float32."""
+    """activation(gate) * up, in float32."""
     if ACTIVATION == "silu":
         return gate * tl.sigmoid(gate) * up
     elif ACTIVATION == "gelu_pytorch_tanh":
@@ -383,7 +394,7 @@ def _gated(gate, up, ACTIVATION: tl.constexpr):
 def _add_up_kernel(
     out_ptr, y_ptr, weights_ptr, added_ptr, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """What a token's experts gave, by weight."""
+    """The weighted sum of the results of a token's experts."""
     wait_turn(PDL)
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -397,7 +408,7 @@ def _add_up_kernel(
     tl.store(out_ptr + token * D + i, total.to(out_ptr.dtype.element_ty), inside)
 
 
-# ---- few rows: all weights of a program are on their way before the first product ----
+# ---- few rows: all weights of a program are being loaded before its first product ----
 
 
 @triton.jit
@@ -415,7 +426,10 @@ def _few_gate_up_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has BLOCK_N of an assignment's activations. Assignments to the same expert run side by side: it is read once."""
+    """A program has BLOCK_N of an assignment's activations.
+
+    Programs of assignments to the same expert run at the same time, so that its weights are read from memory once.
+    """
     wait_turn(PDL)
     assignment = tl.program_id(0)
     expert = tl.load(ids_ptr + assignment).to(tl.int64)
@@ -450,12 +464,12 @@ def _few_down_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has BLOCK_N outputs of a token: from all of its experts, added up in their order."""
+    """A program has BLOCK_N outputs of a token, from all of its experts, added up in their order."""
     wait_turn(PDL)
     token = tl.program_id(0).to(tl.int64)
     n_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     output_N = tl.minimum(n_N, N - 1)
-    matrices = ()
+    matrices: tl.tuple = ()
     for k in tl.static_range(TOP_K):
         expert = tl.load(ids_ptr + token * TOP_K + k).to(tl.int64)
         matrices += (_load_chunks(weight_ptr + expert * (N * J) + output_N[:, None] * J, J, BLOCK_K),)
@@ -474,14 +488,14 @@ def _few_down_kernel(
 
 @triton.jit
 def _for_all(row_ptr, BLOCK_N: tl.constexpr):
-    """The row once per output: it arrives in the threads that have the weights, not through shared memory."""
+    """The row's pointer once per output: the threads that have the weights load it, not through shared memory."""
     return row_ptr + tl.zeros((BLOCK_N, 1), tl.int32)
 
 
 @triton.jit
 def _load_chunks(ptrs, J: tl.constexpr, BLOCK_K: tl.constexpr):
     """J values from each pointer on, as a tuple of tiles [pointers, BLOCK_K]."""
-    chunks = ()
+    chunks: tl.tuple = ()
     for start in tl.static_range(0, J, BLOCK_K):
         k_1K = start + tl.arange(0, BLOCK_K)[None, :]
         chunks += (_load(ptrs + k_1K, k_1K, J, BLOCK_K),)

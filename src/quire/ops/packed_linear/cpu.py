@@ -1,13 +1,14 @@
 """Linear layers with packed weights (4, 8 or 16 bits) on compiled kernels; twin: `ops/packed_linear/reference.py`.
 
-Called by quantization methods, hundreds of times per token, so a call costs microseconds. Knows nothing about models,
-files or layers. Where `supported()` is False everything here still works, on the twin.
+Called by quantization methods, hundreds of times per token, so a call must cost only microseconds. Knows nothing about
+models, files or layers. Where `supported()` is False everything here still works, with the twin.
 """
 
 import ctypes
 import functools
 import math
 import mmap
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ __all__ = [
     "supported",
 ]
 
-# Up to this many rows integer products beat unpacking to bf16 tiles (benchmarks/cpu_linear.py).
+# By bits: up to how many rows integer products are faster than unpacking to bf16 tiles (benchmarks/cpu_linear.py).
 FEW_ROWS = {4: 4, 8: 5, 16: 0}
 
 
@@ -54,21 +55,27 @@ class _Weight(ctypes.Structure):
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def _kernels() -> SimpleNamespace | None:
     library = build.load("linear")
     if library is None or not library.quire_linear_supported():
         return None
     pointer, integer = ctypes.c_void_p, ctypes.c_int
-    library.linear = bind(library, "quire_linear", (pointer, pointer, Rows, pointer, integer, pointer))
-    library.linear_silu_mul = bind(library, "quire_linear_silu_mul", (pointer, pointer, Rows, pointer))
     library.quire_pack_gguf.argtypes = (pointer, ctypes.c_char_p, pointer)
     library.quire_pack_dense.argtypes = (pointer, pointer)
-    return library
+    return SimpleNamespace(
+        linear=bind(library, "quire_linear", (pointer, pointer, Rows, pointer, integer, pointer)),
+        linear_silu_mul=bind(library, "quire_linear_silu_mul", (pointer, pointer, Rows, pointer)),
+        pack_gguf=library.quire_pack_gguf,
+        pack_dense=library.quire_pack_dense,
+    )
 
 
 def supported() -> bool:
-    """Whether the compiled kernels run here: AVX-512 with BF16 and VNNI, AMX where there is, and a compiler."""
-    return _library() is not None
+    """Whether the compiled kernels run here: it takes AVX-512 with BF16 and VNNI, and a compiler.
+
+    AMX is used if present.
+    """
+    return _kernels() is not None
 
 
 def _view(w: PackedWeight) -> _Weight:
@@ -89,7 +96,10 @@ def _shift(w: PackedWeight) -> int:
 
 
 def _native(w: PackedWeight) -> int:
-    """The address of the kernels' view of a filled weight, kept with the weight as are the tensors it points into."""
+    """The address of the C++ view of a filled weight.
+
+    The view is kept with the weight, as are the tensors it points to.
+    """
     address = w.__dict__.get("_address")
     if address is None:
         view = _view(w)
@@ -101,30 +111,30 @@ def _native(w: PackedWeight) -> int:
 
 def pack_gguf(type_name: str, raw: Tensor, n: int, k: int) -> PackedWeight:
     """Packs the raw bytes of a GGUF tensor of type `type_name`, which may be a read-only memory map."""
-    library = _library()
-    if library is None:
+    kernels = _kernels()
+    if kernels is None:
         return packed.pack_gguf(type_name, raw, n, k)
     w = packed.empty_gguf(type_name, raw, n, k)
-    if library.quire_pack_gguf(ctypes.byref(_view(w)), type_name.encode(), raw.data_ptr()) != 0:
+    if kernels.pack_gguf(ctypes.byref(_view(w)), type_name.encode(), raw.data_ptr()) != 0:
         raise ConfigError(f"the compiled kernels do not know the GGUF type {type_name}")
     return w
 
 
 def pack_dense(weight: Tensor) -> PackedWeight:
     """Keeps a float weight [n, k] as bf16."""
-    library = _library()
-    if library is None:
+    kernels = _kernels()
+    if kernels is None:
         return packed.pack_dense(weight)
     w = packed.empty_dense(weight)
     source = weight.to(torch.bfloat16).contiguous()
-    library.quire_pack_dense(ctypes.byref(_view(w)), source.data_ptr())
+    kernels.pack_dense(ctypes.byref(_view(w)), source.data_ptr())
     return w
 
 
 class _HugePages:
-    """Room for weights in huge pages, 32 MiB at a time: fewer address translations, reading is 10 to 20% faster.
+    """Memory for weights in huge pages, 32 MiB at a time: with fewer address translations, reading is 10 to 20% faster.
 
-    A chunk is freed when the last weight in it is.
+    A chunk is freed with the last weight in it.
     """
 
     CHUNK_BYTES, PAGE_BYTES = 32 << 20, 2 << 20
@@ -141,14 +151,14 @@ class _HugePages:
         return taken.view(dtype).view(shape)
 
     def forget(self) -> None:
-        """Lets go of what is left: weights keep what they were given."""
+        """Drops the unused rest of the last chunk; weights keep theirs."""
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def _chunk(self, num_bytes: int) -> Tensor:
         chunk = torch.empty(num_bytes + self.PAGE_BYTES, dtype=torch.uint8)
         chunk = chunk[-chunk.data_ptr() % self.PAGE_BYTES :][:num_bytes]
         advise = getattr(mmap, "MADV_HUGEPAGE", None)
-        if advise is not None:  # advice only: where it is refused, pages are small
+        if advise is not None:  # where the system ignores the advice, pages are small
             libc = ctypes.CDLL(None)
             libc.madvise(ctypes.c_void_p(chunk.data_ptr()), ctypes.c_size_t(num_bytes), advise)
         return chunk
@@ -158,13 +168,13 @@ huge_pages = _HugePages()
 
 
 def concat(weights: list[PackedWeight]) -> PackedWeight:
-    """One weight with the outputs of all, in order, copied into huge pages; also worth it for a single weight.
+    """One weight with the outputs of all, in order, copied into huge pages; also worthwhile for a single weight.
 
-    All must have the same form and, but for the last, outputs in multiples of 16.
+    All must have the same form and, except for the last, outputs in multiples of 16.
     """
     joined = packed.concat(weights, huge_pages.empty)
     if supported():
-        _native(joined)  # now, not while a tape records: it computes with torch
+        _native(joined)  # now, as it computes with torch, which must not happen while a tape is recorded
     return joined
 
 
@@ -178,8 +188,8 @@ def _check(x: Tensor, w: PackedWeight) -> None:
 def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """x [T, k] in bf16 times the weight, plus a float32 bias: [T, n] in bf16 or float32."""
     _check(x, w)
-    library = _library()
-    if library is None:
+    kernels = _kernels()
+    if kernels is None:
         return packed.linear(x, w, bias, out_dtype)
     wide = out_dtype is torch.float32
     if not wide and out_dtype is not torch.bfloat16:
@@ -189,23 +199,23 @@ def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None, out_dtype: to
     if rows:
         bias_ptr = None
         if bias is not None:
-            if bias.dtype != torch.float32:  # asking torch to leave it as it is would count as computing: see tape.py
+            if bias.dtype != torch.float32:  # to a tape, `float()` is computing even where it changes nothing
                 bias = bias.float()
             bias_ptr = bias.data_ptr()
-        library.linear(_native(w), x.data_ptr(), rows, out.data_ptr(), wide, bias_ptr)
+        kernels.linear(_native(w), x.data_ptr(), rows, out.data_ptr(), wide, bias_ptr)
     return out
 
 
 def linear_silu_mul(x: Tensor, w: PackedWeight) -> Tensor:
-    """silu(gate) * up in bf16 [T, n / 2] where gate and up are the halves of `linear(x, w)`: the same bits in one call."""
+    """silu(gate) * up in bf16 [T, n / 2], where gate and up are exactly the halves of `linear(x, w)`, in one call."""
     _check(x, w)
-    library = _library()
-    if library is None:
+    kernels = _kernels()
+    if kernels is None:
         return packed.linear_silu_mul(x, w)
     if not gateable(w):
         raise ConfigError(f"the halves of {w.n} outputs are not multiples of 16: multiply and gate in two calls")
     rows = len(x)
     out = x.new_empty((rows, w.n // 2))
     if rows:
-        library.linear_silu_mul(_native(w), x.data_ptr(), rows, out.data_ptr())
+        kernels.linear_silu_mul(_native(w), x.data_ptr(), rows, out.data_ptr())
     return out

@@ -1,10 +1,11 @@
-"""Packed weights in plain torch: the layout, how GGUF blocks turn into it, the product; twin of `ops/packed_linear/cpu.py`.
+"""Packed weights in plain torch: their layout, how GGUF blocks are converted to it, the product.
 
-Called by tests as the oracle and by `ops/packed_linear/cpu.py` for all that is no kernel. Knows nothing of models and files.
+Twin of `ops/packed_linear/cpu.py`. Called by tests, as the oracle, and by that module for everything but kernels. Knows
+nothing of models and files.
 
-Shape letters: P panels of 16 outputs, B blocks of 32 inputs. A weight is scale * (q - zero) + min, scale and min per
-output and group of 32 or 16 inputs. `data` holds q as `ops/cpu/src/linear.cpp` draws it: the sixteen outputs of a panel
-side by side, four bytes each, so that one 512-bit load serves sixteen outputs.
+Shape letters: P panels of 16 outputs, B blocks of 32 inputs. A weight is scale * (q - zero) + min, with a scale and a
+min for each output and group of 32 or 16 inputs. `data` holds q in the order drawn in `ops/cpu/src/linear.cpp`: the
+sixteen outputs of a panel side by side, four bytes each, so that one 512-bit load serves sixteen outputs.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from quire.errors import ConfigError, UnsupportedModelError
 
 LANES = 16  # outputs in a panel
 BLOCK = 32  # inputs in a block
-BYTE_ORDER = [0, 2, 1, 3]  # of four neighbouring inputs in their 32-bit lane: it is its own inverse
+BYTE_ORDER = [0, 2, 1, 3]  # of four neighbouring inputs in their 32-bit lane; the permutation is its own inverse
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +41,9 @@ class PackedWeight:
         return sum(part.nbytes for part in (self.data, self.scales, self.mins) if part is not None)
 
     def dequantize(self) -> Tensor:
-        """The weight as float32 [n, k], bit for bit what the packed numbers mean."""
+        """The weight as float32 [n, k], exactly."""
         P, B, _ = self.data.shape
-        if self.bits == 16:
+        if self.scales is None:  # bf16
             lanes = self.data.view(torch.bfloat16).view(P, B * BLOCK // 2, LANES, 2).transpose(1, 2)
             return lanes.reshape(P * LANES, self.k)[: self.n].float()
         q = self.data.view(P, B, -1, LANES, 4)
@@ -57,7 +58,7 @@ class PackedWeight:
 
     @cached_property
     def dense(self) -> Tensor:
-        """The weight in bf16, kept: only the plain product uses it."""
+        """The weight in bf16, for the product in plain torch."""
         return self.dequantize().bfloat16()
 
 
@@ -65,14 +66,14 @@ def _per_output(scales: Tensor) -> Tensor:
     return scales.transpose(1, 2).reshape(-1, scales.shape[1], 1).float()
 
 
-# ---------------------------------------------------------------------------------------------------------- formats
+# ---- formats ----
 
 Decoded = tuple[Tensor, Tensor, Tensor | None]  # q uint8 [blocks, weights], scales and mins float32 [blocks, groups]
 
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """A GGUF type: `block_bytes` hold `block_weights` weights; what it turns into, and the plain way to read it."""
+    """A GGUF type: `block_bytes` hold `block_weights` weights. How they are packed, and how to decode them in torch."""
 
     block_bytes: int
     block_weights: int
@@ -98,13 +99,13 @@ def _fifth_bits(bytes_: Tensor) -> Tensor:
 
 
 def _k_nibbles(qs: Tensor) -> Tensor:
-    """128 bytes: each run of 32 holds one group of 32 in its low nibbles and the next one in its high nibbles."""
+    """Of 128 bytes: each run of 32 holds one group of 32 in its low nibbles and the next group in its high nibbles."""
     runs = qs.view(-1, 4, 1, 32)
     return torch.cat((runs & 15, runs >> 4), dim=2).flatten(1)
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight 6-bit scales and mins in twelve bytes; upper bits of the last four lie in the spare ones of the first."""
+    """Eight 6-bit scales and mins in twelve bytes; upper bits of the last four are in spare bits of the first four."""
     first, second, rest = blocks[:, 4:16].split(4, dim=1)
     scales = torch.cat((first & 63, (rest & 15) | (first >> 6 << 4)), dim=1)
     mins = torch.cat((second & 63, (rest >> 4) | (second >> 6 << 4)), dim=1)
@@ -167,11 +168,11 @@ def packable(type_name: str, n: int, k: int) -> bool:
     return type_name in FORMATS and n > 0 and k > 0 and k % FORMATS[type_name].block_weights == 0
 
 
-# ---------------------------------------------------------------------------------------------------------- packing
+# ---- packing ----
 
 
 def empty_gguf(type_name: str, raw: Tensor, n: int, k: int) -> PackedWeight:
-    """Room for `pack_gguf`, after checking that `raw` can be what it is said to be."""
+    """An unfilled weight for `pack_gguf`, after checking that `raw` fits the type and the shape."""
     if not packable(type_name, n, k):
         raise UnsupportedModelError(f"a {type_name} weight of {n} x {k} cannot be packed: dequantize it instead")
     form = FORMATS[type_name]
@@ -186,7 +187,7 @@ def empty_gguf(type_name: str, raw: Tensor, n: int, k: int) -> PackedWeight:
 
 
 def empty_dense(weight: Tensor) -> PackedWeight:
-    """Room for `pack_dense`."""
+    """An unfilled weight for `pack_dense`."""
     n, k = weight.shape
     if not packable("BF16", n, k):
         raise UnsupportedModelError(f"a weight of {n} x {k} cannot be packed: inputs must be a multiple of {BLOCK}")
@@ -196,20 +197,21 @@ def empty_dense(weight: Tensor) -> PackedWeight:
 
 def pack_gguf(type_name: str, raw: Tensor, n: int, k: int) -> PackedWeight:
     packed = empty_gguf(type_name, raw, n, k)
-    form, P, B = FORMATS[type_name], packed.data.shape[0], packed.data.shape[1]
+    P, B, _ = packed.data.shape
+    form = FORMATS[type_name]
     q, scales, mins = form.decode(raw.view(-1, form.block_bytes))
 
     def lanes(values: Tensor, per_row: int) -> Tensor:
-        """[n, per_row] to [P, 16, per_row], outputs beyond n zero."""
+        """[n, per_row] as [P, 16, per_row], with zeros for outputs beyond n."""
         return F.pad(values.reshape(n, per_row), (0, 0, 0, P * LANES - n)).view(P, LANES, per_row)
 
     quads = lanes(q, k).view(P, LANES, B, 8, 4).permute(0, 2, 3, 1, 4)[..., BYTE_ORDER]
     if form.bits == 4:
         quads = quads[:, :, :4] | quads[:, :, 4:] << 4
     packed.data.copy_(quads.reshape(packed.data.shape))
-    packed.scales.copy_(lanes(scales, k // form.group).transpose(1, 2))
-    if mins is not None:
-        packed.mins.copy_(lanes(mins, k // form.group).transpose(1, 2))
+    for target, values in ((packed.scales, scales), (packed.mins, mins)):
+        if target is not None and values is not None:
+            target.copy_(lanes(values, k // form.group).transpose(1, 2))
     return packed
 
 
@@ -224,7 +226,7 @@ def pack_dense(weight: Tensor) -> PackedWeight:
 
 
 def joinable(first: PackedWeight, second: PackedWeight) -> bool:
-    """Whether `concat` can put the outputs of `second` behind those of `first`."""
+    """Whether `concat` can put the outputs of `second` after those of `first`."""
     return _form(first) == _form(second) and first.n % LANES == 0
 
 
@@ -245,7 +247,8 @@ def concat(weights: list[PackedWeight], allocate: Callable[..., Tensor] = torch.
         shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
         return torch.cat(parts, out=allocate(shape, dtype=parts[0].dtype))
 
-    scales, mins = [w.scales for w in weights if w.scales is not None], [w.mins for w in weights if w.mins is not None]
+    scales = [w.scales for w in weights if w.scales is not None]
+    mins = [w.mins for w in weights if w.mins is not None]
     return replace(
         first,
         data=joined([w.data for w in weights]),
@@ -256,10 +259,11 @@ def concat(weights: list[PackedWeight], allocate: Callable[..., Tensor] = torch.
 
 
 def _form(w: PackedWeight) -> tuple:
-    return w.k, w.bits, w.group, w.zero, w.mins is None, None if w.scales is None else w.scales.dtype
+    scale_dtype = None if w.scales is None else w.scales.dtype
+    return w.k, w.bits, w.group, w.zero, w.mins is None, scale_dtype
 
 
-# ---------------------------------------------------------------------------------------------------------- product
+# ---- product ----
 
 
 def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -1,10 +1,12 @@
 """Which experts a token goes to, in Triton, in two launches for every rule; twin: `ops/routing/reference.py`.
 
-Called by the Triton expert backend. Knows routers only. Whatever the logits are, ids name experts that exist. A router's product is
-small and would keep few multiprocessors busy: its sum is cut into parts, by its length alone, which the second launch adds up.
+Called by the Triton expert backend. Knows routers only. Whatever the logits are, also NaN, ids name experts that exist.
+A router's product is small and would keep few multiprocessors busy: its sum is cut into parts, by its length alone,
+which the second launch adds up.
 
-Shape letters: T tokens, D hidden size, E experts, K experts of a token, G groups, P parts of a sum; in the kernels J inputs at a time,
-X = places for experts: groups and experts of a group, each filled up to a power of two; S = K filled up likewise.
+Shape letters: T tokens, D hidden size, E experts, K experts of a token, G groups, P parts of a sum; in the kernels J
+inputs at a time, X places for experts (groups times experts of a group, each rounded up to a power of two), S = K
+rounded up likewise.
 """
 
 import torch
@@ -22,7 +24,10 @@ MAX_FEW_TOKENS = 1024
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
-    """As the twin; x may be strided along T. Many tokens' parts are added up here, in the order in which routing adds up few tokens'."""
+    """As the twin; x may have any stride along T.
+
+    Of many tokens the parts are added up here, in the order in which `route` adds up those of few tokens.
+    """
     (T, D), E = x_TD.shape, len(weight_ED)
     part = 256 if D <= 4096 else 1024
     num_parts = triton.cdiv(D, part)
@@ -57,7 +62,9 @@ def router_tile(num_tokens: int, part: int, dtype: torch.dtype) -> tuple[int, in
     num_stages = 2 if dtype == torch.float32 else 4
     if num_tokens > MAX_FEW_TOKENS:
         return 64, 128, 64, num_stages
-    return 16, 32 if num_tokens <= 16 else 64, 256 if part == 256 else 64, num_stages
+    num_experts = 32 if num_tokens <= 16 else 64
+    num_inputs = 256 if part == 256 else 64
+    return 16, num_experts, num_inputs, num_stages
 
 
 @triton.jit
@@ -77,11 +84,15 @@ def _logits_kernel(
     BLOCK_J: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has NUM_PARTS parts of BLOCK_E logits of BLOCK_T tokens. What is one tile of weights is loaded before the tokens exist."""
+    """A program has NUM_PARTS parts of BLOCK_E logits of BLOCK_T tokens.
+
+    If its weights are a single tile, they are loaded before the tokens have been computed.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     first_part = tl.program_id(1) * NUM_PARTS
-    t_T, e_E = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(2) * BLOCK_E + tl.arange(0, BLOCK_E)
+    t_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e_E = tl.program_id(2) * BLOCK_E + tl.arange(0, BLOCK_E)
     x_T1 = x_ptr + tl.minimum(t_T, T - 1).to(tl.int64)[:, None] * x_stride
     weight_E1 = weight_ptr + tl.minimum(e_E, E - 1)[:, None] * D
     j_1J = first_part * PART + tl.arange(0, BLOCK_J)[None, :]
@@ -113,7 +124,8 @@ def _logits_kernel(
 def route(logits: Tensor, routing: Routing, correction_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As the twin."""
     logits_PTE = logits if logits.dim() == 3 else logits[None]
-    (num_parts, num_tokens, num_experts), top_k = logits_PTE.shape, routing.num_experts_per_token
+    num_parts, num_tokens, num_experts = logits_PTE.shape
+    top_k = routing.num_experts_per_token
     weights_TK = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
     ids_TK = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
     group_size = num_experts // routing.num_groups
@@ -162,7 +174,7 @@ def _route_kernel(
     SUMMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program per token."""
+    """A program has one token."""
     G: tl.constexpr = triton.next_power_of_2(NUM_GROUPS)
     PLACES: tl.constexpr = triton.next_power_of_2(GROUP_SIZE)  # of a group
     S: tl.constexpr = triton.next_power_of_2(TOP_K)
@@ -184,7 +196,7 @@ def _route_kernel(
     choice_X = scores_X
     if bias_ptr is not None:
         choice_X += tl.load(bias_ptr + expert_X, inside_X, 0.0).to(tl.float32)
-    # NaN is never the best: a maximum could then be anywhere, also outside.
+    # NaN must never be the best: then argmax could give any place, also one without an expert.
     choice_X = tl.where(inside_X & (choice_X == choice_X), choice_X, -INFINITY)
     if NUM_GROUPS > 1:
         choice_X = _in_best_groups(choice_X, G, PLACES, KEPT, SUMMED)
@@ -205,9 +217,13 @@ def _route_kernel(
 
 @triton.jit
 def _in_best_groups(choice_X, G: tl.constexpr, PLACES: tl.constexpr, KEPT: tl.constexpr, SUMMED: tl.constexpr):
-    """Minus infinity outside of them. Empty places hold it already, so groups that do not exist are the worst."""
+    """Minus infinity for experts outside the best groups.
+
+    Empty places hold it already, so empty groups are the worst.
+    """
     choice_GX = tl.reshape(choice_X, (G, PLACES))
-    rest_GX, best_G = choice_GX, tl.zeros((G,), tl.float32)
+    rest_GX = choice_GX
+    best_G = tl.zeros((G,), tl.float32)
     for _ in tl.static_range(SUMMED):
         best_G += tl.max(rest_GX, 1)
         first_G = tl.argmax(rest_GX, 1, tie_break_left=True)

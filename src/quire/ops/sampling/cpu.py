@@ -1,7 +1,8 @@
 """One token per sample on a CPU, with compiled kernels. Twin: `ops/sampling/reference.py`, which chooses the same ids.
 
-Called by the sampler. Knows logits, columns of parameters and token histories; nothing of requests. Work is done only
-for the samples that ask for it: greedy ones cost an argmax, random ones a draw, and neither sorts the vocabulary.
+Called by the sampler. Knows logits, columns of parameters and token histories; nothing of requests. Each stage is
+computed only for the samples that need it: greedy ones cost an argmax, random ones a draw, and neither sorts the
+vocabulary.
 
 Letters: S samples of the step, V vocabulary, L positions of the token history, P penalized samples, N random samples,
 R rows of any of these, K candidates.
@@ -21,13 +22,13 @@ from quire.ops.vocab.cpu import gumbel_argmax, repaired_argmax, row_argmax, row_
 from quire.ops.vocab.reference import row_sum_exp
 from quire.params import MIN_TEMPERATURE
 
-# Candidates looked at per row: enough for nearly all settings in use; rows that need more take a wider look.
+# How many of a row's largest logits are looked at, until they are enough: usually the first or the second width is.
 WIDTHS = (64, 128, 512, 4096)
-TOP_P_WIDTH = 128  # where top_p begins if nothing else restricts it
+TOP_P_WIDTH = 128  # the first width tried for rows with top_p alone
 
 
 class Scratch:
-    """What draws read of each token of the vocabulary, whoever draws."""
+    """What draws need to know of each token of the vocabulary, computed once."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.words_V = token_words(vocab_size, device)
@@ -60,9 +61,8 @@ def sample(
         top_S, ids_S = row_argmax(logits_SV)
     if random:
         at_N = (columns.temperature[rows_S] >= MIN_TEMPERATURE).nonzero()[:, 0]
-        drawn_N = _draw(
-            _take(logits_SV, at_N), rows_S[at_N], positions_S[at_N], columns, restricted, scratch and scratch.words_V
-        )
+        words_V = None if scratch is None else scratch.words_V
+        drawn_N = _draw(_take(logits_SV, at_N), rows_S[at_N], positions_S[at_N], columns, restricted, words_V)
         ids_S = ids_S.index_copy(0, at_N, drawn_N)
     if penalized:
         ids_S = torch.where(top_S == -torch.inf, raw_ids_S, ids_S)
@@ -73,14 +73,15 @@ def sample(
 
 
 def penalize(logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, columns: SamplerColumns, tokens: Tensor) -> None:
-    """Repetition over the whole history (> 0: divided, else multiplied), presence and frequency over the output; in place.
+    """As `penalties` of the twin, in place.
 
-    Costs O(L), not O(V): the logits of the history's tokens are taken out, their places serve to count, and they are
-    put back. A token that occurs twice is written twice, with the same value.
+    Costs O(L), not O(V): the logits of the history's tokens are taken out, their places are used for counting, and the
+    penalized logits are put back. A token that occurs twice is written twice, with the same value.
     """
     given = columns.repetition_penalty, columns.presence_penalty, columns.frequency_penalty
     repetition_S, presence_S, frequency_S = (column[rows_S] for column in given)
-    at_P = ((repetition_S != 1.0) | (presence_S != 0.0) | (frequency_S != 0.0)).nonzero()[:, 0]
+    is_penalized_S = (repetition_S != 1.0) | (presence_S != 0.0) | (frequency_S != 0.0)
+    at_P = is_penalized_S.nonzero()[:, 0]
     if not len(at_P):
         return
     repetition_P1, presence_P1, frequency_P1 = (x_S[at_P, None] for x_S in (repetition_S, presence_S, frequency_S))
@@ -91,10 +92,11 @@ def penalize(logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, columns: Sa
     end = int(length_P1.amax())
     if start >= end:
         return
-    history_PL, place_L = tokens[rows_P, start:end], torch.arange(start, end)
+    history_PL = tokens[rows_P, start:end]
+    place_L = torch.arange(start, end)
     is_history_PL = place_L < length_P1
     is_output_PL = is_history_PL & (place_L >= prompt_len_P1)
-    # Beyond its length a row repeats its first token, which is there anyway.
+    # Beyond its length a row repeats its first token, which is part of the history anyway.
     ids_PL = torch.where(is_history_PL, history_PL, history_PL[:, :1])
     at_PL = (ids_PL + at_P[:, None] * logits_SV.shape[1]).flatten()
     flat = logits_SV.view(-1)
@@ -117,27 +119,29 @@ def _draw(
     words_V: Tensor | None,
 ) -> Tensor:
     """Token ids of samples with a temperature."""
-    temperature_N, key = columns.temperature[rows_N], (columns.seed[rows_N], positions_N, columns.choice_idx[rows_N])
+    temperature_N = columns.temperature[rows_N]
+    seeds_N, choices_N = columns.seed[rows_N], columns.choice_idx[rows_N]
     if not restricted:
-        return gumbel_argmax(logits_NV, temperature_N, *key, words_V)
+        return gumbel_argmax(logits_NV, temperature_N, seeds_N, positions_N, choices_N, words_V)
     min_p_N, top_k_N, top_p_N = columns.min_p[rows_N], columns.top_k[rows_N], columns.top_p[rows_N]
-    has_limit_N = (min_p_N > 0.0) | (top_p_N < 1.0) | ((top_k_N > 0) & (top_k_N < logits_NV.shape[1]))
+    has_top_k_N = (top_k_N > 0) & (top_k_N < logits_NV.shape[1])
+    has_limit_N = (min_p_N > 0.0) | (top_p_N < 1.0) | has_top_k_N
     ids_N = torch.empty_like(rows_N)
     if len(free := (~has_limit_N).nonzero()[:, 0]):
-        ids_N[free] = gumbel_argmax(
-            _take(logits_NV, free), temperature_N[free], *(column[free] for column in key), words_V
-        )
+        key = seeds_N[free], positions_N[free], choices_N[free]
+        ids_N[free] = gumbel_argmax(_take(logits_NV, free), temperature_N[free], *key, words_V)
     if len(limited := has_limit_N.nonzero()[:, 0]):
         logits_RV = _take(logits_NV, limited)
         divide_by_temperature(logits_RV, temperature_N[limited])
         for group in restrict(logits_RV, min_p_N[limited], top_k_N[limited], top_p_N[limited]):
             at = limited[group.rows]
-            ids_N[at] = gumbel_argmax_of_candidates(group.logits, *(column[at] for column in key), group.ids)
+            key = seeds_N[at], positions_N[at], choices_N[at]
+            ids_N[at] = gumbel_argmax_of_candidates(group.logits, *key, group.ids)
     return ids_N
 
 
 def _take(x: Tensor, places: Tensor) -> Tensor:
-    """The rows at `places`, which are in order; `x` itself, not a copy, if these are all."""
+    """The rows at `places`, which are sorted; `x` itself, not a copy, if these are all."""
     return x if len(places) == len(x) else x[places]
 
 
@@ -147,7 +151,7 @@ def divide_by_temperature(logits_RV: Tensor, temperature_R: Tensor) -> None:
 
 
 class Candidates(NamedTuple):
-    """The tokens that remain of some rows of a step, most likely first; -inf marks entries that are none."""
+    """The tokens that remain of some rows of a step, most likely first; entries with logit -inf are none."""
 
     rows: Tensor  # [R]
     logits: Tensor  # [R, K]
@@ -155,11 +159,11 @@ class Candidates(NamedTuple):
 
 
 def restrict(logits_RV: Tensor, min_p_R: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Iterator[Candidates]:
-    """min_p, then top_k, then top_p; 0, 0 and 1 leave one out. Each row is in one of the groups yielded.
+    """min_p, then top_k, then top_p; the values 0, 0 and 1 mean none. Each row is in one of the groups yielded.
 
-    min_p: tokens of at least this share of the largest probability. top_k: those no less than the k-th largest, so its
-    equals remain too. top_p: the smallest set whose mass, among what remained so far, is at least top_p; of equal
-    tokens the lower ids come first (transformers leaves that open).
+    min_p keeps tokens of at least this share of the largest probability. top_k keeps those no less than the k-th
+    largest, so its equals remain too. top_p keeps the smallest set whose mass, among what remained so far, is at least
+    top_p; of equal tokens the lower ids come first (transformers does not define that).
     """
     vocab_size = logits_RV.shape[1]
     top_k_R = top_k_R.masked_fill((top_k_R <= 0) | (top_k_R > vocab_size), vocab_size)
@@ -168,7 +172,8 @@ def restrict(logits_RV: Tensor, min_p_R: Tensor, top_k_R: Tensor, top_p_R: Tenso
     mass_R = _whole_mass(logits_RV, only_top_p_R)
     least_width_R = torch.where(has_top_k_R, top_k_R + 1, only_top_p_R * TOP_P_WIDTH)
     pending_R = torch.arange(len(logits_RV), device=logits_RV.device)
-    for width in (*(w for w in WIDTHS if w < vocab_size), vocab_size):
+    widths = [width for width in WIDTHS if width < vocab_size]
+    for width in (*widths, vocab_size):
         now_R = pending_R if width == vocab_size else pending_R[least_width_R[pending_R] <= width]
         if len(now_R) == 0:
             continue
@@ -193,7 +198,7 @@ def _whole_mass(logits_RV: Tensor, wanted_R: Tensor) -> Tensor:
 def _kept(
     values_RK: Tensor, min_p_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, mass_R: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Which of the K largest logits remain, and whether nothing that remains can be missing from them.
+    """(which of the K largest logits remain, whether that is certainly all that remains of the row).
 
     `mass_R` is the mass of the whole row if top_p is the row's only restriction, else inf.
     """
@@ -203,7 +208,7 @@ def _kept(
     kth_R1 = kth_R1.masked_fill(top_k_R[:, None] > width, -torch.inf)
     floor_R1 = torch.maximum(kth_R1, largest_R1 + min_p_R[:, None].log())
     kept_RK = values_RK >= floor_R1
-    seen_R1 = (floor_R1 > last_R1) | (last_R1 == -torch.inf)  # every token of the row not below the floor is here
+    seen_R1 = (floor_R1 > last_R1) | (last_R1 == -torch.inf)  # all tokens of the row that reach the floor are here
 
     exp_RK = (values_RK - largest_R1).double().exp().masked_fill(~kept_RK, 0.0)
     mass_R1 = torch.where(seen_R1, exp_RK.sum(-1, keepdim=True), mass_R[:, None])

@@ -2,8 +2,8 @@
 
 Called by the sampler. Knows nothing of requests or of processors; keeps no state between calls.
 
-The noise of one token, which every twin of this file reproduces bit for bit up to `log` and `log1p`
-(int64 and int32 wrap around, >>> is a logical shift, >> an arithmetic one; lowbias32 and splitmix64's mixers):
+The noise of one token, which every twin of this file reproduces, bit for bit except for `log` and `log1p`. It uses the
+mixers of splitmix64 and lowbias32; int64 and int32 wrap around, >>> is a logical shift, >> an arithmetic one.
 
     mix64(z):   z ^= z >>> 30;  z *= 0xBF58476D1CE4E5B9;  z ^= z >>> 27;  z *= 0x94D049BB133111EB;  z ^= z >>> 31
     mix32(t):   t ^= t >>> 16;  t *= 0x7FEB352D;  t ^= t >>> 15;  t *= 0x846CA68B;  t ^= t >>> 16
@@ -14,10 +14,10 @@ The noise of one token, which every twin of this file reproduces bit for bit up 
     E           = -log1p(-v)                                                                exponential
     score       = logit - log(E);  the token is the lowest id with the largest score
 
-v and not 1 - v is the uniform number, so that small E, which win, have 31 bits of resolution: tokens of probability 1e-8 are
-drawn as often as they should be.
+The uniform number is v and not 1 - v, so that small E, which win, have 31 bits of resolution: tokens of probability
+1e-8 are drawn as often as they should be.
 
-Letters: R rows, V vocabulary or candidates, B blocks of 64 tokens, N opened blocks.
+Letters: R rows, V vocabulary or candidates, B blocks of 64 tokens (or the tokens of one), N blocks searched.
 """
 
 import math
@@ -29,7 +29,7 @@ from quire.ops.vocab.reference import block_ids, block_max, row_argmax
 
 V_SCALE = 2.0**-31 - 2.0**-55
 CHUNK_ENTRIES = 1 << 17  # 512 KiB per temporary: they stay in a core's L2
-FEW_ENTRIES = 1 << 18  # up to here plain logarithms cost less than the small operations that save them
+FEW_ENTRIES = 1 << 18  # below, logarithms of all entries cost less than finding out which are needed
 LN_2 = math.log(2.0)
 
 
@@ -41,10 +41,10 @@ def gumbel_argmax(
     ids_RV: Tensor | None = None,
     words_V: Tensor | None = None,
 ) -> Tensor:
-    """One token id per row, drawn from softmax(logits_RV) (float32); what says who draws is int64.
+    """One token id per row, drawn from softmax(logits_RV), float32; seeds, positions and choices are int64.
 
-    `ids_RV` names the token of each entry where rows hold candidates instead of the whole vocabulary.
-    `words_V` are the vocabulary's `token_words`, where they are at hand.
+    `ids_RV` are the token ids of the entries, where rows hold candidates instead of the whole vocabulary.
+    `words_V` are the vocabulary's `token_words`, if they are computed already.
     A row without a finite logit gives its lowest id.
     """
     key_R = row_key(seeds_R, positions_R, choices_R)
@@ -59,7 +59,7 @@ def gumbel_argmax(
 
 
 def _argmax_score(logits_RV: Tensor, words_V: Tensor, key_R: Tensor) -> Tensor:
-    """argmax of `_score` that takes logarithms only in the few blocks that can hold it."""
+    """argmax of `_score`, with logarithms only in the few blocks that can hold it."""
     bound_RB = _block_bounds(logits_RV, words_V, key_R)
 
     def best_in(rows_N: Tensor, blocks_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ def _argmax_score(logits_RV: Tensor, words_V: Tensor, key_R: Tensor) -> Tensor:
         score_N, place_N = _score(logits_RV[rows_N[:, None], ids_NB], words_V[ids_NB], key_R[rows_N]).max(-1)
         return score_N, ids_NB.gather(1, place_N[:, None])[:, 0]
 
-    # The best score of the most promising block is a floor below which no block needs to be opened.
+    # The best score in the block with the highest bound is a floor: blocks with bounds below it need not be searched.
     floor_R, _ = best_in(torch.arange(len(key_R), device=key_R.device), bound_RB.argmax(-1))
     rows_N, blocks_N = (bound_RB >= floor_R[:, None]).nonzero(as_tuple=True)
     score_N, ids_N = best_in(rows_N, blocks_N)
@@ -77,13 +77,13 @@ def _argmax_score(logits_RV: Tensor, words_V: Tensor, key_R: Tensor) -> Tensor:
 
 
 def _block_bounds(logits_RV: Tensor, words_V: Tensor, key_R: Tensor) -> Tensor:
-    """A number per block of tokens that no score in it exceeds.
+    """An upper bound of the scores in each block of tokens.
 
-    E >= v, and a float's bits read as a fixed-point number give at most its log2: so that a score is at most
-    logit - ln2 * (bits(v) * 2**-23 - 127). The slack is for float32's rounding.
+    E >= v, and a float's bits as a fixed-point number give at most its log2, so a score is at most
+    logit - ln2 * (bits(v) * 2**-23 - 127). The slack added at the end is for float32's rounding.
     """
     num_rows = max(1, CHUNK_ENTRIES // logits_RV.shape[1])
-    # Used for all chunks: a fresh temporary per operation would cost as much as the operation.
+    # Shared by all chunks: a new temporary per operation would cost as much as the operation.
     scratch = torch.empty_like(logits_RV[:num_rows])
     out = torch.empty_like(scratch, dtype=torch.int32)
     bounds = []
@@ -125,7 +125,7 @@ def _mix32(t: Tensor) -> Tensor:
 
 
 def token_words(vocab_size: int, device: torch.device) -> Tensor:
-    """mix32 of every token id: the same for whoever draws."""
+    """mix32 of every token id, the same in all draws."""
     return _mix32(torch.arange(vocab_size, dtype=torch.int32, device=device))
 
 
@@ -134,5 +134,5 @@ def _logical_shift(x: Tensor, shift: int, num_bits: int) -> Tensor:
 
 
 def _signed(word: int, num_bits: int) -> int:
-    """torch takes integer constants as signed numbers."""
+    """The word as torch takes it, a signed number."""
     return word - (1 << num_bits) if word >> (num_bits - 1) else word

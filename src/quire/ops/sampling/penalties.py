@@ -1,7 +1,8 @@
-"""Penalties for tokens that a row's history has, in Triton: the sampler's first stage. Twin: `penalties` of `ops/sampling/reference.py`.
+"""Penalties for tokens in a row's history, in Triton: the sampler's first stage. Twin: `penalties` of `reference.py`.
 
-Called by `ops/sampling/triton.py`, also inside a CUDA graph. Knows logits, columns of parameters and token histories; nothing of how tokens
-are chosen. Three launches: a row's counts become 0, its history is counted, its penalized logits take the place of the counts.
+Called by `ops/sampling/triton.py`, also inside a CUDA graph. Knows logits, columns of parameters and token histories;
+nothing of how tokens are chosen. Three launches: set a row's counts to 0, count its history, replace the counts by the
+penalized logits.
 
 Letters: S samples of the step, V vocabulary.
 """
@@ -25,19 +26,20 @@ _VERY_LARGE = tl.constexpr(VERY_LARGE)
 def penalize(
     logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, columns: SamplerColumns, tokens: Tensor, edited_SV: Tensor
 ) -> None:
-    """Writes the penalized rows' logits to `edited_SV` (float32, contiguous, S rows or more); other rows hold no matter what.
+    """Writes the penalized rows' logits to `edited_SV`, float32, contiguous, at least S rows. Other rows are undefined.
 
-    All else as `sample` of `ops/sampling/triton.py` takes it.
+    The other arguments are as in `sample` of `ops/sampling/triton.py`.
     """
     num_rows, vocab_size = logits_SV.shape
-    dependent, counts = pdl(logits_SV), edited_SV.view(torch.int32)
+    dependent = pdl(logits_SV)
+    counts = edited_SV.view(torch.int32)
     given = rows_S, columns, columns.temperature.stride(0), columns.seed.stride(0), vocab_size
     flags = {"num_warps": 4, "PDL": dependent, **options(dependent)}
     grid = num_rows, triton.cdiv(vocab_size, PENALTY_BLOCK)
     _forget_kernel[grid](counts, *given, BLOCK=PENALTY_BLOCK, **flags)
     history_grid = num_rows, triton.cdiv(tokens.shape[1], HISTORY_BLOCK)
     _count_kernel[history_grid](counts, positions_S, tokens, tokens.stride(0), *given, BLOCK=HISTORY_BLOCK, **flags)
-    # Products and sums rounded one by one, as the twin does.
+    # Without fused multiply-add: products and sums are rounded one by one, as in the twin.
     _penalize_kernel[grid](
         edited_SV, counts, logits_SV, logits_SV.stride(0), *given, BLOCK=PENALTY_BLOCK, enable_fp_fusion=False, **flags
     )
@@ -47,12 +49,13 @@ def penalize(
 def is_penalized(columns, float_at):
     presence = tl.load(columns.presence_penalty + float_at)
     frequency = tl.load(columns.frequency_penalty + float_at)
-    return (presence != 0.0) | (frequency != 0.0) | (tl.load(columns.repetition_penalty + float_at) != 1.0)
+    repetition = tl.load(columns.repetition_penalty + float_at)
+    return (presence != 0.0) | (frequency != 0.0) | (repetition != 1.0)
 
 
 @triton.jit
 def repaired(x):
-    """Logits that can be ordered: -inf for NaN, a finite number for inf."""
+    """Logits that can be ordered: -inf in place of NaN, a finite number in place of inf."""
     x = tl.where(x == x, x, float("-inf"))
     return tl.where(x == float("inf"), _VERY_LARGE, x)
 
@@ -84,7 +87,7 @@ def _count_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """For each token of the vocabulary: 2 * how often the output has it + whether the prompt has it."""
+    """For each token of the vocabulary: 2 * how often it is in the output + whether it is in the prompt."""
     s = tl.program_id(0)
     wait_turn(PDL)
     row = tl.load(rows + s)
@@ -118,7 +121,7 @@ def _penalize_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Puts the row's logits where its counts were."""
+    """Writes the row's penalized logits over its counts."""
     s = tl.program_id(0)
     wait_turn(PDL)
     row = tl.load(rows + s)

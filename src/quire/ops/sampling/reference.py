@@ -1,7 +1,8 @@
 """One token per sample from logits and columns of parameters, in plain torch.
 
-The oracle of `ops/sampling/triton.py` and `ops/sampling/cpu.py`, called by their tests. Knows tensors only; the sampler says
-in words what each parameter does. Slow and plain: everything is done for all samples, at full width, and then chosen from.
+The oracle of `ops/sampling/triton.py` and `ops/sampling/cpu.py`, called by their tests. Knows tensors only; the sampler
+describes what each parameter does. Simple and slow: everything is computed for all samples and the whole vocabulary,
+then selected.
 
 Letters: S samples of the step, V vocabulary, L positions of the token history.
 """
@@ -15,11 +16,11 @@ from quire.ops.sampling.gumbel import gumbel_argmax
 from quire.ops.vocab.reference import row_argmax, row_topk
 from quire.params import MIN_TEMPERATURE
 
-VERY_LARGE = 1e30  # for +inf; stays finite when divided by the smallest temperature
+VERY_LARGE = 1e30  # in place of +inf; stays finite when divided by the smallest temperature
 
 
 class SamplerColumns(NamedTuple):
-    """What each row of the persistent batch asks for, [num_rows]; columns of one type have the same stride."""
+    """The parameters of each row of the persistent batch, [num_rows]; columns of one type have the same stride."""
 
     temperature: Tensor  # float32, as the next five; below MIN_TEMPERATURE a row is greedy
     top_p: Tensor
@@ -48,9 +49,9 @@ def sample(
 ) -> None:
     """Sample s chooses token number `positions_S[s]` of row `rows_S[s]`, from the history `tokens[row, :position]`.
 
-    The token goes to `out_S[s]` and to that place in `tokens`, if there is one. A row may come several times, with
-    different positions: histories are as they were before the call. A negative row is none and gets -1. The flags say
-    whether any row needs the stage; rows that do not, skip it.
+    The token is written to `out_S[s]` and to that position of `tokens`, if it has it. A row may occur several times,
+    with different positions: histories are as they were before the call. A negative row is padding and gets -1. The
+    flags say whether any row needs the stage; other rows skip it.
     """
     row_S, positions_S = rows_S.long().clamp(min=0), positions_S.long()
     columns = SamplerColumns(*(column[row_S] for column in columns))
@@ -74,7 +75,10 @@ def sample(
 
 
 def penalties(logits_SV: Tensor, history_SL: Tensor, length_S: Tensor, columns: SamplerColumns) -> Tensor:
-    """Repetition over the whole history (> 0: divided, else multiplied), then presence and frequency over the output."""
+    """Repetition penalty for the whole history, then presence and frequency penalties for the output.
+
+    The repetition penalty divides positive logits and multiplies others.
+    """
     place_L = torch.arange(history_SL.shape[1], device=history_SL.device)
     in_history_SL = (place_L < length_S[:, None]) & (history_SL >= 0) & (history_SL < logits_SV.shape[1])
     in_output_SL = in_history_SL & (place_L >= columns.prompt_len[:, None])
@@ -89,9 +93,9 @@ def penalties(logits_SV: Tensor, history_SL: Tensor, length_S: Tensor, columns: 
 
 
 def kept(logits_SV: Tensor, columns: SamplerColumns, extra_mass: float = 0.0) -> Tensor:
-    """Which tokens min_p, then top_k, then top_p leave; of equal tokens at top_p's border those with lower ids.
+    """Which tokens remain after min_p, then top_k, then top_p; of equal tokens at top_p's limit those with lower ids.
 
-    `extra_mass` moves that border, as a share of the mass.
+    `extra_mass` is added to that limit, as a share of the mass.
     """
     vocab_size = logits_SV.shape[1]
     values_SV, ids_SV = row_topk(logits_SV, vocab_size)

@@ -1,16 +1,19 @@
-"""One token per sample on the device, in Triton, written where the next step reads it. Twin: `ops/sampling/reference.py`.
+"""One token per sample on a GPU, in Triton, written where the next step reads it; twin: `ops/sampling/reference.py`.
 
 Called by the sampler, also inside a CUDA graph. Knows logits, columns of parameters and token histories; nothing of
-requests. A sample's token depends on its row and position alone: not on its company, nor on how the work is cut.
+requests. A sample's token depends on its row and position alone: not on other samples, nor on how the work is divided.
 
     penalized rows    logits ──► float32 copy ──┐
     other rows        logits ──────────────────┴► greedy, random: `_choose_kernel`, one launch, logits read once
                                                 └► restricted: `_survey_kernel`, `_choose_restricted_kernel`
 
-Nothing is sorted. Noise is only taken where it can win: a bound costs a tenth of the two logarithms. A restricted row is surveyed in
-slots of 64 tokens; from the slots' maxima and masses follows a floor that all kept tokens reach, and only slots that reach it are opened.
-Then tokens are drawn one after the other, each from those more likely than the last, until one lies inside of top_p: this is the
-token that wins among the kept ones, and it takes 1 + ln(1 / top_p) draws on average, not a search for the border.
+Nothing is sorted. Noise is computed only where a token can win: an upper bound costs a tenth of the noise's two
+logarithms.
+
+A restricted row is divided into slots of 64 tokens. From the slots' maxima and masses follows a floor that all kept
+tokens reach; only slots that reach it are opened, that is, read again. Then tokens are drawn one after another, each
+from those more likely than the last one, until one lies inside top_p. That is the token that wins among the kept ones.
+It takes 1 + ln(1 / top_p) draws on average, and no search for top_p's limit.
 
 Letters: S samples of the step, V vocabulary.
 """
@@ -32,10 +35,10 @@ from quire.params import MIN_TEMPERATURE
 
 __all__ = ["SamplerColumns", "Scratch", "sample"]
 
-SLOT = 64  # tokens: of bfloat16, a cache line
+SLOT = 64  # tokens; in bfloat16 they are one cache line
 CHUNK_SLOTS = 64  # slots surveyed by one program
-NUM_PROGRAMS = 1024  # that share the rows of a step in `_choose_kernel`
-MAX_SPLITS = 256  # programs that share a row
+NUM_PROGRAMS = 1024  # of `_choose_kernel`, for all rows of a step
+MAX_SPLITS = 256  # the most programs that share a row
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
@@ -54,15 +57,16 @@ def choose_config(num_rows: int, vocab_size: int) -> tuple[int, int, int]:
     return block, triton.cdiv(tiles, splits), 4
 
 
-# How masses are added depends on these, so they are the same for any number of rows.
+# The order in which masses are added depends on these, so they are the same for any number of rows.
 SURVEY_WARPS = 8
 RESTRICTED_TILE, RESTRICTED_WARPS = 32, 8  # slots
 
 
 class Scratch:
-    """Memory of the kernels of one engine whose steps have up to `num_rows` rows. What rare stages need is made when the first of them comes.
+    """Memory of the kernels of one engine whose steps have up to `num_rows` rows.
 
-    Restricted rows take V / 5 bytes each (8 MB for 256 rows of 151,936), penalized ones 4 V (156 MB).
+    What rare stages need is allocated when first used. Restricted rows take V / 5 bytes each (8 MB for 256 rows of
+    151,936), penalized ones 4 V (156 MB).
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device | str) -> None:
@@ -78,6 +82,7 @@ class Scratch:
 
     @functools.cached_property
     def opened(self) -> Tensor:
+        """The indices of the slots that are opened, [S, slots]."""
         return self._empty(self.shape[0], self.num_slots, dtype=torch.int32)
 
     @functools.cached_property
@@ -175,9 +180,8 @@ def sample(
 def _is_restricted(columns, float_at, int_at, vocab_size):
     top_k = tl.load(columns.top_k + int_at)
     limited = (tl.load(columns.top_p + float_at) < 1.0) | (tl.load(columns.min_p + float_at) > 0.0)
-    return (limited | ((top_k > 0) & (top_k < vocab_size))) & (
-        tl.load(columns.temperature + float_at) >= _MIN_TEMPERATURE
-    )
+    limited = limited | ((top_k > 0) & (top_k < vocab_size))
+    return limited & (tl.load(columns.temperature + float_at) >= _MIN_TEMPERATURE)
 
 
 @triton.jit
@@ -195,7 +199,7 @@ def _load(logits, edited, use_edited, at, mask, PENALIZED: tl.constexpr):
 
 @triton.jit
 def _log(x):
-    """To the last bit or nearly so, unlike tl.log on a GPU."""
+    """Exact to about the last bit, unlike tl.log on a GPU."""
     return tl.log(x) if _INTERPRETED else libdevice.log(x)
 
 
@@ -234,7 +238,7 @@ def _argmax(logits, edited, use_edited, begin, end, BLOCK: tl.constexpr, PENALIZ
     return top, tl.min(tl.where(best == top, best_id, _NO_ID))
 
 
-# ---- noise: the words of ops/sampling/gumbel.py ----
+# ---- noise, as ops/sampling/gumbel.py defines it ----
 
 
 @triton.jit
@@ -275,9 +279,9 @@ def _noise(u):
 
 @triton.jit
 def _largest_bound(x, per_temperature, u):
-    """What no score of the tile exceeds: E >= v, and a float's bits as a fixed-point number give at most its log2.
+    """An upper bound of the tile's scores: E >= v, and a float's bits as a fixed-point number give at most its log2.
 
-    The slack is for float32's rounding, that of `x * per_temperature` included.
+    The slack added at the end is for float32's rounding, that of `x * per_temperature` included.
     """
     bits = u.to(tl.int32, bitcast=True).to(tl.float32)
     bound = tl.max(x * per_temperature - bits * (_LN_2 * 2.0**-23)) + _LN_2 * (127 + 31)
@@ -312,7 +316,10 @@ def _choose_kernel(
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`length` tokens of a row; the last of the row's programs to arrive compares what all of them found."""
+    """A program has `length` tokens of a row.
+
+    The last of the row's programs to finish compares what all of them found.
+    """
     s, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     wait_turn(PDL)
     row = tl.load(rows + s)
@@ -394,7 +401,7 @@ def _survey_kernel(
     PENALIZED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Maximum and mass, relative to it, of the scaled logits in each slot."""
+    """Of the scaled logits in each slot, the maximum, and the mass relative to it."""
     s = tl.program_id(0)
     wait_turn(PDL)
     row = tl.load(rows + s)
@@ -472,8 +479,9 @@ def _choose_restricted_kernel(
     mass_of = tl.load(slot_mass + at, mask=slots < num_slots, other=0.0) * tl.exp(max_of - largest)
     whole = tl.sum(mass_of)
 
-    # A floor, the higher the better, that every kept token reaches.
-    floor = tl.maximum(tl.where(min_p > 0.0, largest + _log(tl.maximum(min_p, 1e-37)), _LOWEST), _LOWEST)
+    # A floor that every kept token reaches, as high as can be told from the slots.
+    min_p_floor = tl.where(min_p > 0.0, largest + _log(tl.maximum(min_p, 1e-37)), _LOWEST)
+    floor = tl.maximum(min_p_floor, _LOWEST)
     only_top_p = (min_p <= 0.0) & (top_k == vocab_size)
     if top_k < vocab_size:
         floor = _rough_kth_floor(max_of, largest, floor, top_k)
@@ -482,7 +490,7 @@ def _choose_restricted_kernel(
     open_slots = max_of >= floor
     tl.store(opened + tl.cumsum(open_slots.to(tl.int32)) - 1, slots, mask=open_slots)
     num_open = tl.sum(open_slots.to(tl.int32))
-    tl.debug_barrier()  # the list is read by other threads than wrote it
+    tl.debug_barrier()  # the list is read by other threads than those that wrote it
 
     if top_k < vocab_size:
         floor = _kth_floor(
@@ -502,8 +510,8 @@ def _choose_restricted_kernel(
     low, high = _row_key(columns, int_at, position)
     given = logits, edited, use_edited, temperature, low, high, opened, num_open, vocab_size
     mass, token_id, token_y = _draw_before(_NO_ID, float("-inf"), floor, largest, *given, TILE, PENALIZED)
-    # Without top_p, what is drawn first is kept. (Only these three are carried through the loop: with the next token carried as well,
-    # Triton 3.6 gave back the wrong one of the two.)
+    # Without top_p, the first token drawn is kept. (Only these three values are carried through the loop: with the next
+    # token carried as well, Triton 3.6 returned the wrong one of the two.)
     limit = top_p * tl.where(only_top_p, whole, mass)
     is_outside = top_p < 1.0
     while is_outside:
@@ -516,7 +524,10 @@ def _choose_restricted_kernel(
 
 @triton.jit
 def _rough_kth_floor(max_of, largest, floor, k):
-    """A value that at least k slots reach, and not many more: k tokens reach it then. `floor` if fewer than k reach that."""
+    """A value that the maxima of at least k slots reach, and not many more: so at least k tokens reach it.
+
+    `floor`, if fewer than k slots reach that.
+    """
     low, high = _sortable(floor), _sortable(largest) + 1
     count = tl.sum((max_of >= floor).to(tl.int32))
     while (high - low > 1) & (count > k + k // 8):
@@ -531,8 +542,11 @@ def _rough_kth_floor(max_of, largest, floor, k):
 
 @triton.jit
 def _top_p_floor(max_of, mass_of, largest, whole, top_p, vocab_size):
-    """A value below which lies less than 1 - top_p of the mass: all of closed slots, in open ones at most a slot of just less."""
-    spare = 0.99 * (1.0 - top_p) * whole  # less than there is: for rounding
+    """A value below which lies less than 1 - top_p of the mass.
+
+    That is all mass of closed slots, and in open ones at most that of 64 tokens just below the value.
+    """
+    spare = 0.99 * (1.0 - top_p) * whole  # a little less than allowed, because of rounding
     low = largest + tl.log(tl.maximum(spare / vocab_size, 1e-37))
     high = largest
     for _ in range(6):
@@ -559,7 +573,7 @@ def _load_open(
     TILE: tl.constexpr,
     PENALIZED: tl.constexpr,
 ):
-    """(ids, scaled logits) of a tile of open slots; -inf where there is none."""
+    """(ids, scaled logits) of a tile of open slots; the logits are -inf where there is no token."""
     places = first + tl.arange(0, TILE)
     slots = tl.load(opened + places, mask=places < num_open, other=0)
     ids = slots[:, None] * _SLOT + tl.arange(0, _SLOT)[None, :]
@@ -602,7 +616,7 @@ def _kth_floor(
     TILE: tl.constexpr,
     PENALIZED: tl.constexpr,
 ):
-    """A value that the k largest tokens and their equals reach, and no other; `floor` if no more than k reach that."""
+    """A value that the k largest tokens and their equals reach, and no others; `floor` if no more than k reach that."""
     low, high = _sortable(floor), _sortable(largest) + 1
     count = _count(floor, logits, edited, use_edited, temperature, opened, num_open, vocab_size, TILE, PENALIZED)
     while (high - low > 1) & (count > k):
@@ -635,7 +649,7 @@ def _draw_before(
     TILE: tl.constexpr,
     PENALIZED: tl.constexpr,
 ):
-    """Of the tokens that reach the floor and come before the last one: their mass, and which of them is drawn, (id, logit)."""
+    """(mass, id drawn, its logit) of the tokens that reach the floor and come before the last one drawn."""
     mass = tl.zeros([TILE, _SLOT], tl.float32)
     best, best_id, best_y = float("-inf"), _NO_ID, float("-inf")
     for first in range(0, num_open, TILE):

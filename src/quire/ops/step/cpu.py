@@ -1,4 +1,4 @@
-"""What begins a step on a CPU: each token's id, position and slot; twin: `ops/step/reference.py`.
+"""How a step begins on a CPU: each token's id, position and slot; twin: `ops/step/reference.py`.
 
 Called by the runner. numpy is quicker than torch with arrays this small. There are no padding rows here.
 
@@ -50,21 +50,21 @@ def accept(
     num_accepted_R: Tensor,
 ) -> None:
     """As the twin."""
-    first = first_samples.numpy()
+    bounds = first_samples.numpy()
     at, rows, positions = sample_at_S.numpy(), sample_rows_S.numpy(), sample_positions_S.numpy()
     chosen, token_ids, accepted = chosen_S.numpy(), token_ids_T.numpy(), num_accepted_R.numpy()
-    for r in range(len(first) - 1):
-        samples = range(first[r], first[r + 1] - 1)
+    for r in range(len(bounds) - 1):
+        samples = range(bounds[r], bounds[r + 1] - 1)
         accepted[r] = next((n for n, s in enumerate(samples) if chosen[s] != token_ids[at[s] + 1]), len(samples))
-    is_row = rows[first[:-1]] >= 0
-    firsts = first[:-1][is_row]
+    is_row = rows[bounds[:-1]] >= 0
+    firsts = bounds[:-1][is_row]
     lengths.numpy()[rows[firsts]] = positions[firsts] + 1 + accepted[is_row]
 
 
 def _rows_and_positions(
     rows_R: Tensor, starts_R: Tensor, query_starts: Tensor, longest: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of each token."""
+    """Of each of the step's tokens."""
     rows, starts, firsts = rows_R.numpy(), starts_R.numpy(), query_starts.numpy()
     if longest == 1:
         return rows, starts

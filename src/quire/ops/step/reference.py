@@ -1,15 +1,18 @@
-"""What begins a step on a device, in plain torch: news into the persistent batch, then each token's id, position and slot.
+"""How a step begins on a device, in plain torch: updates of the persistent batch, then token ids, positions and slots.
 
 The oracle of `ops/step/triton.py`. Knows arrays and offsets; nothing of requests.
 
-Shape letters: R rows of the step, T its tokens, N segments of a message.
+Shape letters: R rows of the step, T its tokens, S its samples, N segments of a message.
 """
 
 from torch import Tensor
 
 
 def scatter_segments(words: Tensor, segments_N3: Tensor, payload: Tensor, longest: int) -> None:
-    """For each (to, from, length) of int64 `segments_N3`: `words[to:to + length] = payload[from:from + length]`; both int32."""
+    """`words[to : to + length] = payload[from : from + length]` for each (to, from, length) of `segments_N3`.
+
+    Words and payload are int32, segments int64.
+    """
     for to, start, length in segments_N3.tolist():
         words[to : to + length] = payload[start : start + length]
 
@@ -25,7 +28,7 @@ def place_tokens(
 ) -> None:
     """Row r of the step computes tokens `starts_R[r]`… of batch row `rows_R[r]`, as step tokens `query_starts[r]`… .
 
-    A negative row is padding: id and position 0.
+    A negative row is padding: its tokens get id and position 0.
     """
     bounds = query_starts.tolist()
     for r, (row, start) in enumerate(zip(rows_R.tolist(), starts_R.tolist())):
@@ -55,8 +58,11 @@ def place_slots(
 def correct_starts(
     rows_R: Tensor, starts_R: Tensor, query_starts: Tensor, lengths: Tensor, context_lens_R: Tensor, shifts: Tensor
 ) -> None:
-    """Starts that are too large, because the host did not know how many drafts were accepted, become the row's last token; its
-    context is that much shorter. `lengths` and `shifts` have a place for each row of the batch, which rows of the step name."""
+    """Moves starts that are too large back to the row's last token.
+
+    They can be, because the host did not know how many drafts were accepted. The row's context becomes shorter by as
+    much, which is its shift. `lengths` and `shifts` have an entry for each row of the batch.
+    """
     bounds = query_starts.tolist()
     for r, row in enumerate(rows_R.tolist()):
         if row >= 0:
@@ -67,7 +73,7 @@ def correct_starts(
 
 
 def place_samples(sample_at_S: Tensor, positions_T: Tensor, sample_positions_S: Tensor) -> None:
-    """Where the tokens go that are chosen at tokens `sample_at_S`: behind them."""
+    """The positions of the tokens that are chosen at step tokens `sample_at_S`: the next ones."""
     sample_positions_S.copy_(positions_T[sample_at_S.long()] + 1)
 
 
@@ -81,8 +87,11 @@ def accept(
     lengths: Tensor,
     num_accepted_R: Tensor,
 ) -> None:
-    """How many drafts of each row are what was chosen in their place, from the first on; and the row's length with these and the
-    token chosen behind them. Row r has samples `first_samples[r]` to `first_samples[r + 1]`, the first at its last known token."""
+    """How many drafts of each row, from the first on, equal what was chosen in their place; and the row's new length.
+
+    The length counts the accepted drafts and the token chosen after them. Row r has samples `first_samples[r]` to
+    `first_samples[r + 1]`, the first at its last known token.
+    """
     bounds = first_samples.tolist()
     for r, first in enumerate(bounds[:-1]):
         num_accepted, num_drafts = 0, bounds[r + 1] - first - 1

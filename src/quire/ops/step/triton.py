@@ -1,9 +1,9 @@
-"""What begins a step on a device: news into the persistent batch, then each token's id, position and slot.
+"""How a step begins on a GPU: updates of the persistent batch, then each token's id, position and slot.
 
-Called by the worker, before the model. The host sends only what changed; everything a step reads lies on the device, at addresses
-that never change. Knows arrays and offsets; nothing of requests.
+Twin: `ops/step/reference.py`. Called by the worker, before the model. The host sends only what changed; everything a
+step reads lies on the device, at addresses that never change. Knows arrays and offsets; nothing of requests.
 
-Shape letters: R rows of the step, T its tokens, N segments of a message.
+Shape letters: R rows of the step, T its tokens, S its samples, N segments of a message.
 """
 
 import triton
@@ -14,10 +14,7 @@ BLOCK = 256
 
 
 def scatter_segments(words: Tensor, segments_N3: Tensor, payload: Tensor, longest: int) -> None:
-    """For each (to, from, length) of int64 `segments_N3`: `words[to:to + length] = payload[from:from + length]`; both int32.
-
-    `longest`: the largest length, known where the message was written.
-    """
+    """As the twin. `longest` is the largest length of a segment, known where the message was written."""
     grid = (segments_N3.shape[0], triton.cdiv(longest, BLOCK))
     _scatter_segments[grid](words, segments_N3, payload, BLOCK=BLOCK, num_warps=2)
 
@@ -39,10 +36,7 @@ def place_tokens(
     positions_T: Tensor,
     longest: int,
 ) -> None:
-    """Row r of the step computes tokens `starts_R[r]`… of batch row `rows_R[r]`, as step tokens `query_starts[r]`… .
-
-    A negative row is padding: id and position 0. `longest`: no row has more tokens than that.
-    """
+    """As the twin. No row has more than `longest` tokens."""
     block = BLOCK if longest > 1 else 1
     _place_tokens[rows_R.shape[0], triton.cdiv(longest, block)](
         rows_R, starts_R, query_starts, tokens, tokens.stride(0), token_ids_T, positions_T, BLOCK=block, num_warps=1
@@ -71,7 +65,7 @@ def place_slots(
     slots_T: Tensor,
     longest: int,
 ) -> None:
-    """The slot of each of the step's tokens; -1 for padding."""
+    """As the twin. No row has more than `longest` tokens."""
     block = BLOCK if longest > 1 else 1
     _place_slots[rows_R.shape[0], triton.cdiv(longest, block)](
         rows_R,
@@ -121,7 +115,7 @@ def _correct_starts(rows, starts, query_starts, lengths, length_stride, context_
 
 
 def place_samples(sample_at_S: Tensor, positions_T: Tensor, sample_positions_S: Tensor) -> None:
-    """Where the tokens go that are chosen at tokens `sample_at_S`: behind them."""
+    """As the twin."""
     count = sample_at_S.shape[0]
     _place_samples[(triton.cdiv(count, BLOCK),)](
         sample_at_S, positions_T, sample_positions_S, count, BLOCK=BLOCK, num_warps=1

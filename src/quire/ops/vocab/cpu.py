@@ -1,4 +1,4 @@
-"""Compiled kernels over a vocabulary; twins, with the same ids: `reference.py` of `ops/vocab` and `ops/mask`, `gumbel.py`.
+"""Compiled kernels over a vocabulary; twins, with the same ids: `gumbel.py`, `reference.py` of `ops/vocab`, `ops/mask`.
 
 Called by `ops/sampling/cpu.py` and by `sampling/`. These functions take anything: what the kernels do not take (another
 dtype or device, no compiler), the twins do. Knows rows of numbers, nothing of requests.
