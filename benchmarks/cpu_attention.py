@@ -1,8 +1,8 @@
 """Paged attention on the CPU against torch's SDPA on contiguous tensors: python benchmarks/cpu_attention.py.
 
-SDPA is given what a paged cache never has: each layer's keys and values contiguous and of one length, and (for decode)
-heads grouped without a copy. Figures are the best of several calls; memory bandwidth counts keys and values read once,
-arithmetic two operations per multiply-add of the causal half.
+SDPA is given what a paged cache never has: the keys and values of each layer contiguous and of one length, and (for
+decode) heads grouped without a copy. Figures are the best of several calls. Bandwidth counts keys and values as read
+once; arithmetic counts two operations per multiply-add, of the causal half.
 """
 
 import argparse
@@ -21,35 +21,37 @@ BLOCK_SIZE = 16
 
 
 def best_s(run: Callable[[int], object], num_layers: int, budget_s: float = 0.4) -> float:
-    """Seconds of the fastest call, going round the layers so that each finds its cache cold.
+    """Seconds of the fastest call. Calls take the layers in turn, so that none finds its data in the CPU's caches.
 
-    One thread is timed by the CPU time it used: neighbours on the machine then disturb less.
+    A single thread is timed by the CPU time it used, which other processes on the machine disturb less.
     """
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    best, end, calls = float("inf"), time.perf_counter() + budget_s, 0
+    best, calls = float("inf"), 0
+    end = time.perf_counter() + budget_s
     while calls < 3 or time.perf_counter() < end:
         start = clock()
         run(calls % num_layers)
-        best, calls = min(best, clock() - start), calls + 1
+        best = min(best, clock() - start)
+        calls += 1
     return best
 
 
 def measure(rows: int, queries: int, context: int, args: argparse.Namespace) -> str:
-    H, K, D, dtype = args.heads, args.kv_heads, args.head_size, getattr(torch, args.dtype)
+    H, K, D = args.heads, args.kv_heads, args.head_size
+    dtype = getattr(torch, args.dtype)
     num_blocks = -(-context // BLOCK_SIZE)
-    # As many layers as it takes to be bigger than the caches, as in a model: a cache read last step is cold again.
+    # So many layers that together they exceed the CPU's caches, as in a model.
     layer_bytes = rows * num_blocks * BLOCK_SIZE * 2 * K * D * dtype.itemsize
     num_layers = max(1, min(30, args.working_set_mb * 2**20 // layer_bytes))
     table = torch.randperm(rows * num_blocks).int().view(rows, num_blocks)
-    tables = AttentionTables(
-        torch.arange(rows + 1).int() * queries, torch.full((rows,), context).int(), table, BLOCK_SIZE, queries
-    )
+    query_starts = torch.arange(rows + 1).int() * queries
+    context_lens = torch.full((rows,), context).int()
+    tables = AttentionTables(query_starts, context_lens, table, BLOCK_SIZE, queries)
     q = torch.randn(rows * queries, H, D).to(dtype)
     cache = torch.randn(rows * num_blocks, 2, BLOCK_SIZE, K, D).to(dtype)
     caches = [cache.clone() for _ in range(num_layers)]
     dense = [cache.view(2, rows, K, num_blocks * BLOCK_SIZE, D)[..., :context, :] for cache in caches]
     q_dense = q.view(rows, queries, H, D).transpose(1, 2)
-
     grouped = q_dense.reshape(rows, K, H // K, D) if queries == 1 else q_dense
 
     def sdpa(layer: int) -> object:
@@ -82,8 +84,9 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     print(f"{args.dtype}, {args.heads}/{args.kv_heads} heads of {args.head_size}, {torch.get_num_threads()} threads")
     print(" rows  query context  native us    sdpa us            twin us     GB/s   GFLOP/s")
-    shapes = [(rows, 1, context) for rows in (1, 64) for context in (128, 200, 512, 1024, 4096)]
-    for rows, queries, context in (*shapes, *((1, n, n) for n in (128, 1024, 4096))):
+    decodes = [(rows, 1, context) for rows in (1, 64) for context in (128, 200, 512, 1024, 4096)]
+    prefills = [(1, length, length) for length in (128, 1024, 4096)]
+    for rows, queries, context in (*decodes, *prefills):
         print(measure(rows, queries, context, args), flush=True)
 
 

@@ -1,7 +1,8 @@
 """Microbenchmark of the packed linear kernels: `python benchmarks/cpu_linear.py [--rows 1 64] [--bits 4 8 16]`.
 
-Shapes of a 135M Llama against torch's bf16 product and torch's packed int4 one. Every call uses another copy of the
-weight, 96 MB of them in turn, as a model's layers do; otherwise a layer would sit in the second-level cache.
+Compares them, for the shapes of a 135M Llama, with torch's bf16 product and torch's packed int4 product. Every call
+uses another copy of the weight, 96 MB of them in turn, as in a model with many layers; a single copy would stay in the
+second-level cache.
 """
 
 import argparse
@@ -24,6 +25,11 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 GGUF_TYPES = {4: "Q4_1", 8: "Q8_0"}
 CYCLE_BYTES = 96 << 20
 CALLS_PER_SAMPLE = 8
+
+
+def num_copies(nbytes: int) -> int:
+    """How many weights of so many bytes a case cycles through."""
+    return max(1, CYCLE_BYTES // nbytes)
 
 
 def random_gguf(type_name: str, n: int, k: int) -> torch.Tensor:
@@ -60,16 +66,17 @@ def torch_int4_case(n: int, k: int, copies: int) -> tuple[list, Callable, int]:
 
 
 def seconds_per_call(weights: list, product: Callable, x: torch.Tensor, budget_s: float) -> float:
-    """The best run of a few calls: short enough to fall between the interruptions of a busy machine."""
-    best, deadline, idx = float("inf"), time.perf_counter() + budget_s, 0
-    run = min(CALLS_PER_SAMPLE, len(weights))
+    """The best of many samples, each of so few calls that some are not interrupted even on a busy machine."""
+    best, idx = float("inf"), 0
+    deadline = time.perf_counter() + budget_s
+    num_calls = min(CALLS_PER_SAMPLE, len(weights))
     while time.perf_counter() < deadline or best == float("inf"):
-        sample = [weights[(idx + i) % len(weights)] for i in range(run)]
-        idx += run
+        sample = [weights[(idx + i) % len(weights)] for i in range(num_calls)]
+        idx += num_calls
         start = time.perf_counter()
         for w in sample:
             product(x, w)
-        best = min(best, (time.perf_counter() - start) / run)
+        best = min(best, (time.perf_counter() - start) / num_calls)
     return best
 
 
@@ -86,21 +93,18 @@ def main() -> None:
     print(f"compiled kernels: {cpu.supported()}, threads: {torch.get_num_threads()}; µs (GB/s of weights, GFLOP/s)")
     for shape in args.shapes:
         n, k = SHAPES[shape]
-
-        def copies(nbytes: int) -> int:
-            return max(1, CYCLE_BYTES // nbytes)
-
-        cases = {f"quire {bits}-bit": packed_case(bits, n, k, copies(n * k * bits // 8)) for bits in args.bits}
+        cases = {f"quire {bits}-bit": packed_case(bits, n, k, num_copies(n * k * bits // 8)) for bits in args.bits}
         if not args.no_torch:
-            cases["torch bf16"] = torch_bf16_case(n, k, copies(n * k * 2))
-            cases["torch int4"] = torch_int4_case(n, k, copies(n * k // 2))
+            cases["torch bf16"] = torch_bf16_case(n, k, num_copies(n * k * 2))
+            cases["torch int4"] = torch_int4_case(n, k, num_copies(n * k // 2))
         print(f"\n{shape} {n}x{k}" + "".join(f"{name:>28}" for name in cases))
         for rows in args.rows:
             x = torch.randn(rows, k).bfloat16()
             line = f"{rows:>6} rows    "
             for weights, product, nbytes in cases.values():
-                t = seconds_per_call(weights, product, x, args.budget_s)
-                line += f"{t * 1e6:>10.0f} ({nbytes / t / 1e9:5.1f}, {2 * rows * n * k / t / 1e9:7.0f})"
+                seconds = seconds_per_call(weights, product, x, args.budget_s)
+                bandwidth, flops = nbytes / seconds, 2 * rows * n * k / seconds
+                line += f"{seconds * 1e6:>10.0f} ({bandwidth / 1e9:5.1f}, {flops / 1e9:7.0f})"
             print(line, flush=True)
 
 

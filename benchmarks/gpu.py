@@ -1,14 +1,15 @@
-"""Quire on one NVIDIA GPU: what its kernels and engine compute is checked first, then every workload is timed; one table at the end.
+"""Quire on one NVIDIA GPU: checks its results first, then times every workload, and prints one table at the end.
 
     python benchmarks/gpu.py                                     # everything, some minutes on an H200
     python benchmarks/gpu.py --models qwen3-0.6b --workloads stream-128,mixed256 --skip-checks --json out.json
-    python benchmarks/gpu.py --models qwen3-0.6b --workloads soak --skip-checks    # five minutes of mixed256: does memory grow?
+    python benchmarks/gpu.py --models qwen3-0.6b --workloads soak --skip-checks    # five minutes: does memory grow?
 
-Models are random bf16 weights at the shapes in `shapes/`. Peers' figures and floors are those of `benchmarks/README.md`, for an H200.
-Exit status 1 when a check fails or a bar is missed.
+Models have random bf16 weights of the shapes in `shapes/`. The figures of vLLM and the floors are those of
+`benchmarks/README.md`, for an H200. The exit status is 1 when a check fails or a bar is missed.
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -108,13 +109,9 @@ def main() -> int:
     for model in args.models.split(","):
         print(f"{model} …", flush=True)
         try:
-            if "startup" in workloads:  # once with empty caches; with its kernels there the figure that counts is taken
-                with tempfile.TemporaryDirectory() as empty:
-                    cold = {
-                        entry[1]: entry[2] for entry in in_own_process(model, ["startup"], {"TRITON_CACHE_DIR": empty})
-                    }
-                rows.append((model, "startup", "first_start_s", cold["first_token_s"]))
-                in_own_process(model, ["startup"])
+            if "startup" in workloads:
+                rows.append((model, "startup", "first_start_s", first_start_s(model)))
+                in_own_process(model, ["startup"])  # fills the caches, for the start that is timed below
             rows += [(model, *entry) for entry in in_own_process(model, workloads)]
         except subprocess.CalledProcessError as error:
             failed.append(f"{model}: exit {error.returncode}")
@@ -124,11 +121,11 @@ def main() -> int:
     return 1 if failed or missed else 0
 
 
-# -- checks -----------------------------------------------------------------------------------------------------------------------
+# ---- checks ----
 
 
 def check() -> list[str]:
-    """What does not hold: kernels against their float32 twins, then the engine on the GPU against the engine on the CPU."""
+    """What differs: kernels from their float32 twins, then the engine on the GPU from the engine on the CPU."""
     failed = []
     files = [file for file in CHECKS if (ROOT / file).exists()]
     if subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", *files], cwd=ROOT).returncode:
@@ -139,7 +136,7 @@ def check() -> list[str]:
 
 
 def decode_attention_share() -> float:
-    """Decode attention's bytes per second at 256 rows x 1,000 tokens, 8 KV heads of 128 in bf16, over those of a copy."""
+    """The bandwidth of decode attention as a share of a copy's: 256 rows x 1,000 tokens, 8 KV heads of 128 in bf16."""
     import torch
 
     from quire.ops.attention.reference import AttentionTables
@@ -151,20 +148,21 @@ def decode_attention_share() -> float:
     q = torch.randn(rows, 2 * K, D, device="cuda", dtype=torch.bfloat16)
     starts = torch.arange(rows + 1, device="cuda", dtype=torch.int32)
     lens = torch.full((rows,), context, device="cuda", dtype=torch.int32)
-    tables, shape = [], work_shape(q.dtype, 2 * K, K, D, decode=True)
+    shape = work_shape(q.dtype, 2 * K, K, D, decode=True)
+    tables = []
     for part in torch.randperm(len(cache), device="cuda").int().view(copies, rows, per_row):
         table = AttentionTables(starts, lens, part.contiguous(), size, max_query_len=1)
         tables.append(replace(table, work=(plan(q, table, shape),)))
-    one = iter(range(1 << 30))
-    attention_s = time_gpu(lambda: paged_attention(q, cache, tables[next(one) % copies], scale=D**-0.5))
+    turns = itertools.cycle(tables)
+    attention_s = time_gpu(lambda: paged_attention(q, cache, next(turns), scale=D**-0.5))
     source = torch.randn(1 << 29, device="cuda")
     target = torch.empty_like(source)
     copy_s = time_gpu(lambda: target.copy_(source))
-    read, moved = rows * context * 2 * K * D * 2, 2 * source.nbytes
-    print(
-        f"decode attention {attention_s * 1e6:.0f} us, {read / attention_s / 1e12:.2f} TB/s; copy {moved / copy_s / 1e12:.2f} TB/s"
-    )
-    return read / attention_s / (moved / copy_s)
+    attention_rate = rows * context * 2 * K * D * 2 / attention_s
+    copy_rate = 2 * source.nbytes / copy_s
+    print(f"decode attention {attention_s * 1e6:.0f} us, {attention_rate / 1e12:.2f} TB/s", end="; ")
+    print(f"copy {copy_rate / 1e12:.2f} TB/s")
+    return attention_rate / copy_rate
 
 
 def time_gpu(run, times: int = 30) -> float:
@@ -182,13 +180,20 @@ def time_gpu(run, times: int = 30) -> float:
     return median(a.elapsed_time(b) for a, b in zip(marks, marks[1:])) / 1e3
 
 
+def first_start_s(model: str) -> float:
+    """Seconds to the first token where Triton has nothing compiled yet."""
+    with tempfile.TemporaryDirectory() as empty:
+        rows = in_own_process(model, ["startup"], {"TRITON_CACHE_DIR": empty})
+    return next(value for _, metric, value in rows if metric == "first_token_s")
+
+
 def in_own_process(model: str, workloads: list[str], environment: dict[str, str] = {}) -> list[tuple[str, str, float]]:
     command = [sys.executable, __file__, "--one", model, "--workloads", ",".join(workloads)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | environment)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# -- one model, in its own process --------------------------------------------------------------------------------------------------
+# ---- one model, in its own process ----
 
 
 def time_model(model: str, names: list[str]) -> list[tuple[str, str, float]]:
@@ -217,64 +222,62 @@ def time_model(model: str, names: list[str]) -> list[tuple[str, str, float]]:
         rows.append(("startup", "first_token_s", time.perf_counter() - started))
         for workload in work:
             found = workloads.measure(workload, generator(llm, workload.temperature, show=False))
-            keys = (
-                ("ttft_ms", "tpot_ms")
-                if workload.is_latency
-                else ("out_tok_s",)
-                if workload.name == "mixed256"
-                else ("req_s",)
-            )
-            rows += [(workload.name, key, found[key]) for key in keys]
-            print(
-                f"  {workload.name}: " + ", ".join(f"{key} {found[key]:.2f}" for key in keys),
-                file=sys.stderr,
-                flush=True,
-            )
+            if workload.is_latency:
+                metrics = ["ttft_ms", "tpot_ms"]
+            else:
+                metrics = ["out_tok_s" if workload.name == "mixed256" else "req_s"]
+            rows += [(workload.name, metric, found[metric]) for metric in metrics]
+            figures = ", ".join(f"{metric} {found[metric]:.2f}" for metric in metrics)
+            print(f"  {workload.name}: {figures}", file=sys.stderr, flush=True)
         if "soak" in names:
             rows.append(("soak", "growth_mib", memory_growth_mib(generator(llm, 0.6, show=False))))
     return rows
 
 
 def memory_growth_mib(generate) -> float:
-    """How much more of the card is taken after SOAK_S seconds of mixed256 than after its first run."""
+    """How much more memory of the card is in use after SOAK_S seconds of mixed256 than after its first run."""
     import torch
 
     from quire.bench import workloads
 
-    tasks, used, started = workloads.build("mixed256", "cuda").tasks, [], time.perf_counter()
+    tasks = workloads.build("mixed256", "cuda").tasks
+    used = []
+    started = time.perf_counter()
     while time.perf_counter() - started < SOAK_S:
         generate(tasks)
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         used.append((total - free) / 2**20)
-    print(
-        f"  soak: {len(used)} runs, {used[0]:.0f} MiB after the first, {used[-1]:.0f} after the last",
-        file=sys.stderr,
-        flush=True,
-    )
+    line = f"  soak: {len(used)} runs, {used[0]:.0f} MiB after the first, {used[-1]:.0f} after the last"
+    print(line, file=sys.stderr, flush=True)
     return used[-1] - used[0]
 
 
-# -- the table ----------------------------------------------------------------------------------------------------------------------
+# ---- the table ----
 
 
 def report(rows: list[tuple[str, str, str, float]], path: Path | None) -> int:
-    """Prints the table, writes the results, and says how many bars are missed."""
-    missed, results = 0, []
+    """Prints the table, writes the results, and returns how many bars are missed."""
+    missed = 0
+    results = []
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    commit = (
-        os.environ.get("COMMIT") or git.stdout.strip()
-    )  # a copy's history may be older than its files: who copied it says
+    # In a copy of the files, git may know only an older commit: whoever made the copy sets COMMIT.
+    commit = os.environ.get("COMMIT") or git.stdout.strip()
     print(f"\n{'model':<18}{'workload':<13}{'metric':<15}{'Quire':>10}{'vLLM':>10}{'ratio':>7}{'floor':>10}{'bar':>9}")
     for model, workload, metric, value in rows:
         peer, floor, bar = FIGURES.get((model, workload, metric), (None, None, None))
-        better = (peer / value if metric in LOWER_IS_BETTER else value / peer) if peer else None
-        reached = bar is None or (value <= bar if metric in LOWER_IS_BETTER else value >= bar)
-        missed += not reached
-        shown = [f"{x:,.2f}" if x is not None else "" for x in (value, peer)]
+        is_lower_better = metric in LOWER_IS_BETTER
+        is_missed = bar is not None and (value > bar if is_lower_better else value < bar)
+        missed += is_missed
+        ratio = ""
+        if peer:
+            ratio = f"{peer / value if is_lower_better else value / peer:.2f}x"
+        peer_text = "" if peer is None else f"{peer:,.2f}"
+        floor_text = f"{floor:,}" if floor else ""
+        bar_text = f"{bar:,}" if bar else ""
         print(
-            f"{model:<18}{workload:<13}{metric:<15}{shown[0]:>10}{shown[1]:>10}{f'{better:.2f}x' if better else '':>7}"
-            f"{f'{floor:,}' if floor else '':>10}{f'{bar:,}' if bar else '':>9}{'' if reached else '  MISSED'}"
+            f"{model:<18}{workload:<13}{metric:<15}{value:>10,.2f}{peer_text:>10}{ratio:>7}"
+            f"{floor_text:>10}{bar_text:>9}{'  MISSED' if is_missed else ''}"
         )
         results.append(
             {

@@ -2,8 +2,9 @@
 
     python benchmarks/gpu_exact.py
 
-Through graphs at depth 2, in chunks of a small step budget, with prefix hits, with so few blocks that requests are preempted, and with
-drafts, two thirds of them right. The model is random, small, and has what the kernels have to get right: grouped heads, norms over heads, tied weights.
+With graphs and two steps in flight, with prompts in chunks, with prefix hits, with so few blocks that requests are
+preempted, and with drafts, two thirds of which are right. The model is random and small, and has what kernels could get
+wrong: grouped heads, norms of heads, tied weights.
 """
 
 import json
@@ -54,16 +55,13 @@ CASES = {
 def save_model(folder: Path) -> None:
     from safetensors.torch import save_file
 
-    c = CONFIG
     generator = torch.Generator().manual_seed(0)
-    q, kv, d, f = (
-        c["num_attention_heads"] * c["head_dim"],
-        c["num_key_value_heads"] * c["head_dim"],
-        c["hidden_size"],
-        c["intermediate_size"],
-    )
-    shapes = {"model.embed_tokens.weight": (c["vocab_size"], d), "model.norm.weight": (d,)}
-    for i in range(c["num_hidden_layers"]):
+    head = CONFIG["head_dim"]
+    q = CONFIG["num_attention_heads"] * head
+    kv = CONFIG["num_key_value_heads"] * head
+    d, f = CONFIG["hidden_size"], CONFIG["intermediate_size"]
+    shapes = {"model.embed_tokens.weight": (CONFIG["vocab_size"], d), "model.norm.weight": (d,)}
+    for i in range(CONFIG["num_hidden_layers"]):
         at = f"model.layers.{i}."
         shapes |= {
             at + "input_layernorm.weight": (d,),
@@ -72,8 +70,8 @@ def save_model(folder: Path) -> None:
             at + "self_attn.k_proj.weight": (kv, d),
             at + "self_attn.v_proj.weight": (kv, d),
             at + "self_attn.o_proj.weight": (d, q),
-            at + "self_attn.q_norm.weight": (c["head_dim"],),
-            at + "self_attn.k_norm.weight": (c["head_dim"],),
+            at + "self_attn.q_norm.weight": (head,),
+            at + "self_attn.k_norm.weight": (head,),
             at + "mlp.gate_proj.weight": (f, d),
             at + "mlp.up_proj.weight": (f, d),
             at + "mlp.down_proj.weight": (d, f),
@@ -83,15 +81,16 @@ def save_model(folder: Path) -> None:
         noise = torch.randn(shape, generator=generator)
         tensors[name] = 1 + 0.1 * noise if len(shape) == 1 else noise * shape[1] ** -0.5
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(c))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     rng = random.Random(3)
     shared = [rng.randrange(4096) for _ in range(64)]
-    prompts = [
-        (shared if i % 4 == 0 else []) + [rng.randrange(4096) for _ in range(rng.randint(1, 200))] for i in range(64)
-    ]
+    prompts = []
+    for i in range(64):
+        own = [rng.randrange(4096) for _ in range(rng.randint(1, 200))]
+        prompts.append(shared + own if i % 4 == 0 else own)
     kinds = (
         {"temperature": 0},
         {"temperature": 0.8},
@@ -103,16 +102,23 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def run(folder: Path, expected: list[list[int]] = [], num_drafts: int = 0, **options) -> tuple[list[list[int]], str]:
-    """`expected`: answers that the drafter knows."""
+    """(the answers, a line about the run); `expected` are the answers that the drafter knows."""
     prompts, params = requests()
     with LLM(str(folder), **{**OPTIONS, **options}) as llm:
         if num_drafts:
             use_drafter(llm, [prompt + answer for prompt, answer in zip(prompts, expected)], num_drafts)
-        steps, step = [], llm.client.engine.step
-        llm.client.engine.step = lambda: steps.append(step()) or steps[-1]
+        step = llm.client.engine.step
+        num_steps = 0
+
+        def counted_step():
+            nonlocal num_steps
+            num_steps += 1
+            return step()
+
+        llm.client.engine.step = counted_step
         outputs = llm.generate(prompts, params, use_tqdm=False)
         stats = llm.client.engine.stats()
-    notes = f"{len(steps)} steps, {stats.num_preemptions} preemptions, {stats.prefix_hits} tokens found"
+    notes = f"{num_steps} steps, {stats.num_preemptions} preemptions, {stats.prefix_hits} tokens found"
     return [o.outputs[0].token_ids for o in outputs], notes
 
 
@@ -133,12 +139,11 @@ def main() -> int:
         for case, options in CASES.items():
             started = time.perf_counter()
             found, notes = run(folder, expected, device="cuda", **{"max_num_batched_tokens": 512, **options})
+            seconds = time.perf_counter() - started
             differ = [i for i, (a, b) in enumerate(zip(found, expected)) if a != b]
             bad += len(differ)
-            print(
-                f"{case:<22}{len(differ)} of {len(expected)} differ  {time.perf_counter() - started:5.1f} s  {notes}  {differ[:8]}",
-                flush=True,
-            )
+            line = f"{case:<22}{len(differ)} of {len(expected)} differ  {seconds:5.1f} s  {notes}  {differ[:8]}"
+            print(line, flush=True)
     return 1 if bad else 0
 
 

@@ -1,7 +1,8 @@
 """Checks and times the linear kernel of few rows: `PYTHONPATH=src python benchmarks/gpu_linear.py [--json PATH]`.
 
-Both forms against their float32 twin first. Then, for the linears of the published shapes, cuts against what runs where
-`few_rows` declines (cuBLAS, and the gated activation after it), in CUDA graphs that go round weights of several times the L2 cache.
+First it compares the plain and the gated form with their float32 twins. Then, for the linear layers of published
+models, it compares ways to cut the work (`Config`) with what runs where `few_rows` is False: cuBLAS, and the gated
+activation after it. All run in CUDA graphs that cycle through several times as many weights as the L2 cache holds.
 """
 
 import argparse
@@ -47,7 +48,7 @@ class Case(NamedTuple):
         return silu_mul(y) if self.gated else y.to(self.out_dtype)
 
     def cuts(self) -> list[Config]:
-        """The default first."""
+        """The default, then others near it."""
         block_n, block_k, warps = default = ops.config(self.N, self.K, DTYPE, self.gated)
         wide_k = block_k * 2 if self.K > block_k else block_k
         cuts = [
@@ -82,12 +83,13 @@ def random(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
 
 
 def check(form: str, M: int, size: tuple[int, int], dtype: torch.dtype) -> None:
-    """In a process of its own, where every output is poisoned first."""
+    """In a process of its own, where new memory is filled with NaN, to show what is not written."""
     torch.empty = lambda *shape, **kw: torch.full(shape, torch.nan, **kw)
     N, K = size
     rows = N if form == "linear" else 2 * N
     args = random(M, K, dtype=dtype), random(rows, K, dtype=dtype) * K**-0.5, random(rows, dtype=dtype)
-    y, expected = getattr(ops, form)(*args).float(), getattr(ref, form)(*(a.float() for a in args))
+    y = getattr(ops, form)(*args).float()
+    expected = getattr(ref, form)(*(arg.float() for arg in args))
     worst = ((y - expected).abs() / (1 + expected.abs())).max().item()
     if not worst <= (5e-2 if dtype == torch.bfloat16 else 2e-5):
         raise ArithmeticError(f"WRONG: {form} M={M} N={N} K={K} {dtype}: off by {worst}")
@@ -102,13 +104,14 @@ def compile_cut(case: Case, M: int, cut: Config) -> None:
 def time_case(case: Case) -> list[dict]:
     weights = [case.weight()]
     num_bytes = weights[0].nbytes
-    weights += [case.weight() for _ in range(max(4, -(-CYCLE_BYTES // num_bytes)) - 1)]
+    num_weights = max(4, -(-CYCLE_BYTES // num_bytes))
+    weights += [case.weight() for _ in range(num_weights - 1)]
     results = []
     for M in ROWS:
         x = random(M, case.K)
         cublas = graph_us(lambda weight, x=x: case.cublas(x, weight), weights)
         us = {cut: graph_us(lambda weight, x=x, cut=cut: case.ours(x, weight, cut), weights) for cut in case.cuts()}
-        best, default = min(us, key=us.get), case.cuts()[0]
+        default, best = case.cuts()[0], min(us, key=us.get)
         results.append(
             {
                 "case": case.name,
@@ -124,10 +127,8 @@ def time_case(case: Case) -> list[dict]:
         )
         preferred = "*" if M <= ops.max_rows(case.K) else " "
         rate = num_bytes / us[default] / 1e6
-        print(
-            f"{case.name:>14} {M:>2}{preferred} {cublas:8.2f} {us[default]:8.2f} {rate:6.2f} {us[best]:8.2f}  {tuple(best)}",
-            flush=True,
-        )
+        figures = f"{cublas:8.2f} {us[default]:8.2f} {rate:6.2f} {us[best]:8.2f}"
+        print(f"{case.name:>14} {M:>2}{preferred} {figures}  {tuple(best)}", flush=True)
     return results
 
 
@@ -136,18 +137,19 @@ def main() -> None:
     parser.add_argument("--json", help="where to write every figure")
     parser.add_argument("--cases", nargs="+", help="names, or beginnings of names, such as '0.6B qkv'")
     args = parser.parse_args()
-    cases = [c for c in CASES if not args.cases or c.name.startswith(tuple(args.cases))]
-    sizes, dtypes = ((1024, 1024), (203, 576)), (torch.bfloat16, torch.float32)
+    cases = [case for case in CASES if not args.cases or case.name.startswith(tuple(args.cases))]
+    sizes = ((1024, 1024), (203, 576))
+    dtypes = (torch.bfloat16, torch.float32)
     checks = itertools.product(("linear", "linear_silu_mul"), ROWS, sizes, dtypes)
     cuts = [(case, M, cut) for case in cases for M in ROWS for cut in case.cuts()]
     with ProcessPoolExecutor(COMPILERS, multiprocessing.get_context("spawn")) as pool:
         compiled = pool.map(compile_cut, *zip(*cuts, strict=True))
         list(pool.map(check, *zip(*checks, strict=True)))
-        print("both forms equal their float32 twin")
+        print("both forms equal their float32 twins")
         list(compiled)
     print("us of a call; * where few_rows prefers ours")
     print(f"{'case':>14} {'M':>2}  {'cuBLAS':>8} {'default':>8} {'TB/s':>6} {'best':>8}  block_n, block_k, warps")
-    results = [r for case in cases for r in time_case(case)]
+    results = [result for case in cases for result in time_case(case)]
     if args.json:
         with open(args.json, "w") as file:
             json.dump(results, file, indent=1)

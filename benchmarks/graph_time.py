@@ -11,7 +11,10 @@ WARM_UPS = 2
 
 
 def graph_us(call: Callable[[Any], Any], inputs: list) -> float:
-    """Microseconds of a call, the median of several replays of one per input: with inputs of their own the cache does not help."""
+    """Microseconds of a call: the median of several replays of a graph with one call per input.
+
+    With an input of its own for each call, the cache does not help.
+    """
     call(inputs[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,7 +1,7 @@
 """Time of one sampling step, in milliseconds: `python -m benchmarks.sampling`, or this file with the package installed.
 
-Logits follow Zipf's law with noise, as a language model's roughly do: some 50 to 130 tokens hold 95% of the mass. Each figure is the
-best of several runs, as machines are shared; histories have 512 tokens, half of them output.
+Logits follow Zipf's law with noise, roughly as those of a language model: 50 to 130 tokens hold 95% of the mass. Each
+figure is the best of several runs, because machines are shared. Histories have 512 tokens, half of them output.
 """
 
 import argparse

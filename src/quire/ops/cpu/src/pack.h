@@ -41,7 +41,7 @@ inline void k_nibbles(const uint8_t* qs, int j, uint8_t* q) {
     for (int i = 0; i < kBlock; ++i) q[i] = qs[j / 2 * 32 + i] >> (j % 2 * 4) & 15;
 }
 
-// Each format: bytes and weights of its block, and how to decode the j-th 32 of them. Mirrors FORMATS in packed.py.
+// Each format: bytes and weights of its block, and how to decode the j-th 32 of them. Mirrors FORMATS in ops/packed_linear/reference.py.
 struct Q4_0 {
     static constexpr int kBytes = 18, kWeights = 32, kBits = 4;
     static void decode(const uint8_t* p, int, Decoded& out) { out.scale[0] = half_to_float(p), nibbles(p + 2, out.q); }
