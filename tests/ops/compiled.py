@@ -1,7 +1,8 @@
-"""Compiles kernels for a card that is not there: `TRITON_INTERPRET=0 python -m tests.ops.compiled 9.0 experts`, a line of JSON each.
+"""Compiles kernels for a card that is not there: `TRITON_INTERPRET=0 python -m tests.ops.compiled 9.0 experts`.
 
-Wrappers of `quire.ops` are called as a step calls them, with tensors of real models' sizes that nobody fills; instead of a launch,
-Triton compiles, for a card of that compute capability. What its interpreter forgives, types and shared memory, shows here.
+Prints a line of JSON for each kernel. Wrappers of `quire.ops` are called as in a step, with tensors of real models'
+sizes that are never filled. Instead of launching, Triton compiles for a card of that compute capability. So errors show
+that its interpreter does not find, in types and in the use of shared memory.
 """
 
 import json
@@ -24,11 +25,13 @@ from quire.ops.routing import triton as routing
 from quire.ops.routing.reference import Routing
 
 NUM_MULTIPROCESSORS = 132
-EXPERTS = {  # experts of a token, experts, hidden size, width of an expert, activation, bias
+# Experts of a token, experts, hidden size, width of an expert, activation, bias.
+EXPERTS = {
     "30B-A3B": (8, 128, 2048, 768, "silu", False),
     "20b": (4, 32, 2880, 2880, "clamped_swiglu", True),
 }
-ROUTERS = {  # experts, hidden size, rule
+# Experts, hidden size, rule.
+ROUTERS = {
     "30B-A3B": (128, 2048, Routing(8, renormalize=True)),
     "671B": (256, 7168, Routing(8, "sigmoid", True, 2.5, num_groups=8, num_groups_kept=4, group_score_size=2)),
 }
@@ -41,7 +44,8 @@ def bf16(*shape: int) -> Tensor:
 def experts() -> None:
     for name, (K, E, D, F, activation, bias) in EXPERTS.items():
         biases = (bf16(E, 2 * F), bf16(E, D)) if bias else (None, None)
-        for T in (1, 64, 256, 512, 8192) if name == "30B-A3B" else (64, 8192):
+        token_counts = (1, 64, 256, 512, 8192) if name == "30B-A3B" else (64, 8192)
+        for T in token_counts:
             moe.experts(
                 bf16(T, D),
                 torch.empty(T, K),
@@ -64,7 +68,8 @@ def routers() -> None:
 def tables(num_rows: int, num_queries: int, context: int) -> AttentionTables:
     starts = torch.arange(num_rows + 1, dtype=torch.int32) * num_queries
     lens = torch.full((num_rows,), context, dtype=torch.int32)
-    return AttentionTables(starts, lens, torch.zeros(num_rows, -(-context // 16), dtype=torch.int32), 16, num_queries)
+    block_table = torch.zeros(num_rows, -(-context // 16), dtype=torch.int32)
+    return AttentionTables(starts, lens, block_table, 16, num_queries)
 
 
 def attentions() -> None:
@@ -82,17 +87,16 @@ def attentions() -> None:
 def latents() -> None:
     for H in (16, 128):
         for num_queries in (1, 64):
-            q = bf16(2 * num_queries, H, 576)
-            mla.latent_attention(
-                q[..., :512], q[..., 512:], bf16(512, 16, 576), tables(2, num_queries, 4096), scale=0.1
-            )
+            q_latent, q_rope = bf16(2 * num_queries, H, 576).split((512, 64), 2)
+            cache = bf16(512, 16, 576)
+            mla.latent_attention(q_latent, q_rope, cache, tables(2, num_queries, 4096), scale=0.1)
 
 
 GROUPS = {group.__name__: group for group in (experts, routers, attentions, latents)}
 
 
 class Driver:
-    """As much of one as compiling asks for."""
+    """The part of a Triton driver that compiling needs."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self.target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
@@ -108,6 +112,7 @@ class Driver:
 
 
 def compiling(launched: Callable) -> Callable:
+    """`JITFunction.run` that compiles instead of launching, and prints each kernel once."""
     seen = set()
 
     def run(self: JITFunction, *args, grid: object, warmup: bool, **options) -> CompiledKernel:

@@ -7,7 +7,10 @@ from quire.ops.elementwise.cpu import rope_and_write
 
 
 def write_kv(cache: Tensor, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
-    """As that of `ops/attention/reference.py`: `rope_and_write` with no query heads and a rotation that leaves keys as they are."""
+    """As `write_kv` of `ops/attention/reference.py`.
+
+    It is `rope_and_write` without query heads, and with a rotation by zero, which leaves keys as they are.
+    """
     num_tokens, _, head_size = k_TKD.shape
     cos_sin = torch.cat((torch.ones(1, head_size // 2), torch.zeros(1, head_size // 2)), 1)
     positions_T = torch.zeros(num_tokens, dtype=torch.int64)

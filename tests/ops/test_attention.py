@@ -1,7 +1,7 @@
 """Paged attention, torch twin and compiled kernel, against a dense float64 softmax written here from the definition.
 
-Unused blocks, unused slots and the output are poisoned with NaN, and block tables are scrambled: whatever is read or
-left out by mistake shows.
+Unused blocks, unused slots and the output are filled with NaN, and block tables are scrambled, to show whatever is read
+or left out by mistake.
 """
 
 import math
@@ -67,12 +67,7 @@ class World:
     @property
     def options(self) -> dict:
         case = self.case
-        return dict(
-            scale=case.head_size**-0.5,
-            window=case.window,
-            softcap=case.softcap,
-            sinks_H=self.sinks,
-        )
+        return dict(scale=case.head_size**-0.5, window=case.window, softcap=case.softcap, sinks_H=self.sinks)
 
     def expected(self) -> Tensor:
         return torch.cat([self._dense(*row) for row in zip(self.queries, self.keys, self.values, strict=True)])
@@ -109,8 +104,9 @@ def paged(ops: ModuleType, world: World, seed: int = 1) -> Tensor:
         table[row, : num_blocks[row]] = pool[taken : taken + num_blocks[row]]
         taken += num_blocks[row]
         pos = torch.arange(n + before)
-        (write_kv if ops is native else twin.write_kv)(cache, k, v, table[row, pos // size].long() * size + pos % size)
-        if case.window:  # blocks nobody sees any more went back to the pool
+        slots = table[row, pos // size].long() * size + pos % size
+        (write_kv if ops is native else twin.write_kv)(cache, k, v, slots)
+        if case.window:  # blocks that no query sees any more have been freed
             for logical in range(max(0, before - case.window + 1) // size):
                 cache[table[row, logical]] = math.nan
                 table[row, logical] = -1
@@ -118,7 +114,7 @@ def paged(ops: ModuleType, world: World, seed: int = 1) -> Tensor:
     lens = torch.tensor([len(k) for k in world.keys]).int()
     tables = AttentionTables(starts, lens, table, size, max(n for n, _ in case.rows))
     q = torch.cat(world.queries)
-    # As a view of a fused row, the way the layers hand it over.
+    # As a view of a fused row, as the layers pass it.
     fused = torch.cat((q.flatten(1), torch.full((len(q), 48), math.nan, dtype=case.dtype)), 1)
     q = fused[:, : q[0].numel()].view(q.shape)
     out = torch.full(q.shape, math.nan, dtype=case.dtype)
@@ -257,9 +253,8 @@ def test_a_negative_slot_is_not_written(ops: ModuleType, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("ops", [twin, native], ids=["twin", "native"])
 def test_rows_without_queries_and_padding_tokens_are_left_alone(ops: ModuleType) -> None:
     cache = torch.ones(2, 2, 16, 1, 32)
-    tables = AttentionTables(
-        torch.tensor([0, 0, 1, 1]).int(), torch.tensor([0, 5, 9]).int(), torch.tensor([[-1], [1], [-1]]).int(), 16, 1
-    )
+    block_table = torch.tensor([[-1], [1], [-1]]).int()
+    tables = AttentionTables(torch.tensor([0, 0, 1, 1]).int(), torch.tensor([0, 5, 9]).int(), block_table, 16, 1)
     out = torch.full((3, 2, 32), 7.0)
     ops.paged_attention(torch.ones(3, 2, 32), cache, tables, scale=1.0, out=out)
     torch.testing.assert_close(out[0], torch.ones(2, 32))

@@ -1,4 +1,7 @@
-"""Kernels compile for a card and fit its shared memory, also where there is none: the interpreter of the other tests forgives both."""
+"""Kernels compile for a card and fit its shared memory.
+
+Needs no card; the interpreter of the other tests checks neither.
+"""
 
 import json
 import os
@@ -9,11 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHARED_BYTES = {
-    "8.9": 99 << 10,
-    "9.0": 227 << 10,
-}  # of a program, by compute capability: the least there is, and what tiles are tuned on
-KERNELS = {  # by the groups of compiled.py
+# Of a program, by compute capability: of the smallest cards, and of those that tiles are tuned on.
+SHARED_BYTES = {"8.9": 99 << 10, "9.0": 227 << 10}
+# By the groups of compiled.py.
+KERNELS = {
     "experts": {
         "_few_gate_up_kernel",
         "_few_down_kernel",

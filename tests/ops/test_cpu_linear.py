@@ -25,11 +25,15 @@ BF16_TOLERANCE = 2**-8  # weights rounded to bf16
 
 
 def random_raw(type_name: str, n: int, k: int, seed: int = 0) -> np.ndarray:
-    """Random GGUF bytes whose scales are sane numbers."""
-    form, rng = ref.FORMATS[type_name], np.random.default_rng(seed)
+    """Random GGUF bytes with scales of about 0.01."""
+    form = ref.FORMATS[type_name]
+    rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (n * k // form.block_weights, form.block_bytes), dtype=np.uint8)
-    halves = {"Q6_K": (208,)}.get(type_name, (0, 2) if form.has_min else (0,))
-    for at in halves:
+    if type_name == "Q6_K":
+        places = [208]
+    else:
+        places = [0, 2] if form.has_min else [0]
+    for at in places:
         values = (rng.standard_normal(len(blocks)) * 0.01).astype(np.float16)
         blocks[:, at : at + 2] = values.view(np.uint8).reshape(-1, 2)
     return blocks.reshape(n, -1)
@@ -40,7 +44,7 @@ def gguf_weight(type_name: str, raw: np.ndarray) -> torch.Tensor:
 
 
 def relative_error(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> float:
-    """The largest error as a part of the sum of absolute products, which is what rounding scales with."""
+    """The largest error relative to the sum of absolute products, with which rounding errors grow."""
     x, weight = x.double(), weight.double()
     truth, size = x @ weight.T, x.abs() @ weight.abs().T
     if bias is not None:
@@ -49,7 +53,7 @@ def relative_error(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias:
 
 
 def activations(rows: int, k: int, seed: int = 1) -> torch.Tensor:
-    """With a few large channels, as real ones have."""
+    """Some channels are large, as in real activations."""
     x = torch.randn(rows, k, generator=torch.Generator().manual_seed(seed))
     x[:, ::97] *= 30
     return x.bfloat16()
@@ -67,7 +71,8 @@ def test_packing_loses_nothing_of_a_gguf_weight(module, type_name: str):
 @pytest.mark.parametrize("type_name", TYPES)
 def test_twin_and_native_pack_the_same_bytes(type_name: str):
     raw = torch.from_numpy(random_raw(type_name, 40, 256)).flatten()
-    native, twin = cpu.pack_gguf(type_name, raw, 40, 256), ref.pack_gguf(type_name, raw, 40, 256)
+    native = cpu.pack_gguf(type_name, raw, 40, 256)
+    twin = ref.pack_gguf(type_name, raw, 40, 256)
     assert torch.equal(native.data, twin.data) and torch.equal(native.scales, twin.scales)
     assert (native.mins is None and twin.mins is None) or torch.equal(native.mins, twin.mins)
     assert native.nbytes == twin.nbytes > 40 * 256 * native.bits // 8
@@ -125,7 +130,8 @@ def test_gating_in_the_same_call_changes_no_bit(type_name: str, rows: int):
     assert gated.shape == (rows, n // 2) and gated.dtype == torch.bfloat16
     if cpu.supported():
         assert torch.equal(gated, elementwise.silu_mul(cpu.linear(x, w)))
-    twin, size = ref.linear_silu_mul(x, w).float(), gated.abs().max().item()
+    twin = ref.linear_silu_mul(x, w).float()
+    size = gated.abs().max().item()
     assert torch.allclose(gated.float(), twin, rtol=0.05, atol=0.02 * size)
 
 
@@ -198,7 +204,8 @@ def test_blocks_of_zeros_and_of_tiny_numbers_do_no_harm():
 
 def test_products_of_torch_still_work_between_ours():
     """Both use AMX tiles on the same threads, and torch remembers how it configured them."""
-    w, weight, x = cpu.pack_dense(torch.randn(512, 512)), torch.randn(512, 512).bfloat16(), activations(256, 512)
+    w = cpu.pack_dense(torch.randn(512, 512))
+    weight, x = torch.randn(512, 512).bfloat16(), activations(256, 512)
     expected = torch.nn.functional.linear(x, weight)
     for _ in range(3):
         cpu.linear(x, w)
@@ -207,10 +214,10 @@ def test_products_of_torch_still_work_between_ours():
 
 @pytest.mark.parametrize("type_name", ["Q4_1", "Q6_K"])
 def test_concatenated_weights_give_concatenated_outputs(type_name: str):
-    parts = [
-        cpu.pack_gguf(type_name, torch.from_numpy(random_raw(type_name, n, 256, n)).flatten(), n, 256)
-        for n in (48, 16, 20)
-    ]
+    parts = []
+    for n in (48, 16, 20):
+        raw = torch.from_numpy(random_raw(type_name, n, 256, n)).flatten()
+        parts.append(cpu.pack_gguf(type_name, raw, n, 256))
     fused, x = cpu.concat(parts), activations(7, 256)
     assert fused.n == 84 and torch.equal(fused.dequantize(), torch.cat([w.dequantize() for w in parts]))
     assert torch.equal(cpu.linear(x, fused), torch.cat([cpu.linear(x, w) for w in parts], dim=1))
@@ -245,7 +252,7 @@ def test_bad_weights_and_inputs_are_refused():
             cpu.linear_silu_mul(torch.empty(1, 64, dtype=torch.bfloat16), w)
 
 
-# ------------------------------------------------------------------------------------ building, in other processes
+# ---- building, in other processes ----
 
 CHECK = """
 import sys, torch
@@ -259,9 +266,8 @@ print(build.load("linear") is not None, linear.supported(), len(runtimes))
 
 
 def start(tmp_path: Path, **variables: str) -> subprocess.Popen:
-    environment = (
-        os.environ | {"PYTHONPATH": str(Path(quire.__path__[0]).parent), "QUIRE_CACHE": str(tmp_path)} | variables
-    )
+    source = str(Path(quire.__path__[0]).parent)
+    environment = os.environ | {"PYTHONPATH": source, "QUIRE_CACHE": str(tmp_path)} | variables
     return subprocess.Popen([sys.executable, "-c", CHECK], env=environment, stdout=subprocess.PIPE, text=True)
 
 

@@ -14,7 +14,8 @@ WIDTHS = [1, 15, 16, 17, 255, 256, 5003, 49_152]
 
 
 def equal(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
-    return torch.equal(actual[1], expected[1]) and torch.equal(*(x[0].nan_to_num(nan=1e38) for x in (actual, expected)))
+    values, expected_values = (x[0].nan_to_num(nan=1e38) for x in (actual, expected))
+    return torch.equal(actual[1], expected[1]) and torch.equal(values, expected_values)
 
 
 def rows_of(kind: str, num_rows: int, width: int, seed: int) -> Tensor:
@@ -69,20 +70,20 @@ def test_topk_is_the_twins(kind: str, width: int, k: int, seed: int) -> None:
     seed=st.integers(0, 999),
 )
 def test_a_draw_is_the_twins(kind: str, width: int, temperature: float, seed: int) -> None:
-    x, temperatures = rows_of(kind, 7, width, seed), torch.full((7,), temperature)
+    x = rows_of(kind, 7, width, seed)
+    temperatures = torch.full((7,), temperature)
     expected = gumbel.gumbel_argmax(x / temperature, *key(7, seed))
     assert torch.equal(native.gumbel_argmax(x, temperatures, *key(7, seed)), expected)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 4.0])
 def test_many_draws_are_the_twins(scale: float) -> None:
-    """200,000 of them: some are so close that the kernel asks the twin."""
+    """In 200,000 draws, some scores are so close that the kernel leaves the row to the twin."""
     row, temperatures = scale * torch.randn(300), torch.full((20_000,), 0.9)
     for seed in range(10):
         drawn = native.gumbel_argmax(row.expand(20_000, -1), temperatures, *key(20_000, seed))
-        expected = torch.cat(
-            [gumbel.gumbel_argmax(row.expand(500, -1) / 0.9, *part) for part in _parts(key(20_000, seed))]
-        )
+        parts = _parts(key(20_000, seed))
+        expected = torch.cat([gumbel.gumbel_argmax(row.expand(500, -1) / 0.9, *part) for part in parts])
         assert torch.equal(drawn, expected)
 
 
@@ -91,7 +92,7 @@ def _parts(columns: tuple[Tensor, ...], size: int = 500) -> list[tuple[Tensor, .
 
 
 def test_scores_that_tie_are_left_to_the_twin() -> None:
-    """Logits that undo the noise: every score is 0, give or take an ulp."""
+    """The logits cancel the noise: every score is 0, up to the last bit."""
     columns = key(4, 0)
     words = gumbel.token_words(1000, torch.device("cpu"))
     logits = -gumbel._score(torch.zeros(4, 1000), words, gumbel.row_key(*columns))
@@ -113,11 +114,9 @@ def test_threads_and_company_do_not_change_a_choice() -> None:
         torch.set_num_threads(1)
         for i in range(9):
             one = x[i : i + 1]
-            alone = (
-                native.gumbel_argmax(one, torch.ones(1), *(c[i : i + 1] for c in columns)),
-                native.row_topk(one, 64)[1],
-                native.row_argmax(one)[1],
-            )
+            own_key = (column[i : i + 1] for column in columns)
+            drawn = native.gumbel_argmax(one, torch.ones(1), *own_key)
+            alone = drawn, native.row_topk(one, 64)[1], native.row_argmax(one)[1]
             assert all(torch.equal(a[0], b[i]) for a, b in zip(alone, together, strict=True))
     finally:
         torch.set_num_threads(threads)

@@ -22,7 +22,7 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, num_roundings: int = 1) -> None:
-    """Equal up to roundings of the last place: a sum in another order may tip one, and that tip the next."""
+    """Equal up to roundings of the last place: a sum in another order may change a rounding, and that the next."""
     tolerance = num_roundings * 2**-7 if actual.dtype == torch.bfloat16 else 2e-6
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance / 10)
 
@@ -45,7 +45,7 @@ def test_rms_norm_is_llamas(ops: ModuleType, T: int, D: int, dtype: torch.dtype,
     normed, total = ops.rms_norm(x, norm.weight.data, 1e-5, residual if add else None)
     stream = x + residual if add else x
     assert torch.equal(total, stream)
-    close(normed, norm(stream).detach(), num_roundings=2)  # before the weight, and behind it
+    close(normed, norm(stream).detach(), num_roundings=2)  # before and after the product with the weight
     assert torch.equal(x, kept[0]) and torch.equal(residual, kept[1])
 
 
@@ -92,7 +92,8 @@ def test_rope_is_transformers(
     before = [x.clone() for x in (q, k, v)]
     rot_dim, positions = int(D * part), torch.randint(0, 200, (T,))
     angle = angles(rot_dim)
-    cos_sin, cache = torch.cat((angle.cos(), angle.sin()), 1), torch.full((1, 2, 16, 2, D), math.nan, dtype=dtype)
+    cos_sin = torch.cat((angle.cos(), angle.sin()), 1)
+    cache = torch.full((1, 2, 16, 2, D), math.nan, dtype=dtype)
     ops.rope_and_write(q, k, v, cos_sin, positions, cache, torch.full((T,), -1), interleaved)
     assert cache.isnan().all()
     angle = angle[positions]
@@ -158,7 +159,7 @@ def test_blocks_that_lie_apart_are_written_as_others(padding: int, dtype: torch.
 @both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_heads_are_normed_before_they_are_rotated(ops: ModuleType, dtype: torch.dtype) -> None:
-    """In bfloat16 rounded after the norm, after its weight, and after the rotation."""
+    """In bfloat16, results are rounded after the norm, after its weight, and after the rotation."""
     torch.manual_seed(0)
     T, D = 37, 80
     angle = angles(D)
@@ -170,7 +171,8 @@ def test_heads_are_normed_before_they_are_rotated(ops: ModuleType, dtype: torch.
         norm.weight.data = weight
         expected.append(norm(x).detach())
     twin.rope(*expected, cos_sin, positions)
-    v, cache = qkv[2].clone(), torch.full((4, 2, 16, 2, D), math.nan, dtype=dtype)
+    v = qkv[2].clone()
+    cache = torch.full((4, 2, 16, 2, D), math.nan, dtype=dtype)
     ops.rope_and_write(*qkv, cos_sin, positions, cache, slots, q_norm_D=weights[0], k_norm_D=weights[1], eps=1e-5)
     for x, truth in zip(qkv, expected, strict=False):  # rotating adds what may cancel, so errors are absolute
         torch.testing.assert_close(x, truth, rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 2e-6)
@@ -180,7 +182,10 @@ def test_heads_are_normed_before_they_are_rotated(ops: ModuleType, dtype: torch.
 
 
 def test_threads_that_write_neighbouring_tokens_do_not_undo_each_other() -> None:
-    """Two tokens of bfloat16 values share words. No slot comes right after the one before: no whole chunk is written at once."""
+    """Two tokens of bfloat16 values share words.
+
+    No token's slot directly follows that of the token before it, so that chunks are not written as a whole.
+    """
     T, D = 512, 64
     k, v = (torch.randn(T, 3, D).bfloat16() for _ in range(2))
     slots = torch.cat((torch.arange(0, T, 2), torch.arange(1, T, 2)))
@@ -206,9 +211,8 @@ def test_a_layer_of_native_kernels_gives_what_a_layer_of_twins_gives(dtype: torc
     T, D, size = 37, 64, 16
     angle = angles(D)
     cos_sin, positions = torch.cat((angle.cos(), angle.sin()), 1), torch.arange(T)
-    tables = AttentionTables(
-        torch.tensor([0, T]).int(), torch.tensor([T]).int(), torch.tensor([[3, 0, 2]]).int(), size, T
-    )
+    block_table = torch.tensor([[3, 0, 2]]).int()
+    tables = AttentionTables(torch.tensor([0, T]).int(), torch.tensor([T]).int(), block_table, size, T)
     slots = tables.block_table[0, positions // size].long() * size + positions % size
     qkv = fused_qkv(T, 6, 2, D, dtype)
     out = []

@@ -1,4 +1,4 @@
-"""Prompts that begin in a step: attention over the step's own keys is what attention over the cache is."""
+"""For prompts that begin in a step, attention over the step's own keys equals attention over the cache."""
 
 import torch
 
@@ -20,12 +20,12 @@ def test_fresh_rows_attend_as_over_the_cache_and_leave_others_alone():
     for row, count in enumerate(counts):
         slots = table[row].long().repeat_interleave(size)[:count] * size + torch.arange(count, device=DEVICE) % size
         write_kv(cache, k[starts[row] : starts[row + 1]], v[starts[row] : starts[row + 1]], slots)
-    ints = lambda values: torch.tensor(values, dtype=torch.int32, device=DEVICE)  # noqa: E731
-    expected = paged_attention(q, cache, AttentionTables(ints(starts), ints(counts), table, size, 70), scale=0.3)
+    query_starts, context_lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (starts, counts))
+    tables = AttentionTables(query_starts, context_lens, table, size, 70)
+    expected = paged_attention(q, cache, tables, scale=0.3)
     out = torch.full((total, H, D), torch.nan, device=DEVICE, dtype=DTYPE)
     cudnn.uncached_prefill_attention(q, k, v, ((0, 40), (43, 70)), out, scale=0.3)
     assert out[40:43].isnan().all()
     out[40:43] = expected[40:43]
-    torch.testing.assert_close(
-        out, expected, atol=2e-2 if DEVICE == "cuda" else 1e-5, rtol=1e-2 if DEVICE == "cuda" else 1e-5
-    )
+    tolerance = dict(atol=2e-2, rtol=1e-2) if DEVICE == "cuda" else dict(atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out, expected, **tolerance)

@@ -23,15 +23,17 @@ def random_blocks(type_name: str, num_blocks: int, scales: np.ndarray | None = N
     blocks = rng.integers(0, 256, (num_blocks, BLOCK[type_name][1]), np.uint8)
     for start in HALVES.get(type_name, []):
         half = np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16)
-        half = (
-            rng.choice(scales, half.shape) if scales is not None else np.where(np.isfinite(half), half, np.float16(1))
-        )
+        if scales is None:
+            half = np.where(np.isfinite(half), half, np.float16(1))
+        else:
+            half = rng.choice(scales, half.shape)
         blocks[:, start : start + 2] = half.view(np.uint8)
     return blocks
 
 
 def truth(type_name: str, blocks: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[type_name]).copy()).flatten()
+    values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[type_name])
+    return torch.from_numpy(values.copy()).flatten()
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:

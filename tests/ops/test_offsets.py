@@ -1,7 +1,7 @@
-"""Whatever lies past 2^31 elements is found: caches, tables, weights, logits; each kernel against its twin on the small part that counts.
+"""Kernels reach what lies past 2^31 elements in caches, tables, weights and logits, each compared with its twin.
 
-On a GPU tensors really are that large. Elsewhere, in Triton's interpreter, only addresses are: memory is reserved but not filled, with
-as much again before the tensor, so that an offset that has wrapped around reads the zeros there instead of ending the process.
+On a GPU tensors really are that large. Elsewhere, in Triton's interpreter, memory is reserved but not filled, and as
+much again before the tensor, so that an offset that has wrapped around reads zeros there instead of ending the process.
 """
 
 import gc
@@ -47,8 +47,8 @@ def memory_is_given_back() -> Iterator[None]:
 class Far:
     """A tensor [rows, *shape] whose rows from `first` on lie past FAR elements.
 
-    `whole` is what a kernel is given (in the interpreter its first row only, as it copies what a tensor spans; shapes of kernels do
-    not depend on the rows there are). `end` is the last `num_rows` rows of it, by themselves.
+    `whole` is what a kernel is given: in the interpreter only its first row, because that copies all that a tensor
+    spans (launches do not depend on the number of rows). `end` is a tensor of its last `num_rows` rows.
     """
 
     def __init__(self, num_rows: int, *shape: int, dtype: torch.dtype = DTYPE) -> None:
@@ -62,22 +62,27 @@ class Far:
             num_bytes = (FAR + count * size) * dtype.itemsize
             self.pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
             memory = np.frombuffer(self.pages, np.uint8)
-            near, end = (memory[(FAR + at * size) * dtype.itemsize :] for at in (0, self.first))
-            self.whole, self.end = (
-                torch.from_numpy(part[: n * size * dtype.itemsize]).view(dtype).view(n, *shape)
-                for part, n in ((near, 1), (end, num_rows))
-            )
+
+            def rows(first: int, num_rows: int) -> Tensor:
+                start = (FAR + first * size) * dtype.itemsize
+                piece = memory[start : start + num_rows * size * dtype.itemsize]
+                return torch.from_numpy(piece).view(dtype).view(num_rows, *shape)
+
+            self.whole, self.end = rows(0, 1), rows(self.first, num_rows)
         self.end.copy_(torch.randn(self.end.shape).to(dtype))
 
 
 class Rows:
-    """A tensor as kernels see it, with more rows than the interpreter should know of."""
+    """A tensor of many rows to a kernel's wrapper, of which the interpreter sees only the first."""
 
     def __init__(self, first: Tensor, num_rows: int, row_stride: int) -> None:
-        self.first, self.row_stride, self.shape = first, row_stride, torch.Size((num_rows, *first.shape[1:]))
+        self.first, self.row_stride = first, row_stride
+        self.shape = torch.Size((num_rows, *first.shape[1:]))
 
     def stride(self, dim: int | None = None) -> int | tuple[int, ...]:
-        return self.row_stride if dim == 0 else self.first.stride() if dim is None else self.first.stride(dim)
+        if dim is None:
+            return self.first.stride()
+        return self.row_stride if dim == 0 else self.first.stride(dim)
 
     def __getattr__(self, name: str):
         return getattr(self.first, name)
@@ -87,7 +92,7 @@ def ints(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-# ---- the cache ------------------------------------------------------------------------------------------------------
+# ---- the cache ----
 
 K, D, SIZE = 2, 64, 16
 
@@ -102,9 +107,8 @@ def test_attention_finds_blocks(rows: tuple[tuple[int, int], ...]) -> None:
     q_THD = torch.randn(starts[-1], 3 * K, D).to(DTYPE).to(DEVICE)
     found = attention.paged_attention(q_THD, far.whole, tables, scale=0.2)
     plain = attention.cache_view(far.end).transpose(2, 3).float()
-    expected = twin_attention.paged_attention(
-        q_THD.float(), plain, AttentionTables(ints(*starts), ints(*lens), table, SIZE, tables.max_query_len), scale=0.2
-    )
+    near = AttentionTables(ints(*starts), ints(*lens), table, SIZE, tables.max_query_len)
+    expected = twin_attention.paged_attention(q_THD.float(), plain, near, scale=0.2)
     torch.testing.assert_close(found.float(), expected, **TOLERANCE)
 
 
@@ -147,15 +151,16 @@ def test_latents_are_written_to_blocks() -> None:
 
 
 def test_blocks_are_copied_there_and_from_there() -> None:
-    """Which are copied in words of 4 bytes, so 2-byte elements would reach only half as far."""
-    far, near = Far(4, 2, SIZE, K, D, dtype=torch.float32), torch.randn(3, 2, SIZE, K, D, device=DEVICE)
+    """They are copied in words of 4 bytes, of which 2-byte elements would need only half as many."""
+    far = Far(4, 2, SIZE, K, D, dtype=torch.float32)
+    near = torch.randn(3, 2, SIZE, K, D, device=DEVICE)
     source = far.end[2].clone()
     blocks.copy_blocks(near, far.whole, ints(1, far.first + 3).view(1, 2))
     blocks.copy_blocks(far.whole, near, ints(far.first + 2, 0).view(1, 2))
     assert torch.equal(far.end[3], near[1]) and torch.equal(near[0], source)
 
 
-# ---- tables, weights and logits -------------------------------------------------------------------------------------
+# ---- tables, weights and logits ----
 
 
 @pytest.mark.parametrize(
@@ -176,8 +181,10 @@ def test_a_gated_linear_layer_finds_the_second_half_of_its_weight() -> None:
         gate = far.whole[half - num_outputs : half].copy_(torch.randn(num_outputs, num_inputs))
         found = linear.linear_silu_mul(x_MK, far.whole)[:, -num_outputs:]
     else:  # a single program, of a layer with so many outputs that all of the second half lies far away
-        gate, found = far.whole.copy_(torch.randn(1, num_inputs)), torch.full((1, 1), math.nan, dtype=DTYPE)
-        linear._linear_kernel[(1,)](x_MK, far.whole, None, found, far.first, 1, num_inputs, 1, 1024, True, False)
+        gate = far.whole.copy_(torch.randn(1, num_inputs))
+        found = torch.full((1, 1), math.nan, dtype=DTYPE)
+        sizes = dict(M=1, K=num_inputs, BLOCK_N=1, BLOCK_K=1024)
+        linear._linear_kernel[(1,)](x_MK, far.whole, None, found, far.first, **sizes, GATED=True, PDL=False)
     torch.testing.assert_close(found, twin_linear.linear_silu_mul(x_MK, torch.cat((gate, far.end))), **TOLERANCE)
 
 
@@ -192,30 +199,22 @@ STAGES = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_sampler_finds_logits(stage: str) -> None:
-    """One row, after so many rows of padding that it begins past FAR; in the interpreter after one, far away."""
-    far, flags = (
-        Far(1, VOCAB),
-        dict(random=stage != "greedy", restricted=stage == "restricted", penalized=stage == "penalized"),
-    )
+    """One row, after so many rows of padding that it begins past FAR; in the interpreter after one row, far away."""
+    far = Far(1, VOCAB)
+    flags = dict(random=stage != "greedy", restricted=stage == "restricted", penalized=stage == "penalized")
     far.end.mul_(3)
     logits = far.whole if ON_A_CARD else Rows(far.whole, 2, far.first * VOCAB)
     asked = dict(top_p=1.0, repetition_penalty=1.0, seed=7, prompt_len=4) | STAGES[stage]
     dtypes = [torch.float32] * 6 + [torch.int64] * 4
-    columns = twin_sampling.SamplerColumns(
-        *(
-            torch.tensor([asked.get(name, 0)], dtype=dtype, device=DEVICE)
-            for name, dtype in zip(twin_sampling.SamplerColumns._fields, dtypes)
-        )
-    )
-    tokens, positions = (
-        torch.randint(VOCAB, (1, 20), dtype=torch.int32, device=DEVICE),
-        torch.full((logits.shape[0],), 9, device=DEVICE).int(),
-    )
+    values = [asked.get(name, 0) for name in twin_sampling.SamplerColumns._fields]
+    columns = [torch.tensor([value], dtype=dtype, device=DEVICE) for value, dtype in zip(values, dtypes, strict=True)]
+    columns = twin_sampling.SamplerColumns(*columns)
+    tokens = torch.randint(VOCAB, (1, 20), dtype=torch.int32, device=DEVICE)
+    positions = torch.full((logits.shape[0],), 9, device=DEVICE).int()
     rows, out = torch.full_like(positions, -1), torch.full_like(positions, -77)
     rows[-1] = 0
     expected, expected_tokens = out[-1:].clone(), tokens.clone()
     twin_sampling.sample(far.end, rows[-1:], positions[-1:], columns, expected_tokens, expected, **flags)
-    sampling.sample(
-        logits, rows, positions, columns, tokens, out, **flags, scratch=sampling.Scratch(*logits.shape, DEVICE)
-    )
+    scratch = sampling.Scratch(*logits.shape, DEVICE)
+    sampling.sample(logits, rows, positions, columns, tokens, out, **flags, scratch=scratch)
     assert out[-1] == expected and torch.equal(tokens, expected_tokens) and out[:-1].eq(-1).all()

@@ -1,6 +1,6 @@
-"""Paged attention in Triton against its torch twin, on scrambled block tables; what nobody may read or write is NaN.
+"""Paged attention in Triton against its torch twin, on scrambled block tables; what must not be read or written is NaN.
 
-Without a GPU the kernels run in Triton's interpreter, which knows float32 and float16 only.
+Without a GPU the kernels run in Triton's interpreter, which computes in float32 and float16 only.
 """
 
 import math
@@ -22,7 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(autouse=True)
 def splits_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that contexts that the interpreter can do are split."""
+    """So that also contexts short enough for the interpreter are split."""
     monkeypatch.setattr(ops, "MIN_CHUNK", 128)
 
 
@@ -60,20 +60,19 @@ class World:
         num_blocks = [-(-n // size) for n in lens]
         pool = torch.randperm(sum(num_blocks) + 3, generator=random).int()
         plain = torch.full((len(pool), 2, size, K, D), math.nan, dtype=case.dtype)
-        # The r-th row of the step reads row 2r+1 of a table that is wider than anyone needs.
+        # The r-th row of the step reads row 2r+1 of a table that is wider than needed.
         table = torch.full((2 * len(lens) + 1, max(num_blocks) + 5), -1, dtype=torch.int32)
         taken = 0
         for r, (n, (_, before)) in enumerate(zip(lens, case.rows, strict=True)):
             first = max(0, before - case.window + 1) if case.window else 0
             for block in range(num_blocks[r]):
                 kept = range(max(first, block * size), min(n, (block + 1) * size))
-                if kept:  # else nobody sees it any more, and its entry is stale
+                if kept:  # else no query sees the block any more, and its entry is stale
                     table[2 * r + 1, block] = pool[taken]
-                    plain[pool[taken], :, [p % size for p in kept]] = torch.randn(
-                        (2, len(kept), K, D), generator=random
-                    ).to(case.dtype)
+                    values = torch.randn((2, len(kept), K, D), generator=random).to(case.dtype)
+                    plain[pool[taken], :, [p % size for p in kept]] = values
                     taken += 1
-        # Blocks are padded, as where groups of unequal layers share a pool.
+        # Blocks are padded, as where groups of different layers share a pool.
         padded = torch.full((len(pool), 2 * size * K * D + 32), math.nan, dtype=case.dtype, device=DEVICE)
         self.cache = padded[:, : 2 * size * K * D].view(len(pool), 2, size, K, D)
         ops.cache_view(self.cache).copy_(plain.transpose(2, 3))
@@ -88,7 +87,7 @@ class World:
             self.ints(lens),
             table.to(DEVICE),
             size,
-            max(n for n, _ in case.rows),
+            max(num_queries for num_queries, _ in case.rows),
             rows=self.ints([2 * r + 1 for r in range(len(lens))]),
         )
 
@@ -121,18 +120,12 @@ class World:
 
     def options(self) -> dict:
         case = self.case
-        return dict(
-            scale=case.head_size**-0.5,
-            window=case.window,
-            softcap=case.softcap,
-            sinks_H=self.sinks_H,
-        )
+        return dict(scale=case.head_size**-0.5, window=case.window, softcap=case.softcap, sinks_H=self.sinks_H)
 
     def run(self, work: AttentionWork | None) -> Tensor:
         out = torch.full(self.q_THD.shape, math.nan, dtype=self.case.dtype, device=DEVICE)
-        ops.paged_attention(
-            self.q_THD, self.cache, replace(self.tables, work=(work,) if work else None), **self.options(), out=out
-        )
+        tables = replace(self.tables, work=(work,) if work else None)
+        ops.paged_attention(self.q_THD, self.cache, tables, **self.options(), out=out)
         assert out[-2:].isnan().all()  # padding tokens
         return out[:-2]
 
@@ -207,12 +200,13 @@ def test_without_a_work_list_it_is_planned_on_the_spot_with_the_shipped_tiles(ro
 def test_the_same_step_gives_the_same_bits(case: Case) -> None:
     world = World(case)
     work = world.work()
-    assert torch.equal(world.run(work), world.run(work))  # the second in the room that the first has used
+    assert torch.equal(world.run(work), world.run(work))  # the second in memory that the first has used
 
 
 def test_a_row_among_others_gets_the_bits_it_gets_alone_when_not_split() -> None:
     together = World(Case(MIXED))
-    out, start = together.run(together.work()), 9
+    out = together.run(together.work())
+    start = 9
     alone = World(Case(MIXED[2:3]))
     alone.cache, alone.q_THD = together.cache, together.q_THD[start : start + 3]
     alone.tables = replace(alone.tables, block_table=together.tables.block_table, rows=together.tables.rows[2:3])
@@ -229,7 +223,7 @@ def test_the_backend_takes_what_the_kernels_take() -> None:
     assert not supports(torch.float64, 128, 16) and not supports(torch.bfloat16, 100, 16)
 
 
-# ---- the plan -------------------------------------------------------------------------------------------------------
+# ---- the plan ----
 
 
 def plan(num_queries: list[int], context_lens: list[int], **options: int) -> np.ndarray:
@@ -257,7 +251,8 @@ def test_a_window_bounds_the_keys() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_plan_covers_every_query_and_key_once_and_is_no_longer_than_promised(seed: int) -> None:
     random = np.random.default_rng(seed)
-    R, G, K = int(random.integers(1, 40)), int(random.choice([1, 3, 4, 8])), int(random.choice([1, 2, 8, 600]))
+    R = int(random.integers(1, 40))
+    G, K = int(random.choice([1, 3, 4, 8])), int(random.choice([1, 2, 8, 600]))
     num_queries = random.choice([0, 1, 1, 1, 5, 200], R)
     context_lens = num_queries + random.choice([0, 10, 300, 9000], R)
     window, tile_m = int(random.choice([0, 100, 2000])), int(random.choice([16, 64, 128]))

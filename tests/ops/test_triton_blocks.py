@@ -15,7 +15,7 @@ PAIRS = [(4, 0), (1, 6), (4, 3), (7, 2)]
 def cache(
     num_blocks: int, shape: tuple[int, ...] = SHAPE, dtype: torch.dtype = torch.float16, padding: int = 0
 ) -> Tensor:
-    """Random bytes, NaNs among them; blocks so many elements apart from each other."""
+    """A cache of random bytes, NaNs among them, with `padding` elements between blocks."""
     size = torch.Size(shape).numel()
     memory = torch.randint(0, 256, (num_blocks, (size + padding) * dtype.itemsize), dtype=torch.uint8, device=DEVICE)
     return memory.view(dtype)[:, :size].unflatten(1, shape)
@@ -31,7 +31,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def whole(cache: Tensor) -> Tensor:
-    """With what lies between its blocks."""
+    """All memory of a cache, with what lies between its blocks."""
     return cache.as_strided((cache.shape[0], cache.stride(0)), (cache.stride(0), 1))
 
 

@@ -29,7 +29,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Fresh tensors hold NaN: what a kernel forgets to write shows."""
+    """New tensors are filled with NaN, to show what a kernel forgets to write."""
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
@@ -95,11 +95,9 @@ def test_embedding_and_gather_rows_copy_the_rows_that_are_named(
 
 @pytest.mark.parametrize("module", [ops, twin], ids=["triton", "twin"])
 def test_rows_are_gathered_into_a_buffer_that_is_given(module) -> None:
-    x, out, idx = (
-        randn(9, 200)[:, :160],
-        torch.full((2, 160), math.nan, device=DEVICE),
-        torch.tensor([8, 1], device=DEVICE),
-    )
+    x = randn(9, 200)[:, :160]
+    idx = torch.tensor([8, 1], device=DEVICE)
+    out = torch.full((2, 160), math.nan, device=DEVICE)
     assert module.gather_rows(x, idx, out=out) is out
     assert torch.equal(out, x[idx])
 
@@ -114,14 +112,8 @@ def inputs(T: int, H: int, K: int, D: int, rotary_dim: int, dtype: torch.dtype) 
     positions = torch.randint(0, 50, (T,), device=DEVICE)
     slots = torch.randperm(6 * 16, device=DEVICE)[:T]
     slots[4::5], positions[4::5] = -1, 0
-    return {
-        "q": q,
-        "k": k,
-        "v": v,
-        "cos_sin": torch.cat((angle.cos(), angle.sin()), 1),
-        "positions": positions,
-        "slots": slots,
-    }
+    cos_sin = torch.cat((angle.cos(), angle.sin()), 1)
+    return {"q": q, "k": k, "v": v, "cos_sin": cos_sin, "positions": positions, "slots": slots}
 
 
 def run(module, cache: torch.Tensor, x: dict[str, torch.Tensor], **options) -> tuple[torch.Tensor, ...]:
@@ -135,13 +127,12 @@ def run(module, cache: torch.Tensor, x: dict[str, torch.Tensor], **options) -> t
 def check_rope_and_write(x: dict[str, torch.Tensor], **options) -> None:
     K, D, dtype = x["k"].shape[1], x["k"].shape[2], x["k"].dtype
     expected_cache = torch.full((6, 2, 16, K, D), math.nan, dtype=dtype, device=DEVICE)
-    memory = torch.full(
-        (6, 3, K, 16, D), math.nan, dtype=dtype, device=DEVICE
-    )  # a block is followed by another layer's
+    # Each block is followed by one of another layer.
+    memory = torch.full((6, 3, K, 16, D), math.nan, dtype=dtype, device=DEVICE)
     expected = run(twin, expected_cache, x, **options)
     actual = run(ops, memory[:, :2].view(6, 2, 16, K, D), x, **options)
-    for mine, theirs in zip(actual, expected, strict=True):
-        close(mine, theirs)
+    for found, wanted in zip(actual, expected, strict=True):
+        close(found, wanted)
     close(memory[:, :2].transpose(2, 3), expected_cache)
     assert memory[:, 2].isnan().all()
 
@@ -167,7 +158,8 @@ def test_any_head_size_is_rotated_in_part_or_whole(
 
 def test_heads_of_a_token_come_out_the_same_in_any_company() -> None:
     """Also where one token and many are launched differently."""
-    x, norms = inputs(40, 4, 2, 128, 128, torch.float32), {"q_norm_D": randn(128), "k_norm_D": randn(128), "eps": 1e-6}
+    x = inputs(40, 4, 2, 128, 128, torch.float32)
+    norms = {"q_norm_D": randn(128), "k_norm_D": randn(128), "eps": 1e-6}
     caches = torch.zeros(2, 6, 2, 16, 2, 128, device=DEVICE)
     together = run(ops, caches[0], x, **norms)
     for token in (0, 3, 39):
@@ -177,18 +169,18 @@ def test_heads_of_a_token_come_out_the_same_in_any_company() -> None:
 
 
 def two_places(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two zeroed stretches of one memory, FAR elements apart; only what is touched of it takes up room."""
+    """Two pieces of one memory of zeros, FAR elements apart. Only what is touched of it takes up memory."""
     if DEVICE == "cuda":
         memory = torch.zeros(FAR + size, dtype=torch.float16, device=DEVICE)
         return memory[:size], memory[FAR:]
     memory = np.zeros(FAR + size, np.float16)
-    return torch.from_numpy(memory[:size]), torch.from_numpy(
-        memory[FAR:]
-    )  # the interpreter looks after what a tensor spans
+    # As tensors of their own, because the interpreter copies all that a tensor spans.
+    return torch.from_numpy(memory[:size]), torch.from_numpy(memory[FAR:])
 
 
 def test_a_block_past_two_billion_elements_is_found() -> None:
-    x, (near, far) = inputs(1, 4, 2, 128, 128, torch.float16), two_places(2 * 16 * 2 * 128)
+    x = inputs(1, 4, 2, 128, 128, torch.float16)
+    near, far = two_places(2 * 16 * 2 * 128)
     x["slots"][0] = 16 + 13
     _, k, v = run(ops, near.as_strided((1, 2, 16, 2, 128), (FAR, 4096, 256, 128, 1)), x)
     assert torch.equal(far.view(2, 2, 16, 128)[:, :, 13], torch.cat((k, v))) and near.eq(0).all()
@@ -197,7 +189,8 @@ def test_a_block_past_two_billion_elements_is_found() -> None:
 def test_a_row_past_two_billion_elements_is_found() -> None:
     near, far = two_places(64)
     far.copy_(torch.arange(64))
-    table, ids = near.as_strided((1, 64), (FAR, 1)), torch.tensor([1, 0], device=DEVICE, dtype=torch.int32)
+    table = near.as_strided((1, 64), (FAR, 1))
+    ids = torch.tensor([1, 0], device=DEVICE, dtype=torch.int32)
     assert torch.equal(ops.embedding(ids, table), torch.stack((far, near)))
 
 

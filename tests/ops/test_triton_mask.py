@@ -14,7 +14,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_named_rows_lose_the_tokens_whose_bit_is_zero(vocab_size, dtype):
     logits = torch.randn(5, vocab_size, dtype=dtype, device=DEVICE)
-    places = torch.tensor([4, 1, -1, 2], device=DEVICE)  # -1: nobody's
+    places = torch.tensor([4, 1, -1, 2], device=DEVICE)  # -1 is padding
     words = torch.randint(-(2**31), 2**31, (4, -(-vocab_size // 32)), device=DEVICE).int()
     expected = logits.clone()
     mask_logits(expected, places, words)

@@ -1,6 +1,6 @@
-"""Latent attention in Triton against its torch twin, on scrambled block tables; what nobody may read or write is NaN.
+"""Latent attention in Triton against its twin, on scrambled block tables; what must not be read or written is NaN.
 
-Without a GPU the kernels run in Triton's interpreter, which knows float32 and float16 only.
+Without a GPU the kernels run in Triton's interpreter, which computes in float32 and float16 only.
 """
 
 import math
@@ -26,7 +26,7 @@ TALL = Tile(64, 32, 4, 2, 2)
 
 @pytest.fixture(autouse=True)
 def splits_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that contexts that the interpreter can do are split."""
+    """So that also contexts short enough for the interpreter are split."""
     monkeypatch.setattr(attention, "MIN_CHUNK", 128)
 
 
@@ -54,7 +54,7 @@ class World:
         pool = torch.randperm(sum(num_blocks) + 3, generator=random).int()
         padded = torch.full((len(pool), size * (L + R) + 32), math.nan, dtype=case.dtype)
         cache = padded[:, : size * (L + R)].view(len(pool), size, L + R)
-        # The r-th row of the step reads row 2r+1 of a table that is wider than anyone needs.
+        # The r-th row of the step reads row 2r+1 of a table that is wider than needed.
         table = torch.full((2 * len(lens) + 1, max(num_blocks) + 5), -1, dtype=torch.int32)
         blocks = pool[: sum(num_blocks)].split(num_blocks)
         for r, (n, row_blocks) in enumerate(zip(lens, blocks, strict=True)):
@@ -71,7 +71,7 @@ class World:
             ints(lens),
             table.to(DEVICE),
             size,
-            max(n for n, _ in case.rows),
+            max(num_queries for num_queries, _ in case.rows),
             rows=ints([2 * r + 1 for r in range(len(lens))]),
         )
 
@@ -91,8 +91,8 @@ class World:
             num_programs=case.num_programs,
         )
         num_split = attention.max_split_units(len(units), num_kv_heads=num_tiles, num_programs=case.num_programs)
-        units = torch.from_numpy(np.concatenate((units, np.zeros((num_surplus, 8), np.int32)))).to(DEVICE)
-        work = AttentionWork.of(units, case.tile, num_split, num_tiles, case.latent_size)
+        padded = np.concatenate((units, np.zeros((num_surplus, 8), np.int32)))
+        work = AttentionWork.of(torch.from_numpy(padded).to(DEVICE), case.tile, num_split, num_tiles, case.latent_size)
         work.partials.fill_(math.nan)
         work.stats.fill_(math.nan)
         return work
@@ -170,7 +170,7 @@ def test_without_a_work_list_it_is_planned_on_the_spot_with_the_shipped_tiles(ro
 def test_the_same_step_gives_the_same_bits() -> None:
     world = World(Case(((1, 400),), num_programs=16))
     work = world.work()
-    assert torch.equal(world.run(work), world.run(work))  # the second in the room that the first has used
+    assert torch.equal(world.run(work), world.run(work))  # the second in memory that the first has used
 
 
 @pytest.mark.parametrize("num_heads", [1, 4, 16, 40, 71, 96, 128])
@@ -181,7 +181,7 @@ def test_every_head_is_in_one_tile_that_its_config_has_room_for(num_heads: int, 
     assert all(group <= mla.config(dtype, 512, group, decode=decode).tile_m for decode in (True, False))
 
 
-# ---- before attention -----------------------------------------------------------------------------------------------
+# ---- before attention ----
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
@@ -189,31 +189,31 @@ def test_every_head_is_in_one_tile_that_its_config_has_room_for(num_heads: int, 
 def test_latents_are_normed_rotated_and_written_as_by_the_twin(dtype: torch.dtype, interleaved: bool) -> None:
     random = torch.Generator().manual_seed(1)
     T, H, L, R, size = 5, 20, 64, 24, 16
-    fused, kv = (
-        torch.randn(shape, generator=random).to(dtype).to(DEVICE) for shape in ((T, H, R + 16), (T, L + R + 8))
-    )
+    fused = torch.randn((T, H, R + 16), generator=random).to(dtype).to(DEVICE)
+    kv = torch.randn((T, L + R + 8), generator=random).to(dtype).to(DEVICE)
+    cache = torch.full((4, size, L + R), math.nan, dtype=dtype, device=DEVICE)
     norm_L = torch.rand(L, generator=random).add(0.5).to(dtype).to(DEVICE)
     cos_sin = torch.randn((64, R), generator=random).to(DEVICE)
-    positions, slots = torch.tensor([3, 0, 63, 7, 9], device=DEVICE), torch.tensor([37, 0, 63, -1, 16], device=DEVICE)
-    ours, theirs = (
-        [x.clone() for x in (fused, kv, torch.full((4, size, L + R), math.nan, dtype=dtype, device=DEVICE))]
-        for _ in range(2)
-    )
+    positions = torch.tensor([3, 0, 63, 7, 9], device=DEVICE)
+    slots = torch.tensor([37, 0, 63, -1, 16], device=DEVICE)
+    ours = [x.clone() for x in (fused, kv, cache)]
+    theirs = [x.clone() for x in (fused, kv, cache)]
     for module, (q, kv, cache) in ((mla, ours), (twin, theirs)):
         module.norm_rope_and_write(q[..., 16:], kv[:, 8:], norm_L, 1e-6, cos_sin, positions, cache, slots, interleaved)
     for actual, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[dtype], equal_nan=True)
-    assert theirs[2].isfinite().all(2).sum() == 4  # slots written: not the padding's
+    assert theirs[2].isfinite().all(2).sum() == 4  # slots written: all but the padding's
 
 
 @pytest.mark.parametrize("sizes", [(24, 40), (512, 128)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [1, 33, mla.FEW_TOKENS + 1])
 def test_each_head_is_multiplied_by_its_own_matrix(sizes: tuple[int, int], dtype: torch.dtype, num_tokens: int) -> None:
-    random, (K, N) = torch.Generator().manual_seed(1), sizes
+    random = torch.Generator().manual_seed(1)
+    K, N = sizes
     x = torch.randn((num_tokens, 3, K + 8), generator=random).to(dtype).to(DEVICE)[..., 8:]
     wide = torch.randn((3, K + N, max(K, N)), generator=random).div(K**0.5).to(dtype).to(DEVICE)
-    for weight in (wide[:, :K, :N], wide[:, K:, :K].mT):  # as keys' and as values' lie
+    for weight in (wide[:, :K, :N], wide[:, K:, :K].mT):  # in memory as those of keys, and as those of values
         expected = torch.einsum("thk,hkn->thn", x.double(), weight.double()).float()
         torch.testing.assert_close(mla.head_linear(x, weight).float(), expected, rtol=0, atol=TOLERANCE[dtype])
         torch.testing.assert_close(twin.head_linear(x, weight).float(), expected, rtol=0, atol=TOLERANCE[dtype])

@@ -35,7 +35,7 @@ RULES = {
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Fresh tensors hold NaN, or ids that name nobody: what a kernel forgets to write shows."""
+    """New tensors are filled with NaN, or with ids of no expert, to show what a kernel forgets to write."""
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
@@ -53,7 +53,8 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("num_experts", [16, 20, 512], ids=lambda n: f"{n} experts")
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_every_rule_is_its_twin(rule: Routing, num_experts: int, bias: bool) -> None:
-    logits, correction = 2 * randn(3, num_experts + 3)[:, :num_experts], randn(num_experts) if bias else None
+    logits = 2 * randn(3, num_experts + 3)[:, :num_experts]
+    correction = randn(num_experts) if bias else None
     weights, ids = routing.route(logits, rule, correction)
     expected_weights, expected_ids = twin_routing.route(logits, rule, correction)
     assert weights.dtype == torch.float32 and ids.dtype == torch.int32 and torch.equal(ids, expected_ids)
@@ -66,7 +67,8 @@ def test_a_routers_logits_are_its_twins_in_parts(num_tokens: int, num_experts: i
     x = randn(num_tokens, hidden_size + 8)[:, :hidden_size]
     weight, bias = randn(num_experts, hidden_size), randn(num_experts)
     found = routing.router_logits(x, weight, bias)
-    num_parts = -(-hidden_size // (256 if hidden_size <= 4096 else 1024)) if num_tokens <= 1024 else 1
+    part = 256 if hidden_size <= 4096 else 1024
+    num_parts = -(-hidden_size // part) if num_tokens <= 1024 else 1
     assert found.dtype == torch.float32 and len(found) == num_parts
     torch.testing.assert_close(found.sum(0), twin_routing.router_logits(x, weight, bias)[0], rtol=1e-4, atol=1e-3)
     rule = Routing(4, renormalize=True)
@@ -132,7 +134,7 @@ def test_assignments_are_sorted_by_expert_and_cut_into_tiles(num_tokens: int, nu
 @pytest.mark.parametrize("A, num_experts", [(1, 8), (8, 8), (9, 8), (64, 8), (1000, 3)])
 def test_there_are_tiles_enough_for_any_spread_and_few_to_spare(A: int, num_experts: int) -> None:
     plan = moe.sort_by_expert(torch.zeros(A, 1, dtype=torch.int32, device=DEVICE), num_experts, 16)
-    most = 0  # the worst spread: as many experts as can be have one row, or one row past full tiles
+    most = 0  # the worst case: as many experts as possible have a single row, or a single row after full tiles
     for used in range(1, min(A, num_experts) + 1):
         full = (A - used) // 16
         most = max(most, used + full)
@@ -222,8 +224,11 @@ def test_a_row_does_not_depend_on_its_company(cut: Config) -> None:
 
 
 def far_matrices(num_experts: int, *shape: int) -> tuple[Tensor, Tensor]:
-    """(all experts' as a kernel is given them, the last two's). Without a GPU only addresses are that many, the interpreter knows of the
-    first expert only, and an offset that has wrapped around finds zeros."""
+    """(the matrices of all experts, as a kernel is given them; those of the last two).
+
+    Without a GPU memory is reserved but not filled, the interpreter is told of the first expert only, and an offset
+    that has wrapped around finds zeros.
+    """
     if DEVICE == "cuda":
         near = whole = torch.empty(num_experts, *shape, dtype=DTYPES[1], device=DEVICE)
     else:
@@ -241,27 +246,23 @@ def test_experts_past_2_to_the_31_elements_are_found(few: bool) -> None:
     D, F = 256, 128
     num_experts = FAR // (D * F) + 2
     (gate_up, last_gate_up), (down, last_down) = far_matrices(num_experts, 2 * F, D), far_matrices(num_experts, D, F)
-    x, weights, ids = (
-        randn(1, D, dtype=DTYPES[1]),
-        torch.rand(1, 2, device=DEVICE),
-        torch.tensor([[1, 0]], dtype=torch.int32, device=DEVICE),
-    )
+    x, weights = randn(1, D, dtype=DTYPES[1]), torch.rand(1, 2, device=DEVICE)
+    ids = torch.tensor([[1, 0]], dtype=torch.int32, device=DEVICE)
     if few:
-        found = moe.experts(
-            x, weights, ids + num_experts - 2, gate_up, down, cut=Config(0, Tile(64, 256, 4), Tile(128, 128, 4))
-        )
-    else:  # sorted as if these two were all: there is a program per expert
-        plan, tile = moe.sort_by_expert(ids, 2, 16), Tile(64, 64, 4, 2)
+        cut = Config(0, Tile(64, 256, 4), Tile(128, 128, 4))
+        found = moe.experts(x, weights, ids + num_experts - 2, gate_up, down, cut=cut)
+    else:  # sorted as if there were only these two, because sorting has a program for each expert
+        plan = moe.sort_by_expert(ids, 2, 16)
+        tile = Tile(64, 64, 4, 2)
         plan.tiles[1::3] += num_experts - 2
         h, y = x.new_empty(2, F), x.new_empty(2, D)
         constants = dict(ACTIVATION="silu", TOP_K=2, PDL=pdl(x), **options(pdl(x)))
         moe._grouped(h, x, gate_up, None, plan, tile, GATED=True, **constants)
         moe._grouped(y, h, down, None, plan, tile, GATED=False, **constants)
         found = (weights @ y.float()).to(x.dtype)
+    expected = twin.experts(x, weights, ids, last_gate_up, last_down)
     tolerance = TOLERANCE[DTYPES[1]]
-    torch.testing.assert_close(
-        found, twin.experts(x, weights, ids, last_gate_up, last_down), rtol=tolerance, atol=tolerance
-    )
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 SHAPES = {

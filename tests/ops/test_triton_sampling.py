@@ -1,6 +1,7 @@
-"""The device's sampler chooses what its torch twin chooses, but for scores and masses too close for float32 to tell apart.
+"""The sampler of GPUs chooses what its torch twin chooses, except where float32 cannot tell scores or masses apart.
 
-Without a GPU the kernels run in Triton's interpreter, which needs some 50 ms for each program: rows are few and short there.
+Without a GPU the kernels run in Triton's interpreter, which needs some 50 ms for each program: there rows are few and
+short.
 """
 
 import pytest
@@ -17,7 +18,7 @@ from quire.sampling.rows import FLOATS, INTS
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-VOCAB = 151_936 if ON_GPU else 2_503  # the latter no multiple of anything
+VOCAB = 151_936 if ON_GPU else 2_503  # the latter is a prime
 HALF = torch.bfloat16 if ON_GPU else torch.float16
 MAX_LEN = 60
 DEFAULTS = {"temperature": 0.8, "top_p": 1.0, "repetition_penalty": 1.0, "prompt_len": 7}
@@ -31,7 +32,10 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Step:
-    """A step whose sampling row i asks for `asked[i]`; its row in the persistent batch is another one, and some rows are free."""
+    """A step whose sample i has the parameters `asked[i]`.
+
+    Its row of the persistent batch has another number; some rows are free.
+    """
 
     def __init__(self, logits_SV: Tensor, asked: list[dict], seed: int = 0) -> None:
         random = torch.Generator().manual_seed(seed)
@@ -41,10 +45,12 @@ class Step:
         seeds = torch.randint(2**40, (len(asked),), generator=random).tolist()
         drawn = [{"seed": seed, "choice_idx": row} for seed, row in zip(seeds, rows.tolist(), strict=True)]
         full = [DEFAULTS | own | params for own, params in zip(drawn, asked, strict=True)]
-        floats, ints = torch.zeros(num_rows, len(FLOATS)), torch.zeros(num_rows, len(INTS), dtype=torch.int64)
-        floats[rows] = torch.tensor([[params.get(name, 0.0) for name in FLOATS] for params in full])
-        ints[rows] = torch.tensor([[params.get(name, 0) for name in INTS] for params in full])
-        table = dict(zip((*FLOATS, *INTS), (*floats.to(DEVICE).unbind(1), *ints.to(DEVICE).unbind(1)), strict=True))
+        floats = torch.zeros(num_rows, len(FLOATS))
+        ints = torch.zeros(num_rows, len(INTS), dtype=torch.int64)
+        floats[rows] = torch.tensor([values_of(FLOATS, params) for params in full], dtype=torch.float32)
+        ints[rows] = torch.tensor([values_of(INTS, params) for params in full])
+        columns = *floats.to(DEVICE).unbind(1), *ints.to(DEVICE).unbind(1)
+        table = dict(zip((*FLOATS, *INTS), columns, strict=True))
         self.columns = twin.SamplerColumns(**{name: table[name] for name in twin.SamplerColumns._fields})
         self.rows = rows.int().to(DEVICE)
         self.positions = torch.randint(10, MAX_LEN, (len(asked),), generator=random).int().to(DEVICE)
@@ -52,7 +58,7 @@ class Step:
         self.tokens = few[torch.randint(40, (num_rows, MAX_LEN), generator=random)].int().to(DEVICE)
 
     def run(self, module=sampling, scratch: sampling.Scratch | None = None, **flags: bool) -> tuple[Tensor, Tensor]:
-        """(chosen ids, histories), from poisoned outputs; the step itself stays as it was."""
+        """(chosen ids, histories), with outputs that are wrong before; the step itself stays as it was."""
         out_S, tokens = torch.full_like(self.rows, -77), self.tokens.clone()
         scratch = scratch or sampling.Scratch(*self.logits.shape, DEVICE)
         stages = {"random": False, "restricted": False, "penalized": False} | flags
@@ -79,23 +85,25 @@ class Step:
     def _check_close(
         self, i: int, token_id: int, random: bool, restricted: bool = False, penalized: bool = False
     ) -> None:
-        """The token lies in no larger set than float32's rounding explains, and none that surely is in the set beats it."""
+        """The token may be kept, within float32's rounding, and no token that certainly is kept has a better score."""
         row, position = self.rows[i : i + 1].long(), self.positions[i : i + 1].long()
         columns = twin.SamplerColumns(*(column[row] for column in self.columns))
         logits = self.logits[i : i + 1].float().nan_to_num(nan=-torch.inf, posinf=twin.VERY_LARGE, neginf=-torch.inf)
         if penalized:
             logits = twin.penalties(logits, self.tokens[row], position, columns)
         scaled = logits / columns.temperature[:, None]
-        key, words = (
-            gumbel.row_key(columns.seed, position, columns.choice_idx),
-            gumbel.token_words(VOCAB, scaled.device),
-        )
+        key = gumbel.row_key(columns.seed, position, columns.choice_idx)
+        words = gumbel.token_words(VOCAB, scaled.device)
         score = gumbel._score(scaled, words[: scaled.shape[1]], key)
-        inner, outer = (
-            twin.kept(scaled, columns, extra) if restricted else scaled > -torch.inf for extra in (-1e-5, 1e-5)
-        )
-        best = score.masked_fill(~inner, -torch.inf).max()
-        assert outer[0, token_id] and score[0, token_id] >= best - 4e-7 * max(1.0, abs(best))
+        is_surely_kept = is_maybe_kept = scaled > -torch.inf
+        if restricted:
+            is_surely_kept, is_maybe_kept = (twin.kept(scaled, columns, extra) for extra in (-1e-5, 1e-5))
+        best = score.masked_fill(~is_surely_kept, -torch.inf).max()
+        assert is_maybe_kept[0, token_id] and score[0, token_id] >= best - 4e-7 * max(1.0, abs(best))
+
+
+def values_of(names: tuple[str, ...], params: dict) -> list:
+    return [params.get(name, 0) for name in names]
 
 
 def logits_of(num_rows: int, seed: int = 0, vocab_size: int = VOCAB, scale: float = 3.0) -> Tensor:
@@ -104,7 +112,7 @@ def logits_of(num_rows: int, seed: int = 0, vocab_size: int = VOCAB, scale: floa
 
 
 def fit(ids: Tensor, probabilities: Tensor) -> float:
-    """The p-value of the chi-square test: how likely such draws are, or worse ones, if these are their probabilities."""
+    """The p-value of the chi-square test: how likely draws at least this far from their probabilities are."""
     expected = probabilities.double() * len(ids)
     chi_square = ((torch.bincount(ids.cpu(), minlength=len(expected)) - expected) ** 2 / expected).sum()
     return float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2).double(), chi_square / 2))
@@ -153,9 +161,19 @@ def test_a_row_that_several_programs_share_is_chosen_as_by_one(monkeypatch: pyte
 
 
 RESTRICTED = {
-    "top_k": [{"top_k": k, "temperature": t} for k, t in ((1, 1.0), (20, 0.6), (39, 5.0), (700, 20.0), (VOCAB, 1.0))],
+    "top_k": [
+        {"top_k": 1, "temperature": 1.0},
+        {"top_k": 20, "temperature": 0.6},
+        {"top_k": 39, "temperature": 5.0},
+        {"top_k": 700, "temperature": 20.0},
+        {"top_k": VOCAB, "temperature": 1.0},
+    ],
     "top_p": [
-        {"top_p": p, "temperature": t} for p, t in ((1e-6, 1.0), (0.3, 1.0), (0.95, 0.6), (0.9, 30.0), (0.9999, 5.0))
+        {"top_p": 1e-6, "temperature": 1.0},
+        {"top_p": 0.3, "temperature": 1.0},
+        {"top_p": 0.95, "temperature": 0.6},
+        {"top_p": 0.9, "temperature": 30.0},
+        {"top_p": 0.9999, "temperature": 5.0},
     ],
     "all": [
         {"min_p": 0.05, "temperature": 3.0},
@@ -186,12 +204,14 @@ def test_restricted_draws_among_equals_and_broken_logits() -> None:
 
 
 def test_the_last_token_that_is_kept_can_win_and_the_next_cannot() -> None:
-    logits, same = logits_of(1, seed=9).repeat(4, 1), {"temperature": 20.0, "seed": 1, "choice_idx": 1}
+    logits = logits_of(1, seed=9).repeat(4, 1)
+    same = {"temperature": 20.0, "seed": 1, "choice_idx": 1}
     free = Step(logits, [same] * 4)
     free.positions.fill_(20)
     winner = int(free.run(twin, random=True)[0][0])
     likelier = logits[0] > logits[0, winner]
-    rank, mass = int(likelier.sum()), float((logits[0] / 20.0).double().softmax(0)[likelier].sum())
+    rank = int(likelier.sum())
+    mass = float((logits[0] / 20.0).double().softmax(0)[likelier].sum())
     limits = {"top_k": rank + 1}, {"top_k": rank}, {"top_p": mass * 1.0001}, {"top_p": mass * 0.9999}
     step = Step(logits, [same | limit for limit in limits])
     step.positions.fill_(20)
@@ -214,16 +234,15 @@ def test_penalties_count_the_history_on_the_device() -> None:
         {},
     ]
     step = Step(logits_of(6, seed=4, scale=1.0).to(HALF), asked)
-    step.tokens[:, 0], step.tokens[:, 3] = -1, VOCAB  # no tokens of this vocabulary: passed over
+    step.tokens[:, 0], step.tokens[:, 3] = -1, VOCAB  # not in the vocabulary: ignored
     bare, _ = step.run(twin, random=True, restricted=True)
     assert not torch.equal(step.check(random=True, restricted=True, penalized=True), bare)
 
 
 def test_penalized_logits_are_the_twins_to_the_last_bit() -> None:
     names = "repetition_penalty", "presence_penalty", "frequency_penalty"
-    step = Step(
-        logits_of(3, seed=5), [dict(zip(names, x, strict=True)) for x in ((1.7, 0, 0), (1, 0.7, -0.3), (0.3, -2, 1.1))]
-    )
+    penalties = (1.7, 0, 0), (1, 0.7, -0.3), (0.3, -2, 1.1)
+    step = Step(logits_of(3, seed=5), [dict(zip(names, values, strict=True)) for values in penalties])
     edited_SV = torch.full((3, VOCAB), torch.nan, device=DEVICE)
     penalize(step.logits, step.rows, step.positions, step.columns, step.tokens, edited_SV)
     rows = step.rows.long()
@@ -254,7 +273,8 @@ def test_company_does_not_change_a_choice() -> None:
 
 
 def test_a_launch_can_be_repeated_and_on_a_gpu_captured() -> None:
-    step, scratch = Step(logits_of(2, seed=7), [{}, {"temperature": 0.0}]), sampling.Scratch(2, VOCAB, DEVICE)
+    step = Step(logits_of(2, seed=7), [{}, {"temperature": 0.0}])
+    scratch = sampling.Scratch(2, VOCAB, DEVICE)
     expected, _ = step.run(scratch=scratch, random=True)
     out_S, tokens = torch.full_like(step.rows, -77), step.tokens.clone()
 
@@ -294,8 +314,8 @@ def test_the_twin_chooses_what_the_sampler_chooses() -> None:
         {"temperature": 0.0},
         {"repetition_penalty": 1.5, "top_k": 9},
         {"presence_penalty": 1.0, "temperature": 0.0},
+        {"frequency_penalty": -0.5, "prompt_len": 20},
     ]
-    asked += [{"frequency_penalty": -0.5, "prompt_len": 20}]
     logits = logits_of(len(asked), seed=8, vocab_size=2503, scale=1.0).contiguous()
     logits[:, 5], logits[0, 6], logits[1] = torch.nan, torch.inf, -torch.inf
     tokens = torch.randint(2503, (len(asked), MAX_LEN), generator=torch.Generator().manual_seed(8)).int()

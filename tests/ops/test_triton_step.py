@@ -1,4 +1,4 @@
-"""What begins a step, in Triton, against its plain twin."""
+"""How a step begins, in Triton, against its plain twin."""
 
 import pytest
 import torch
@@ -8,6 +8,10 @@ from quire.ops.step import reference as twin
 from quire.ops.step import triton as step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 def test_segments_land_where_they_are_sent_and_nowhere_else():
@@ -22,10 +26,9 @@ def test_segments_land_where_they_are_sent_and_nowhere_else():
 
 @pytest.mark.parametrize("counts", [[1, 1, 1, 1], [5, 1, 300, 0]])
 def test_tokens_and_slots_are_found_and_padding_is_nobodys(counts):
-    rows, starts = [2, 0, 3, -1], [7, 30, 0, 0]
+    rows, starts = ints(2, 0, 3, -1), ints(7, 30, 0, 0)
     counts = counts[:3] + [4 if counts[3] == 0 else 1]  # the last row is padding
-    ints = lambda values: torch.tensor(values, dtype=torch.int32, device=DEVICE)  # noqa: E731
-    query_starts = ints([0, *torch.tensor(counts).cumsum(0).tolist()])
+    query_starts = ints(0, *torch.tensor(counts).cumsum(0).tolist())
     total, longest = sum(counts), max(counts)
     tokens = torch.randint(0, 999, (5, 400), dtype=torch.int32, device=DEVICE)
     table = torch.randint(0, 99, (5, 25), dtype=torch.int32, device=DEVICE)
@@ -33,15 +36,11 @@ def test_tokens_and_slots_are_found_and_padding_is_nobodys(counts):
     for ops in (step, twin):
         token_ids = torch.full((total,), -7, dtype=torch.int32, device=DEVICE)
         positions, slots = (torch.full((total,), -7, device=DEVICE) for _ in range(2))
-        ops.place_tokens(ints(rows), ints(starts), query_starts, tokens, token_ids, positions, longest)
-        ops.place_slots(ints(rows), ints(starts), query_starts, table, 16, slots, longest)
+        ops.place_tokens(rows, starts, query_starts, tokens, token_ids, positions, longest)
+        ops.place_slots(rows, starts, query_starts, table, 16, slots, longest)
         results.append((token_ids, positions, slots))
-    for mine, theirs in zip(*results):
-        assert torch.equal(mine, theirs)
-
-
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+    for actual, expected in zip(*results):
+        assert torch.equal(actual, expected)
 
 
 def test_starts_behind_a_rows_last_token_are_corrected():
@@ -65,7 +64,8 @@ def test_samples_go_behind_the_tokens_that_choose_them():
 def test_drafts_count_up_to_the_first_that_was_not_chosen(ops):
     if ops is cpu_step and DEVICE != "cpu":
         pytest.skip("runs on a CPU")
-    # Rows 5, 1, 0 and 4 verify 3, 0, 2 and 2 drafts: the second is wrong, there are none, all are right, the first is wrong.
+    # Row 5 verifies three drafts, of which the second is wrong; row 1 none; row 0 two, both right; row 4 two, the first
+    # wrong.
     token_ids = ints(70, 11, 12, 13, 71, 72, 21, 22, 73, 31, 32)
     sample_at, first_samples = ints(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10), ints(0, 4, 5, 8, 11)
     sample_rows = ints(5, 5, 5, 5, 1, 0, 0, 0, 4, 4, 4)
