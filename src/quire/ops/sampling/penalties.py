@@ -49,8 +49,8 @@ def penalize(
 def is_penalized(columns, float_at):
     presence = tl.load(columns.presence_penalty + float_at)
     frequency = tl.load(columns.frequency_penalty + float_at)
-    repetition = tl.load(columns.repetition_penalty + float_at)
-    return (presence != 0.0) | (frequency != 0.0) | (repetition != 1.0)
+    has_output_penalty = (presence != 0.0) | (frequency != 0.0)
+    return has_output_penalty | (tl.load(columns.repetition_penalty + float_at) != 1.0)
 
 
 @triton.jit
