@@ -90,7 +90,7 @@ class World:
 
 
 def paged(ops: ModuleType, world: World, seed: int = 1) -> Tensor:
-    """The same attention through a scrambled, poisoned, paged cache."""
+    """The same attention through a scrambled paged cache, with NaN wherever it is not used."""
     case, size = world.case, world.case.block_size
     random = torch.Generator().manual_seed(seed)
     num_blocks = [-(-len(k) // size) for k in world.keys]
@@ -182,7 +182,7 @@ def test_long_contexts_are_split_and_tiled_right(rows: tuple, dtype: torch.dtype
 
 @pytest.mark.parametrize("options", [{}, {"window": 50}, {"softcap": 20.0, "learned_sinks": True}], ids=str)
 @pytest.mark.parametrize("chunk", [1, 7, 16, 333])
-def test_chunks_and_company_do_not_change_a_bit_in_float32(options: dict, chunk: int) -> None:
+def test_chunks_and_other_rows_do_not_change_a_bit_in_float32(options: dict, chunk: int) -> None:
     case = Case(((640, 0),), num_kv_heads=3, head_size=64, **options)
     whole = World.of(case)
     alone = paged(native, whole)

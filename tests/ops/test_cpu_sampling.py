@@ -105,7 +105,7 @@ def test_rows_without_a_finite_logit_give_the_lowest_id() -> None:
     assert native.row_argmax(logits)[1].tolist() == [0, 0]
 
 
-def test_threads_and_company_do_not_change_a_choice() -> None:
+def test_threads_and_other_rows_do_not_change_a_choice() -> None:
     x, columns = rows_of("plain", 9, 5003, 0), key(9, 0)
     threads = torch.get_num_threads()
     try:

@@ -62,7 +62,7 @@ def test_a_row_of_zeros_is_normed_to_zeros() -> None:
 
 
 @pytest.mark.parametrize("width", [576, 9000])
-def test_a_row_is_normed_the_same_in_any_company(width: int) -> None:
+def test_a_row_is_normed_the_same_among_any_others(width: int) -> None:
     x, residual, weight = randn(40, width), randn(40, width), randn(width)
     together, _ = ops.rms_norm(x, weight, 1e-6, residual)
     for row in (0, 7, 39):
@@ -156,7 +156,7 @@ def test_any_head_size_is_rotated_in_part_or_whole(
     check_rope_and_write(inputs(3, 6, 2, head_size, rotary_dim, torch.float32), interleaved=interleaved, **norms)
 
 
-def test_heads_of_a_token_come_out_the_same_in_any_company() -> None:
+def test_heads_of_a_token_are_the_same_among_any_other_tokens() -> None:
     """Also where one token and many are launched differently."""
     x = inputs(40, 4, 2, 128, 128, torch.float32)
     norms = {"q_norm_D": randn(128), "k_norm_D": randn(128), "eps": 1e-6}

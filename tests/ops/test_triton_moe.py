@@ -76,7 +76,7 @@ def test_a_routers_logits_are_its_twins_in_parts(num_tokens: int, num_experts: i
         torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-7)
 
 
-def test_whom_a_router_prefers_does_not_hang_on_company() -> None:
+def test_a_routers_logits_do_not_depend_on_other_tokens() -> None:
     x, weight = randn(1030, 512), randn(64, 512)
     alone = routing.router_logits(x[7:8], weight)
     assert torch.equal(routing.router_logits(x[:40], weight)[:, 7:8], alone)
@@ -118,7 +118,7 @@ def test_whatever_the_logits_are_the_experts_exist_and_other_rows_are_well() -> 
 @pytest.mark.parametrize("num_tokens, num_experts", [(1, 3), (7, 5), (600, 20), (2049, 4), (4200, 4), (40_000, 4)])
 def test_assignments_are_sorted_by_expert_and_cut_into_tiles(num_tokens: int, num_experts: int) -> None:
     ids = torch.randint(num_experts, (num_tokens, 2), dtype=torch.int32, device=DEVICE)
-    ids[ids == 1] = 0  # an expert nobody goes to, and one with many
+    ids[ids == 1] = 0  # one expert without assignments, and one with many
     plan = moe.sort_by_expert(ids, num_experts, 16)
     assert torch.equal(plan.order_A.long(), ids.flatten().argsort(stable=True))
     sizes = ids.flatten().bincount(minlength=num_experts).tolist()
@@ -213,7 +213,7 @@ def test_no_rows_are_no_rows() -> None:
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_a_row_does_not_depend_on_its_company(cut: Config) -> None:
+def test_a_row_does_not_depend_on_the_others(cut: Config) -> None:
     (x, weights, ids, *matrices), _ = arguments(12, 2, 4, 64, 16, torch.float16)
     x[5] = torch.nan  # in one expert with others
     together = moe.experts(x, weights, ids, *matrices, cut=cut)

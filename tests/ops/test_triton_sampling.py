@@ -259,7 +259,7 @@ def test_a_row_in_which_everything_is_forbidden_takes_its_raw_argmax() -> None:
     assert step.check(random=True, restricted=True, penalized=True).tolist() == [300, 300, 300]
 
 
-def test_company_does_not_change_a_choice() -> None:
+def test_other_rows_do_not_change_a_choice() -> None:
     asked = [{}, {"top_p": 0.9, "temperature": 5.0}, {"top_k": 20, "presence_penalty": 1.0}]
     flags = {"random": True, "restricted": True, "penalized": True}
     step = Step(logits_of(3, seed=6), asked)

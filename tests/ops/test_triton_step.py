@@ -25,7 +25,7 @@ def test_segments_land_where_they_are_sent_and_nowhere_else():
 
 
 @pytest.mark.parametrize("counts", [[1, 1, 1, 1], [5, 1, 300, 0]])
-def test_tokens_and_slots_are_found_and_padding_is_nobodys(counts):
+def test_tokens_and_slots_are_found_and_padding_has_none(counts):
     rows, starts = ints(2, 0, 3, -1), ints(7, 30, 0, 0)
     counts = counts[:3] + [4 if counts[3] == 0 else 1]  # the last row is padding
     query_starts = ints(0, *torch.tensor(counts).cumsum(0).tolist())

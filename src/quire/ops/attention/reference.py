@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# A tile is at most this many consecutive queries of one row. It bounds the scores computed in vain, of keys after the
-# query.
+# A tile is at most this many consecutive queries of one row. It limits how many scores are computed in vain, for keys
+# that come after the query.
 MAX_TILE_QUERIES = 256
 # Most score elements (tiles x heads x queries x keys) that one softmax may hold: 64 MiB in float32.
 MAX_SCORES = 1 << 24

@@ -68,7 +68,7 @@ def config(dtype: torch.dtype, head_size: int, group_size: int, *, decode: bool)
     if has_little_shared_memory():
         if head_size > 128:
             return Tile(lowest, 32 if head_size <= 256 else 16, 4, 2, 4)
-        return Tile(lowest if decode else max(64, lowest), 64, 4, 2, 4 if decode else 2)
+        return Tile(lowest, 64, 4, 2, 4) if decode else Tile(max(64, lowest), 64, 4, 2, 2)
     if head_size > 256:
         return Tile(lowest, 32, 4, 2, 4) if decode else Tile(max(64, lowest), 32, 8, 2, 1)
     if decode:
@@ -192,8 +192,7 @@ def _round_up(n: int, step: int) -> int:
 class AttentionWork:
     """A step's units on the device, and memory to merge split tiles in, which successive launches may share.
 
-    `units` may be longer than the plan: entries of zeros have no queries. `counters` are zero before and after a
-    launch.
+    `units` may be longer than the plan: entries of zeros have no queries. `counters` are zero between launches.
     """
 
     units: Tensor  # int32 [U, 8]

@@ -60,8 +60,7 @@ def _copy_kernel(
     source_id, target_id = tl.load(pair).to(tl.int64), tl.load(pair + 1).to(tl.int64)
     if (source_id < 0) | (target_id < 0):
         return
-    # The compiler cannot see that a stride is a multiple of 4 unless it is one of 16: without the hint, loads would be
-    # narrow.
+    # The compiler sees that a stride is a multiple of 16, but not of 4 alone: without the hint, loads would be narrow.
     source += tl.multiple_of(source_id * source_stride, 4)
     target += tl.multiple_of(target_id * target_stride, 4)
     at = tl.program_id(1) * N + tl.arange(0, N)

@@ -36,8 +36,7 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None)
 def route(logits: Tensor, routing: Routing, correction_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(weights_TK float32, expert_ids_TK int32), best first; of equals the first expert.
 
-    The bias counts in the choice of experts, not in their weights. Logits are [T, E], or [P, T, E] in parts that add
-    up.
+    The bias counts in the choice of experts, not in their weights. Logits are [T, E], or parts of a sum [P, T, E].
     """
     wide_TE = logits.float() if logits.dim() == 2 else logits.sum(0)
     scores_TE = wide_TE.softmax(-1) if routing.score == "softmax" else wide_TE.sigmoid()
