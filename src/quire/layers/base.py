@@ -1,7 +1,7 @@
-"""What every layer with weights, or with needs of its surroundings, has in common: it is attached once, and declares its weights.
+"""The base class of layers that have weights or use the runtime: a layer is attached once, and declares its weights.
 
-`worker/build.py` attaches, `worker/load.py` loads what is declared; neither knows a layer's class. Constructors are pure mathematics:
-sizes, biases, how weights divide over ranks.
+`worker/build.py` attaches layers and `worker/load.py` loads the weights they declare; neither knows a layer's class.
+Constructors only say what is computed: sizes, biases, how weights are divided over ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,11 +19,11 @@ from quire.quant.base import AXES, Joined, Method, Part, RawTensor, Split, Use, 
 
 @dataclass
 class StepContext:
-    """What every attention layer reads in a step; refilled by the runner before each forward. Lists run over groups."""
+    """What attention layers read in a step; the runner refills it before each forward. Lists are indexed by KV group."""
 
     tables: list[AttentionTables] = field(default_factory=list)
     slots_T: list[Tensor] = field(default_factory=list)
-    # The tokens whose final hidden states are wanted: behind the last layer's attention only these go on. None: all.
+    # Tokens whose final hidden states are wanted: after the last layer's attention only these are computed. None: all.
     output_tokens: Tensor | None = None
 
     def select_outputs(self, x_TD: Tensor) -> Tensor:
@@ -36,29 +36,31 @@ class Runtime:
 
     device: torch.device
     dtype: torch.dtype
-    max_len: int  # of a context, in tokens
+    max_len: int  # tokens of the longest context
     block_size: int  # tokens of a KV block
     kernels: ModuleType  # norms, gated activations and lookups, as in ops/elementwise/reference.py
     logits_dtype: torch.dtype | None  # None: the model's own
     choose: Callable[..., ModuleType]  # (what, **needs): which implementation to use; see worker/choose.py
-    find_method: Callable[[str, Use], type[Method]]  # by a weight's path, as its model calls it
+    find_method: Callable[[str, Use], type[Method]]  # by a weight's path in the model
     context: StepContext
     rank: int = 0  # in a group of `num_ranks` that share the model's layers
     num_ranks: int = 1
 
 
 class Layer(nn.Module):
-    splits: Mapping[str, Split] = {}  # of its own parameters, by name, that are not whole on every rank
+    splits: Mapping[str, Split] = {}  # by name: how its own parameters are divided, where ranks do not have all of them
 
     def attach(self, runtime: Runtime, path: str) -> None:
-        """Called once, before weights are loaded. `path`: in the model; layers within this one are attached already."""
-        self.runtime, self.path = runtime, path
-        self.kernels, self.context = runtime.kernels, runtime.context
+        """Called once, before weights are loaded; layers inside this one are already attached. `path`: in the model."""
+        self.runtime = runtime
+        self.path = path
+        self.kernels = runtime.kernels
+        self.context = runtime.context
         self.methods: list[Method] = []
-        self.biases: dict[str, Sequence[Part]] = {}  # parameters that are those of a weight's parts
+        self.biases: dict[str, Sequence[Part]] = {}  # parameter -> the parts of the weight whose biases it has
 
     def keep(self, parts: Sequence[Part], use: Use) -> Method:
-        """What will keep the weight that consists of `parts`: neighbours with the same method are one product."""
+        """Makes the method that stores the weight made of `parts`: neighbours of the same method are one product."""
         runtime = self.runtime
         runs = groupby(parts, lambda part: runtime.find_method(part.path, use))
         methods = [kind(list(run), runtime.dtype, runtime.device) for kind, run in runs]
@@ -66,7 +68,7 @@ class Layer(nn.Module):
         return self.methods[-1]
 
     def weights(self) -> Iterator[Weight]:
-        """What it wants of a checkpoint for itself, once attached: here what its methods and its parameters want."""
+        """What it loads from a checkpoint, layers inside it left out: what its methods and its parameters need."""
         for method in self.methods:
             yield from method.weights()
         for name, _ in self.named_parameters(recurse=False):
@@ -78,36 +80,37 @@ class Layer(nn.Module):
     def declare(
         self, attribute: str, name: str | None = None, dtype: torch.dtype | None = None, owner: nn.Module | None = None
     ) -> Weight:
-        """A parameter of this layer, or of `owner`. `name`: a checkpoint's, below this layer's path, where it is not the attribute's."""
-        owner, dtype = owner or self, dtype or self.runtime.dtype
+        """A parameter of this layer, or of `owner`. `name`: in checkpoints, below this layer's path, if another."""
+        module = owner or self
+        loaded_dtype = dtype or self.runtime.dtype
 
         def load(tensor: RawTensor) -> None:
-            setattr(owner, attribute, frozen(tensor.dense(dtype, self.runtime.device)))
+            setattr(module, attribute, frozen(tensor.dense(loaded_dtype, self.runtime.device)))
 
-        shape = tuple(owner.get_parameter(attribute).shape)
+        shape = tuple(module.get_parameter(attribute).shape)
         return Weight(join(self.path, name or attribute), shape, load, self.splits.get(attribute))
 
     def declare_bias(self, attribute: str, parts: Sequence[Part]) -> Iterator[Weight]:
-        """A parameter with the biases of all parts of a weight. Where ranks have some inputs each, one of them adds it."""
+        """A parameter with the biases of all parts of a weight. Where ranks divide the inputs, one of them adds it."""
         start = 0
         for part in parts:
             name = f"{part.path}.bias" if part.end else f"{part.path}_bias"
             split = None if part.split is None or part.split.axis == "inputs" else part.split
-            yield Weight(
-                name, part.shape[:-1], partial(self._load_bias, attribute, start), split, AXES[len(part.shape)][:-1]
-            )
+            load = partial(self._load_bias, attribute, start)
+            yield Weight(name, part.shape[:-1], load, split, AXES[len(part.shape)][:-1])
             start += part.num_rows
 
     def _load_bias(self, attribute: str, start: int, tensor: RawTensor) -> None:
-        """`start`: counted over the outputs of all parts."""
-        values, bias = tensor.dense(self.runtime.dtype, self.runtime.device).flatten(), self.get_parameter(attribute)
+        """`start`: of this part's outputs among those of all parts."""
+        values = tensor.dense(self.runtime.dtype, self.runtime.device).flatten()
+        bias = self.get_parameter(attribute)
         if bias.is_meta:
             bias = frozen(values.new_empty(bias.shape))
             setattr(self, attribute, bias)
         bias.view(-1)[start : start + len(values)] = values
 
     def loaded(self) -> None:
-        """Called once, when all weights are there."""
+        """Called once, when all weights are loaded."""
 
     def memory(self) -> dict[int, int]:
         """What its weights occupy: address -> bytes."""
@@ -126,6 +129,6 @@ def join(path: str, name: str) -> str:
 
 
 def head_units(num_heads: int, num_kv_heads: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """How queries, and how keys and values, divide over ranks (`Section.units`): queries stay with the KV head they read, until there
-    are more ranks than KV heads; then ranks share those."""
+    """How queries, and how keys and values, are divided over ranks (`Section.units`): queries stay with the KV head
+    they read. With more ranks than KV heads, several ranks have the same KV head."""
     return (num_kv_heads, num_heads), (num_kv_heads,)

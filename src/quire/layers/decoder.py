@@ -1,7 +1,7 @@
-"""The frame of a decoder: an embedding, layers over a residual stream, a norm, a head; and the orders in which layers norm.
+"""The frame of a decoder: an embedding, layers over a residual stream, a norm, a head; and four orders of norms.
 
-Used by models. The stream is handed on as (x, residual), whose sum it is: the next norm adds them on its way. The last layer is
-given the step's `context`: behind its attention only the tokens that are wanted go on.
+Used by models. The residual stream is passed on as (x, residual), and is their sum: the next norm adds them. The last
+layer is given the step's `context`: after its attention it computes only the tokens whose hidden states are wanted.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,13 +15,13 @@ from quire.layers.embedding import Embedding
 from quire.layers.linear import LMHead
 from quire.layers.weights import RawTensor
 
-Norm = Callable[[], nn.Module]  # makes one
+MakeNorm = Callable[[], nn.Module]
 
 
 class PreNormLayer(nn.Module):
-    """x += attention(norm(x)); x += mlp(norm(x)). `residual_scale`: on what is added."""
+    """x += attention(norm(x)); x += mlp(norm(x)). `residual_scale` multiplies what is added."""
 
-    def __init__(self, self_attn: nn.Module, mlp: nn.Module, norm: Norm, residual_scale: float = 1.0) -> None:
+    def __init__(self, self_attn: nn.Module, mlp: nn.Module, norm: MakeNorm, residual_scale: float = 1.0) -> None:
         super().__init__()
         self.input_layernorm = norm()
         self.self_attn = self_attn
@@ -42,7 +42,7 @@ class PreNormLayer(nn.Module):
 class PostNormLayer(nn.Module):
     """x += norm(attention(x)); x += norm(mlp(x))."""
 
-    def __init__(self, self_attn: nn.Module, mlp: nn.Module, norm: Norm) -> None:
+    def __init__(self, self_attn: nn.Module, mlp: nn.Module, norm: MakeNorm) -> None:
         super().__init__()
         self.self_attn = self_attn
         self.post_attention_layernorm = norm()
@@ -62,7 +62,7 @@ class PostNormLayer(nn.Module):
 class SandwichLayer(nn.Module):
     """x += norm(attention(norm(x))); x += norm(mlp(norm(x)))."""
 
-    def __init__(self, self_attn: nn.Module, mlp: nn.Module, norm: Norm) -> None:
+    def __init__(self, self_attn: nn.Module, mlp: nn.Module, norm: MakeNorm) -> None:
         super().__init__()
         self.input_layernorm = norm()
         self.self_attn = self_attn
@@ -82,9 +82,9 @@ class SandwichLayer(nn.Module):
 
 
 class ParallelLayer(nn.Module):
-    """x += attention(norm(x)) + mlp(norm(x)); the norm is the same unless the mlp has one of its own."""
+    """x += attention(norm(x)) + mlp(norm(x)). Both read the same norm, unless `mlp_norm` makes another for the MLP."""
 
-    def __init__(self, self_attn: nn.Module, mlp: nn.Module, norm: Norm, mlp_norm: Norm | None = None) -> None:
+    def __init__(self, self_attn: nn.Module, mlp: nn.Module, norm: MakeNorm, mlp_norm: MakeNorm | None = None) -> None:
         super().__init__()
         self.input_layernorm = norm()
         self.self_attn = self_attn
@@ -112,7 +112,8 @@ class Decoder(Layer):
         self.embed_scale = embed_scale
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        x_TD, residual_TD = self.embed(token_ids_T, positions_T), None
+        x_TD = self.embed(token_ids_T, positions_T)
+        residual_TD = None
         *layers, last = self.layers
         for layer in layers:
             x_TD, residual_TD = layer(x_TD, residual_TD, positions_T)
@@ -124,11 +125,12 @@ class Decoder(Layer):
 
 
 class CausalLM(Layer):
-    """What the runner runs. A family says in class attributes how its checkpoints differ from the names here."""
+    """What the runner runs. Class attributes say how a family's checkpoints differ from the names used here."""
 
-    renames: tuple[tuple[str, str], ...] = ()  # (part of a checkpoint's name, what it is here), in order
-    unused: tuple[str, ...] = ()  # ends of names of tensors that checkpoints hold and nobody needs
-    has_drafts = False  # layers past the last predict further tokens, which is not done here
+    renames: tuple[tuple[str, str], ...] = ()  # (part of a checkpoint's name, the same part here), applied in order
+    unused: tuple[str, ...] = ()  # tensors of checkpoints whose names end so are not needed
+    has_drafts = False  # checkpoints have layers past the last that predict further tokens; they are not used here
+    decoder: type[Decoder] = Decoder
 
     def __init__(
         self,
@@ -146,12 +148,11 @@ class CausalLM(Layer):
         self.model = self.decoder(Embedding(config.vocab_size, config.hidden_size), layers, norm, embed_scale)
         tied_to = "model.embed_tokens" if config.tie_word_embeddings else None
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, head_bias, tied_to)
-        self.logit_scale, self.logit_softcap = logit_scale, logit_softcap
-
-    decoder = Decoder
+        self.logit_scale = logit_scale
+        self.logit_softcap = logit_softcap
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Final hidden states of the tokens the step's context wants; the runner asks `logits` for the rows it needs."""
+        """Final hidden states of the tokens that the step's context selects, for the runner to give to `logits`."""
         return self.model(token_ids_T, positions_T)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
@@ -161,17 +162,19 @@ class CausalLM(Layer):
         return logits_RV
 
     def translate(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, RawTensor]]:
-        """A checkpoint's tensor under the names here, and in the order of rows here; a family may make several of it."""
+        """A checkpoint's tensor by its name here, with its rows in our order; a family may split it into several."""
         for theirs, ours in self.renames:
             name = name.replace(theirs, ours)
         layer = name.removeprefix("model.layers.").split(".")[0]
         is_copy = name == "lm_head.weight" and self.lm_head.tied_to is not None
-        is_draft = self.has_drafts and layer.isdigit() and int(layer) >= self.config.num_hidden_layers
-        if not is_draft and not is_copy and not name.endswith(self.unused):
+        is_past_last = layer.isdigit() and int(layer) >= self.config.num_hidden_layers
+        is_draft = self.has_drafts and is_past_last
+        is_unused = is_draft or is_copy or name.endswith(self.unused)
+        if not is_unused:
             yield name, tensor
 
     def checkpoint_path(self, path: str) -> str:
-        """What checkpoints call the module at `path`: quantizations name it so."""
+        """What checkpoints call the module at `path`; quantizations refer to modules by this name."""
         name = f"{path}."
         for theirs, ours in self.renames:
             name = name.replace(ours, theirs)

@@ -1,4 +1,4 @@
-"""Token embedding: a table looked up by id; ranks have some of its rows each."""
+"""Token embedding: a table looked up by token id; its rows are divided over ranks."""
 
 from torch import Tensor
 

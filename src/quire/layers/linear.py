@@ -1,6 +1,6 @@
-"""Linear layers: sizes, a checkpoint's names and the division over ranks here, numbers in the methods that keep them.
+"""Linear layers: their sizes, their names in checkpoints and how they are divided over ranks.
 
-Used by models. Must not know how weights are stored.
+Used by models. How weights are stored and multiplied is up to the layer's `Method` (quant/).
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,12 @@ from quire.quant.base import Part, Section, Split, Use
 
 
 class Linear(Layer):
-    """y = x W^T + b. Several out_features are sections of one fused product, stacked in order; `parts` are a checkpoint's names of
-    them, None: it has them as one. `split`: ranks have some outputs or some inputs each, "nowhere": everything. `units`, of each
-    section, or of the inputs: in what they are cut (`Section.units`)."""
+    """y = x W^T + b. Several out_features are sections of one fused product, stacked in order.
+
+    `parts`: the sections' names in checkpoints; None: checkpoints have them as one tensor. `split`: whether ranks
+    divide the "outputs" or the "inputs"; "nowhere": every rank has everything. `units`, one of each section, or of the
+    inputs: how they may be cut (`Section.units`).
+    """
 
     tied_to: str | None = None  # path of an embedding whose weight this is
 
@@ -32,22 +35,27 @@ class Linear(Layer):
         super().__init__()
         if not all(isinstance(size, int) and size > 0 for size in (in_features, *out_features)):
             raise ValueError(f"a layer cannot have {in_features!r} inputs and {out_features!r} outputs")
-        self.in_features, self.out_features, self.part_names, self.split = in_features, out_features, parts, split
+        self.in_features = in_features
+        self.out_features = out_features
+        self.part_names = parts
+        self.split = split
         sizes = (in_features,) if split == "inputs" else out_features
         self.sections = tuple(map(Section, sizes, units or [(size,) for size in sizes]))
         self.bias = frozen(torch.empty(sum(out_features))) if bias else None
 
     def attach(self, runtime: Runtime, path: str) -> None:
         super().attach(runtime, path)
-        self.method = self.keep([part._replace(path=self.tied_to or part.path) for part in self.parts()], Use.PRODUCT)
+        parts = self.parts()
+        self.method = self.keep([part._replace(path=self.tied_to or part.path) for part in parts], Use.PRODUCT)
         if self.bias is not None:
-            self.biases["bias"] = self.parts()
+            self.biases["bias"] = parts
 
     def parts(self) -> list[Part]:
         if self.part_names is None:
             return [Part(self.path, (sum(self.out_features), self.in_features), self._split(self.sections))]
+        parent = self.path.rpartition(".")[0]
         return [
-            Part(join(self.path.rpartition(".")[0], name), (size, self.in_features), self._split((section,)))
+            Part(join(parent, name), (size, self.in_features), self._split((section,)))
             for name, size, section in zip(self.part_names, self.out_features, self.sections, strict=True)
         ]
 
@@ -59,15 +67,14 @@ class Linear(Layer):
 
 
 class GatedLinear(Linear):
-    """act(gate) * up: both projections, and what is between them and the next one. SiLU has kernels of its own. `fused`: checkpoints
-    have both in one."""
+    """act(gate) * up: both projections and the activation. SiLU has its own kernels. `fused`: checkpoints have both
+    projections in one tensor."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = False, act: str = "silu", fused: bool = False
     ) -> None:
-        super().__init__(
-            in_features, out_features, out_features, bias=bias, parts=None if fused else ("gate_proj", "up_proj")
-        )
+        parts = None if fused else ("gate_proj", "up_proj")
+        super().__init__(in_features, out_features, out_features, bias=bias, parts=parts)
         self.act = None if act == "silu" else activation(act)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,7 +85,7 @@ class GatedLinear(Linear):
 
 
 class LMHead(Linear):
-    """Hidden states to logits. `tied_to`: path of the embedding whose weight it has, if it has none of its own."""
+    """Hidden states to logits. `tied_to`: path of the embedding whose weight it uses; None: it has its own."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, tied_to: str | None = None) -> None:
         super().__init__(in_features, out_features, bias=bias)

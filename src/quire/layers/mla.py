@@ -1,10 +1,10 @@
-"""Multi-head latent attention: of each token one small vector is cached, from which every head's keys and values could be made.
+"""Multi-head latent attention (MLA): one small vector is cached per token; every head's keys and values follow from it.
 
-Used by models. Two ways to the same numbers: `absorbed`, which takes queries to the cached vectors and never makes keys and values,
-and `expanded`, which makes them: fewer operations where a long prompt begins in this step. Its backends are in
-`layers/latent`.
+Used by models. Two ways compute the same: `_absorbed` projects queries into the space of the cached vectors and never
+makes keys and values; `_expanded` makes them, which takes fewer operations where a long prompt begins in this step.
+Backends are in `layers/latent`.
 
-Shape letters: T tokens of the step, H heads, D = P + R a query's size, P of it without and R with rotation, V value size,
+Shape letters: T tokens of the step, H heads, D = P + R size of a query (P is not rotated, R is), V value size,
 L latent size, X = L + R.
 """
 
@@ -27,7 +27,7 @@ from quire.layers.rope import Rope
 from quire.ops.attention.cudnn import uncached_prefill_attention
 from quire.quant.base import Part, Section, Split, Use
 
-EPS = 1e-6  # of both inner norms, whatever the config says of the others
+EPS = 1e-6  # of both inner norms, whatever the config says about other norms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,20 +38,21 @@ class MLAConfig(DecoderConfig):
     qk_rope_head_dim: int = 64
     v_head_dim: int | None = 128  # None: heads share the hidden size
 
-    def rope(self, interleaved: bool = False) -> Rope:
-        return Rope(
-            self.qk_rope_head_dim, self.rope_theta, self.rope_scaling, self.max_position_embeddings, interleaved
-        )
+    @property
+    def rotary_size(self) -> int:
+        return self.qk_rope_head_dim
 
 
 class UpProjection(Layer):
-    """From latents to keys and values, [H * (P + V), L]; computed with as plain numbers, as its parts multiply from both sides."""
+    """From latents to keys and values, [H * (P + V), L]. Its weight is kept as plain numbers, as parts of it are
+    multiplied from either side."""
 
     weight: Tensor  # when loaded
 
     def __init__(self, latent_size: int, num_heads: int, head_size: int) -> None:
         super().__init__()
-        self.shape, self.num_heads = (num_heads * head_size, latent_size), num_heads
+        self.shape = num_heads * head_size, latent_size
+        self.num_heads = num_heads
 
     def attach(self, runtime: Runtime, path: str) -> None:
         super().attach(runtime, path)
@@ -69,20 +70,30 @@ class MLA(CacheLayer):
         super().__init__()
         if config.attention_bias and config.q_lora_rank is None:
             raise UnsupportedModelError("attention_bias without q_lora_rank is not supported")
-        hidden_size, q_rank, bias = config.hidden_size, config.q_lora_rank, config.attention_bias
-        self.num_heads, self.latent_size = config.num_attention_heads, config.kv_lora_rank
-        self.nope_size, self.rope_size = config.qk_nope_head_dim, config.qk_rope_head_dim
+        hidden_size = config.hidden_size
+        q_rank = config.q_lora_rank
+        bias = config.attention_bias
+        self.num_heads = config.num_attention_heads
+        self.latent_size = config.kv_lora_rank
+        self.nope_size = config.qk_nope_head_dim
+        self.rope_size = config.qk_rope_head_dim
         self.value_size = config.v_head_dim or hidden_size // self.num_heads
         self.head_size = self.nope_size + self.rope_size
         self.rope = rope
         self.scale = softmax_scale(self.head_size, rope.scaling)
         q_size = self.num_heads * self.head_size
         by_head = (self.num_heads,)
-        # What is computed of a token before its latents are normed is one product; ranks have all of both down-projections.
+        # Queries (or what they are made of) and latents are one product. Down-projections are whole on every rank.
+        q_part = "q_proj" if q_rank is None else "q_a_proj"
+        q_units = by_head if q_rank is None else ()
         self.qkv_a_proj = Linear(
-            hidden_size, q_rank or q_size, self.latent_size + self.rope_size, bias=bias,
-            parts=("q_proj" if q_rank is None else "q_a_proj", "kv_a_proj_with_mqa"), units=(by_head if q_rank is None else (), ()),
-        )  # fmt: skip
+            hidden_size,
+            q_rank or q_size,
+            self.latent_size + self.rope_size,
+            bias=bias,
+            parts=(q_part, "kv_a_proj_with_mqa"),
+            units=(q_units, ()),
+        )
         self.q_a_layernorm = None if q_rank is None else RMSNorm(q_rank, EPS)
         self.q_b_proj = None if q_rank is None else Linear(q_rank, q_size, units=(by_head,))
         self.kv_a_layernorm = RMSNorm(self.latent_size, EPS)
@@ -103,14 +114,23 @@ class MLA(CacheLayer):
     def forward(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
         num_tokens = x_TD.shape[0]
         q_TX, kv_TX = self.qkv_a_proj(x_TD).split(self.qkv_a_proj.out_features, 1)
-        if self.q_b_proj is not None:
-            q_TX = self.q_b_proj(self.q_a_layernorm(q_TX)[0])
+        q_norm, q_up = self.q_a_layernorm, self.q_b_proj
+        if q_norm is not None and q_up is not None:  # queries are compressed
+            q_TX = q_up(q_norm(q_TX)[0])
         q_THD = q_TX.view(num_tokens, self.num_heads, self.head_size)
-        slots_T, tables = self.context.slots_T[self.group_idx], self.context.tables[self.group_idx]
+        slots_T = self.context.slots_T[self.group_idx]
+        tables = self.context.tables[self.group_idx]
         self.backend.norm_rope_and_write(
-            q_THD[..., self.nope_size :], kv_TX, self.kv_a_layernorm.weight, EPS, self.rope.cos_sin, positions_T, self.cache, slots_T,
+            q_THD[..., self.nope_size :],
+            kv_TX,
+            self.kv_a_layernorm.weight,
+            EPS,
+            self.rope.cos_sin,
+            positions_T,
+            self.cache,
+            slots_T,
             self.rope.interleaved,
-        )  # fmt: skip
+        )
         out_THV = q_THD.new_empty(num_tokens, self.num_heads, self.value_size)
         if tables.work != ():  # else all rows are uncached prefills
             self._absorbed(q_THD, out_THV)
@@ -120,7 +140,7 @@ class MLA(CacheLayer):
         return self.o_proj(out_THV.view(num_tokens, -1))
 
     def _absorbed(self, q_THD: Tensor, out_THV: Tensor) -> None:
-        """Over the cache. Rows that are left out of the tables' work get anything."""
+        """Attention over the cache. The output of rows that the tables' work leaves out is undefined."""
         up_HXL = self.kv_b_proj.weight.view(self.num_heads, -1, self.latent_size)
         k_up_HPL, v_up_HVL = up_HXL.split((self.nope_size, self.value_size), 1)
         q_THP, q_THR = q_THD.split((self.nope_size, self.rope_size), 2)
@@ -130,7 +150,7 @@ class MLA(CacheLayer):
         self.backend.head_linear(o_THL, v_up_HVL.mT, out_THV)
 
     def _expanded(self, q_THD: Tensor, kv_TX: Tensor, out_THV: Tensor) -> None:
-        """Of one row that begins in this step: within its own tokens."""
+        """Attention of one row that begins in this step, over its own tokens."""
         c_TL, k_TR = kv_TX.split((self.latent_size, self.rope_size), 1)
         kv_THX = functional.linear(c_TL, self.kv_b_proj.weight).unflatten(1, (self.num_heads, -1))
         k_THP, v_THV = kv_THX.split((self.nope_size, self.value_size), 2)
@@ -139,7 +159,8 @@ class MLA(CacheLayer):
 
 
 def softmax_scale(head_size: int, scaling: dict[str, Any]) -> float:
-    """Scalings that stretch positions may ask for sharper scores as well (`mscale_all_dim`), here rather than on cosines and sines."""
-    factor, share = scaling.get("factor") or 1.0, scaling.get("mscale_all_dim") or 0.0
-    sharper = 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
-    return head_size**-0.5 * sharper**2
+    """RoPE scalings may ask for larger scores (`mscale_all_dim`): here, and not as larger cosines and sines."""
+    factor = scaling.get("factor") or 1.0
+    mscale = scaling.get("mscale_all_dim") or 0.0
+    magnitude = 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return head_size**-0.5 * magnitude**2

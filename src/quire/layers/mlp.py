@@ -1,4 +1,4 @@
-"""What a layer does to each token by itself: the gated MLP of Llama and most families since, and the plain one before it."""
+"""The MLP of a layer: the gated one of Llama and most families since, and the plain one of earlier families."""
 
 from torch import Tensor, nn
 
@@ -7,7 +7,7 @@ from quire.layers.linear import GatedLinear, Linear
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)). `fused`: checkpoints have gate and up in one."""
+    """down(act(gate(x)) * up(x)). `fused`: checkpoints have gate and up in one tensor."""
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, bias: bool = False, act: str = "silu", fused: bool = False

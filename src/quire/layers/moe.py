@@ -1,7 +1,7 @@
-"""Mixture of experts: a router, the experts' weights in two tensors, and what every token goes through besides.
+"""Mixture of experts: a router, the experts' weights in two tensors, and an MLP that every token goes through (shared).
 
-Used by models; one that shares in its own way overrides `shared`. Must not know how experts are computed: that is their backend's
-business.
+Used by models; one whose shared MLP works in another way overrides `shared`. How experts are computed is up to their
+backend (`layers/experts`).
 
 Shape letters: T tokens, K experts of a token, E experts, D hidden size, F width of an expert.
 """
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.layers.base import Layer, Runtime, frozen
+from quire.layers.config import DecoderConfig
 from quire.layers.mlp import GatedMLP
 from quire.ops.moe.reference import ACTIVATIONS
 from quire.ops.routing.reference import Routing
@@ -24,23 +25,28 @@ __all__ = ["BalancedExpertsConfig", "Experts", "MoE", "Routing", "SharedExpertsC
 
 
 class Experts(Layer):
-    """`names` are the checkpoint's: of gate, up and down of each expert, `{i}.gate_proj.weight`; or, if two, of all experts' gate and
-    up in one tensor [E, 2F, D] and their down [E, D, F], `gate_up_proj`. With `bias`, `.bias` or `_bias` in the same places."""
+    """`names` are those in checkpoints. Three: gate, up and down of each expert, as in `{i}.gate_proj.weight`. Two:
+    gate and up of all experts in one tensor [E, 2F, D], as in `gate_up_proj`, and down of all [E, D, F]. With `bias`,
+    biases are at the same places, as `.bias` or `_bias`."""
 
     backend: ModuleType  # given by `attach`
-    gate_up: Tensor  # [E, 2F, D], when loaded
-    down: Tensor  # [E, D, F], likewise
+    gate_up: Tensor  # [E, 2F, D], once loaded
+    down: Tensor  # [E, D, F], once loaded
 
     def __init__(
         self, num_experts: int, hidden_size: int, expert_size: int, activation: str, bias: bool, names: tuple[str, ...]
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
+            supported = ", ".join(ACTIVATIONS)
             raise UnsupportedModelError(
-                f"experts with the activation {activation!r:.40} are not supported: {', '.join(ACTIVATIONS)} are"
+                f"experts with the activation {activation!r:.40} are not supported: {supported} are"
             )
-        self.activation, self.names = activation, names
-        self.num_experts, self.hidden_size, self.expert_size = num_experts, hidden_size, expert_size
+        self.activation = activation
+        self.names = names
+        self.num_experts = num_experts
+        self.hidden_size = hidden_size
+        self.expert_size = expert_size
         self.gate_up_bias = frozen(torch.empty(num_experts, 2 * expert_size)) if bias else None
         self.down_bias = frozen(torch.empty(num_experts, hidden_size)) if bias else None
 
@@ -53,7 +59,7 @@ class Experts(Layer):
                 self.biases[bias] = parts
 
     def parts(self) -> tuple[list[Part], list[Part]]:
-        """Of `gate_up`, an expert's gate and then its up, and of `down`."""
+        """The parts of `gate_up`, an expert's gate before its up, and those of `down`."""
         E, D, F = self.num_experts, self.hidden_size, self.expert_size
         experts = (Section(E, (E,)),)
         if len(self.names) == 2:
@@ -61,12 +67,13 @@ class Experts(Layer):
             split = Split("experts", experts)
             return [Part(gate_up, (E, 2 * F, D), split, end="")], [Part(down, (E, D, F), split, end="")]
         *gate_and_up, down = self.names
-        found: tuple[list[Part], list[Part]] = [], []
+        gate_up_parts: list[Part] = []
+        down_parts: list[Part] = []
         for i in range(E):
             split = Split("experts", experts, expert_idx=i)
-            found[0].extend(Part(f"{self.path}.{i}.{name}", (F, D), split) for name in gate_and_up)
-            found[1].append(Part(f"{self.path}.{i}.{down}", (D, F), split))
-        return found
+            gate_up_parts.extend(Part(f"{self.path}.{i}.{name}", (F, D), split) for name in gate_and_up)
+            down_parts.append(Part(f"{self.path}.{i}.{down}", (D, F), split))
+        return gate_up_parts, down_parts
 
     def loaded(self) -> None:
         gate_up, down = (method.numbers() for method in self.methods)
@@ -78,13 +85,20 @@ class Experts(Layer):
         self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor, added_TD: Tensor | None = None
     ) -> Tensor:
         return self.backend.run(
-            x_TD, weights_TK, expert_ids_TK, self.gate_up, self.down, activation=self.activation,
-            gate_up_bias_E2F=self.gate_up_bias, down_bias_ED=self.down_bias, added_TD=added_TD,
-        )  # fmt: skip
+            x_TD,
+            weights_TK,
+            expert_ids_TK,
+            self.gate_up,
+            self.down,
+            activation=self.activation,
+            gate_up_bias_E2F=self.gate_up_bias,
+            down_bias_ED=self.down_bias,
+            added_TD=added_TD,
+        )
 
 
 class Router(Layer):
-    """One row per expert; never quantized: it is small, and who is chosen hangs on it."""
+    """One row per expert. Never quantized: it is small, and which experts are chosen depends on it."""
 
     def __init__(self, hidden_size: int, num_experts: int, bias: bool) -> None:
         super().__init__()
@@ -93,8 +107,9 @@ class Router(Layer):
 
 
 class MoE(Layer):
-    """`bias` is the router's and the experts' alike. `correction_bias` names one in the checkpoint that chooses experts but does not
-    weigh them; it stays in float32. `shared`: what all tokens go through as well, `shared_experts` in checkpoints."""
+    """`bias`: the router and the experts have biases. `correction_bias`: the checkpoint's name of a bias that counts
+    where experts are chosen, but not in their weights; it stays in float32. `shared`: an MLP that all tokens go through
+    as well, `shared_experts` in checkpoints."""
 
     def __init__(
         self,
@@ -110,14 +125,14 @@ class MoE(Layer):
         shared: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        if (
-            routing.num_experts_per_token > num_experts // routing.num_groups * routing.num_groups_kept
-            or num_experts % routing.num_groups
-        ):
+        num_chosen = routing.num_experts_per_token
+        num_in_kept_groups = num_experts // routing.num_groups * routing.num_groups_kept
+        if num_chosen > num_in_kept_groups or num_experts % routing.num_groups:
             raise BadModelFileError(
-                f"tokens cannot choose {routing.num_experts_per_token} of {num_experts} experts as the model's config.json says"
+                f"tokens cannot choose {num_chosen} of {num_experts} experts as the model's config.json says"
             )
-        self.routing, self.correction_name = routing, correction_bias
+        self.routing = routing
+        self.correction_name = correction_bias
         self.gate = Router(hidden_size, num_experts, bias)
         self.correction_bias = frozen(torch.empty(num_experts)) if correction_bias else None
         self.experts = Experts(num_experts, hidden_size, expert_size, activation, bias, names)
@@ -130,7 +145,7 @@ class MoE(Layer):
         return self.experts(x_TD, weights_TK, expert_ids_TK, self.shared(x_TD))
 
     def shared(self, x_TD: Tensor) -> Tensor | None:
-        """What is added to the experts' sum."""
+        """What is added to the sum of the experts."""
         return None if self.shared_experts is None else self.shared_experts(x_TD)
 
     def weights(self) -> Iterator[Weight]:
@@ -139,31 +154,37 @@ class MoE(Layer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharedExpertsConfig:
-    """Beside a DecoderConfig: of families whose layers, but for the first ones, have experts of which some see every token."""
+class SharedExpertsConfig(DecoderConfig):
+    """For families whose layers, except the first ones, have routed experts, and shared ones that see every token."""
 
     n_routed_experts: int
     n_shared_experts: int
     num_experts_per_tok: int
     moe_intermediate_size: int
-    first_k_dense_replace: int  # so many layers have one MLP instead of experts
+    first_k_dense_replace: int  # how many layers, from the first, have one MLP instead of experts
 
     def feed_forward(
         self, layer_idx: int, routing: Routing, *, bias: bool = False, correction_bias: str | None = None
     ) -> nn.Module:
-        """What layer `layer_idx` has behind its attention; `bias` is the MLPs'."""
+        """The MLP or the experts of layer `layer_idx`. `bias`: MLPs have biases."""
         if layer_idx < self.first_k_dense_replace:
             return GatedMLP(self.hidden_size, self.intermediate_size, bias, self.hidden_act)
-        size = self.moe_intermediate_size
+        shared_size = self.moe_intermediate_size * self.n_shared_experts
         return MoE(
-            self.hidden_size, size, self.n_routed_experts, routing, activation=self.hidden_act, correction_bias=correction_bias,
-            shared=GatedMLP(self.hidden_size, size * self.n_shared_experts, bias, self.hidden_act),
-        )  # fmt: skip
+            self.hidden_size,
+            self.moe_intermediate_size,
+            self.n_routed_experts,
+            routing,
+            activation=self.hidden_act,
+            correction_bias=correction_bias,
+            shared=GatedMLP(self.hidden_size, shared_size, bias, self.hidden_act),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalancedExpertsConfig(SharedExpertsConfig):
-    """Experts are chosen by sigmoid scores plus a bias that balances them, in the groups whose two best are the best."""
+    """Experts are chosen by sigmoid scores plus a bias that balances them, from the groups whose two best experts have
+    the highest scores."""
 
     n_group: int
     topk_group: int
@@ -172,7 +193,12 @@ class BalancedExpertsConfig(SharedExpertsConfig):
 
     def balanced(self, layer_idx: int) -> nn.Module:
         routing = Routing(
-            self.num_experts_per_tok, "sigmoid", self.norm_topk_prob, self.routed_scaling_factor, self.n_group, self.topk_group,
+            self.num_experts_per_tok,
+            "sigmoid",
+            renormalize=self.norm_topk_prob,
+            scale=self.routed_scaling_factor,
+            num_groups=self.n_group,
+            num_groups_kept=self.topk_group,
             group_score_size=2,
-        )  # fmt: skip
+        )
         return self.feed_forward(layer_idx, routing, correction_bias="gate.e_score_correction_bias")

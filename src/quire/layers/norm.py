@@ -1,6 +1,6 @@
-"""Norms over a residual stream, the add fused in: RMSNorm and LayerNorm, called alike.
+"""Norms over a residual stream, with the add fused in: RMSNorm and LayerNorm, called alike.
 
-`norm(x, residual)` gives (norm(x + residual), x + residual): what the block reads, and the stream it will add to.
+`norm(x, residual)` returns (norm(x + residual), x + residual): what the block reads, and the stream it adds to.
 """
 
 import torch
@@ -12,12 +12,13 @@ from quire.quant.base import Split
 
 
 class RMSNorm(Layer):
-    """`split`: where it is over what ranks have some of each."""
+    """`split`: how its weight is divided, where ranks divide what it norms."""
 
     def __init__(self, hidden_size: int, eps: float, split: Split | None = None) -> None:
         super().__init__()
         self.weight = frozen(torch.empty(hidden_size))
-        self.eps, self.splits = eps, {} if split is None else {"weight": split}
+        self.eps = eps
+        self.splits = {} if split is None else {"weight": split}
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self.kernels.rms_norm(x_TD, self.weight, self.eps, residual_TD)

@@ -1,7 +1,7 @@
-"""Rotary position embedding: the frequencies of each scaling, as a table over positions.
+"""Rotary position embedding (RoPE): a table of cosines and sines by position, for each kind of scaling.
 
-A model makes one Rope per kind of layer; its table is derived, and made when it is attached (`materialize`). Scalings are
-pure functions of the config, one each, by the name config.json gives them.
+A model makes one Rope per type of layer; its table is computed when it is attached (`materialize`). Each scaling is a
+pure function of the config, listed in SCALINGS by its name in config.json.
 """
 
 import math
@@ -28,20 +28,17 @@ class Rope(Layer):
         max_positions: int,
         interleaved: bool = False,
     ) -> None:
-        """`max_positions`: what the model was trained for (config.json's max_position_embeddings). `interleaved`: neighbours
-        rotate together, not the halves of a head."""
+        """`max_positions`: the trained context length (config.json's max_position_embeddings). `interleaved`: a pair
+        that is rotated together is two neighbouring elements, not one element of each half of the head."""
         super().__init__()
-        self.rotary_dim, self.theta, self.max_positions, self.interleaved = (
-            rotary_dim,
-            theta,
-            max_positions,
-            interleaved,
-        )
+        self.rotary_dim = rotary_dim
+        self.theta = theta
+        self.max_positions = max_positions
+        self.interleaved = interleaved
         self.scaling = scaling or {"rope_type": "default"}
-        if self.scaling.get("rope_type") not in SCALINGS:
-            raise UnsupportedModelError(
-                f"RoPE scaling {self.scaling.get('rope_type')!r} is not supported: {', '.join(SCALINGS)} are"
-            )
+        rope_type = self.scaling.get("rope_type")
+        if rope_type not in SCALINGS:
+            raise UnsupportedModelError(f"RoPE scaling {rope_type!r} is not supported: {', '.join(SCALINGS)} are")
 
     def attach(self, runtime: Runtime, path: str) -> None:
         super().attach(runtime, path)
@@ -62,7 +59,7 @@ class Rope(Layer):
 
     @staticmethod
     def none() -> "Rope":
-        """One that leaves everything where it is, for layers without positions."""
+        """One that rotates nothing, for layers without positions."""
         return Rope(16, 1.0, {"rope_type": "none"}, 0)
 
     def inverse_frequencies(self) -> Tensor:
@@ -91,9 +88,10 @@ def _linear(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
 
 
 def _dynamic(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
-    """NTK scaling that grows with the length. A token is rotated as if it were the last: so the table is a function of the
-    position alone, whatever the chunks, and equals the original implementation's when it generates token by token."""
-    factor, dim = rope.scaling["factor"], rope.rotary_dim
+    """NTK scaling that grows with the length of the context. Each token is rotated as if it were the last one, so the
+    table depends on the position alone; it equals what the original computes when it generates token by token."""
+    factor = rope.scaling["factor"]
+    dim = rope.rotary_dim
     trained = rope.scaling.get("original_max_position_embeddings") or rope.max_positions
     lengths = (positions + 1).clamp(min=trained).double()
     thetas = rope.theta * ((factor * lengths / trained) - (factor - 1)) ** (dim / (dim - 2))
@@ -103,7 +101,7 @@ def _dynamic(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
 
 
 def _llama3(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
-    """Long waves are stretched, short ones kept, those between blended."""
+    """Low frequencies are divided by the factor, high ones kept, those between blended."""
     scaling, frequencies = rope.scaling, rope.inverse_frequencies()
     trained, factor = scaling["original_max_position_embeddings"], scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -116,15 +114,18 @@ def _llama3(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
 
 
 def _yarn(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
-    """Pairs that turn often within the trained length keep their frequency, slow ones are interpolated, a ramp between."""
+    """Pairs that turn often within the trained length keep their frequency, slow ones are divided by the factor;
+    between them is a ramp."""
     scaling, dim = rope.scaling, rope.rotary_dim
-    trained, factor = scaling.get("original_max_position_embeddings") or rope.max_positions, scaling["factor"]
+    trained = scaling.get("original_max_position_embeddings") or rope.max_positions
+    factor = scaling["factor"]
 
-    def pair_turning(times: float) -> float:
-        return dim * math.log(trained / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
+    def pair_with_turns(num_turns: float) -> float:
+        """Which pair (as a fraction) turns so many times within the trained length."""
+        return dim * math.log(trained / (num_turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low = pair_turning(scaling.get("beta_fast") or 32)
-    high = pair_turning(scaling.get("beta_slow") or 1)
+    low = pair_with_turns(scaling.get("beta_fast") or 32)
+    high = pair_with_turns(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
@@ -145,11 +146,12 @@ def _yarn_magnitude(scaling: dict[str, Any], factor: float) -> float:
 
 
 def _longrope(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
-    """A divisor per pair, from one of two lists: that for long contexts if the engine takes any (the original switches when a context
-    grows past the trained length, and keeps what it has cached with the other)."""
+    """A divisor per pair, from one of two lists: the one for long contexts if the engine accepts any longer than trained.
+    (The original switches when a context grows past that length, and keeps what it has cached with the other list.)"""
     scaling = rope.scaling
     trained = scaling.get("original_max_position_embeddings") or rope.max_positions
-    factors = torch.tensor(scaling["long_factor" if len(positions) > trained else "short_factor"])
+    list_name = "long_factor" if len(positions) > trained else "short_factor"
+    factors = torch.tensor(scaling[list_name])
     if len(factors) != rope.rotary_dim // 2:
         raise ValueError(f"it has {len(factors)} factors for {rope.rotary_dim // 2} pairs")
     factor = scaling.get("factor") or rope.max_positions / trained
@@ -160,9 +162,10 @@ def _longrope(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
 
 
 def _proportional(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
-    """Only the first pairs turn, a share of all; frequencies are those they would have if all did."""
+    """Only the first pairs are rotated, a share of all, with the frequencies they would have if all were."""
     frequencies = rope.inverse_frequencies() / rope.scaling.get("factor", 1.0)
-    frequencies[int(rope.scaling.get("partial_rotary_factor", 1.0) * rope.rotary_dim // 2) :] = 0
+    num_rotated = int(rope.scaling.get("partial_rotary_factor", 1.0) * rope.rotary_dim // 2)
+    frequencies[num_rotated:] = 0
     return _outer(positions, frequencies), 1.0
 
 

@@ -15,8 +15,8 @@ from quire.quant.base import Split
 
 
 class SelfAttention(nn.Module):
-    """Sizes are the config's. `qk_norm`: an RMSNorm of each head of q and k before they are rotated. `rope` None: nothing rotates.
-    `fused`: checkpoints have q, k and v in one."""
+    """Sizes are the config's. `qk_norm`: an RMSNorm of each head of q and k before they are rotated. `rope` None:
+    nothing is rotated. `fused`: checkpoints have q, k and v in one tensor."""
 
     def __init__(
         self,
@@ -33,8 +33,11 @@ class SelfAttention(nn.Module):
         fused: bool = False,
     ) -> None:
         super().__init__()
-        num_heads, num_kv_heads, head_size = config.num_attention_heads, config.num_kv_heads, config.head_size
-        q_size, kv_size = num_heads * head_size, num_kv_heads * head_size
+        num_heads = config.num_attention_heads
+        num_kv_heads = config.num_kv_heads
+        head_size = config.head_size
+        q_size = num_heads * head_size
+        kv_size = num_kv_heads * head_size
         q_units, kv_units = head_units(num_heads, num_kv_heads)
         parts = None if fused else ("q_proj", "k_proj", "v_proj")
         self.qkv_proj = Linear(
@@ -52,7 +55,10 @@ class SelfAttention(nn.Module):
 
 
 class JointNormAttention(SelfAttention):
-    """Norms all heads of q together, and all of k, before they are rotated. Options are those of SelfAttention."""
+    """Norms all heads of q together, and all heads of k, before they are rotated. Takes SelfAttention's options."""
+
+    q_norm: RMSNorm
+    k_norm: RMSNorm
 
     def __init__(self, config: DecoderConfig, rope: Rope | None, **options: Any) -> None:
         super().__init__(config, rope, **options)

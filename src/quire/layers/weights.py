@@ -1,4 +1,4 @@
-"""How a checkpoint's tensors become a model's: small changes of order that families need.
+"""Small changes that turn a checkpoint's tensors into a model's, such as another order of rows.
 
 Used by model files, in `translate`.
 """
@@ -14,21 +14,21 @@ __all__ = ["RawTensor", "Weight", "pick_rows", "plain", "q_k_v_rows", "transpose
 
 
 def plain(values: Tensor) -> RawTensor:
-    """Numbers as a checkpoint would hold them."""
+    """Values as a checkpoint would hold them."""
     names = {dtype: name for name, dtype in PLAIN.items()}
     return RawTensor(names[values.dtype], values.contiguous().flatten().view(torch.uint8), tuple(values.shape))
 
 
 def pick_rows(tensor: RawTensor, rows: Sequence[int] | Tensor) -> RawTensor:
-    """The tensor's rows in another order, or some of them; packed weights too: a row is a whole number of their blocks."""
+    """The tensor's rows in another order, or some of them; also of packed weights, whose rows are whole blocks."""
     rows = torch.as_tensor(rows, device=tensor.raw.device)
-    return RawTensor(
-        tensor.type_name, tensor.raw.view(tensor.shape[0], -1)[rows].flatten(), (len(rows), *tensor.shape[1:])
-    )
+    picked = tensor.raw.view(tensor.shape[0], -1)[rows].flatten()
+    return RawTensor(tensor.type_name, picked, (len(rows), *tensor.shape[1:]))
 
 
 def q_k_v_rows(num_heads: int, num_kv_heads: int, head_size: int) -> Tensor:
-    """For `pick_rows`, of a fused projection that has each KV head's queries, key and value together: all of q, of k, of v."""
+    """For `pick_rows`: takes a fused projection, which has each KV head's queries, key and value together, to the order
+    all of q, all of k, all of v."""
     rows = torch.arange((num_heads + 2 * num_kv_heads) * head_size).view(num_kv_heads, -1, head_size)
     return torch.cat((rows[:, :-2].flatten(), rows[:, -2].flatten(), rows[:, -1].flatten()))
 
@@ -38,5 +38,5 @@ def transposed(tensor: RawTensor) -> RawTensor:
 
 
 def unit_offset(tensor: RawTensor) -> RawTensor:
-    """A norm's weight that a checkpoint holds minus one."""
+    """A norm's weight, which the checkpoint holds minus one."""
     return plain(tensor.dense(torch.float32, tensor.raw.device) + 1)

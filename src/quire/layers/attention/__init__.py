@@ -1,8 +1,9 @@
 """Attention over the paged cache: the layer, and one file per way to compute it (a backend).
 
-A backend's file has `BACKEND`, a class as in `base.py` with `rope_and_write` and `paged_attention` as in `ops/ref` (the layout of a block is
-its own affair), and `why_not(device, dtype, head_size, block_size)`: why it cannot be used, if so. `worker/choose.py` has the order in
-which they are tried; `--attention-backend` names one.
+A backend's file has `BACKEND`, a class as in `base.py` with `rope_and_write` and `paged_attention` as in the reference
+modules of ops/elementwise and ops/attention (how a block is laid out is up to the backend), and `why_not(device, dtype,
+head_size, block_size)`: why it cannot be used, or None. `worker/choose.py` has the order in which backends are tried;
+`--attention-backend` names one.
 """
 
 from quire.layers.attention._layer import Attention, CacheLayer

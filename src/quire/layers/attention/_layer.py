@@ -1,6 +1,6 @@
-"""The attention layer: norms heads if asked, rotates, writes new keys and values into the cache, attends.
+"""The attention layer: norms heads if asked, rotates them, writes new keys and values into the cache, attends.
 
-Used by models. It says what it caches (`cache_specs`); its caches and their group are given by the worker.
+Used by models. It says what it caches (`cache_specs`); the worker gives it its cache and its group.
 
 Shape letters: T tokens of the step, H query heads, K key/value heads, D head size.
 """
@@ -20,36 +20,40 @@ from quire.quant.base import Section, Split
 
 
 class CacheLayer(Layer, ABC):
-    """A layer with a cache: it says what it keeps of each token, and reads the tables of its group."""
+    """A layer with a cache: it says what it caches of each token, and reads the tables of its group."""
 
-    backend_class: type[AttentionBackend]  # how to compute, given by `attach`
-    # Given by the worker: which group's tables to read, where the cache is, the group's backend.
+    backend_class: type[AttentionBackend]  # how to compute, set by `attach`
+    # Set by the worker: which group's tables to read, where the cache is, the group's backend.
     group_idx: int
     cache: Tensor
     backend: AttentionBackend
-    # What backends are chosen by, and how work is cut.
+    # Backends are chosen, and divide their work, by these.
     num_heads: int
     num_kv_heads: int
     head_size: int
-    value_size: int | None = None  # None: as the keys'
+    latent_size: int  # only latent attention has one
+    value_size: int | None = None  # None: the keys'
     window: int = 0
-    is_plain: bool = True  # ordinary attention within a prompt, which others' kernels can compute
-    shares: str | None = (
-        None  # path of the layer whose cache this one reads, of the same spec, instead of having its own
-    )
+    # Path of the layer, with the same spec, whose cache this one reads; None: it has its own.
+    shares: str | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Within a prompt it is ordinary causal attention, which kernels of other libraries can compute."""
+        return True
 
     @abstractmethod
     def cache_specs(self, dtype: str) -> dict[str, CacheSpec]:
-        """What it caches, by name, where numbers are kept in `dtype` (torch's name for it)."""
+        """What it caches, by name, if values are stored as `dtype` (torch's name of it)."""
 
     @abstractmethod
     def attach_cache(self, name: str, group_idx: int, parts: dict[str, Tensor]) -> None:
-        """The memory of one of its caches: of each part, [num_blocks, entries of a block, *shape of an entry]."""
+        """Sets the memory of one of its caches: of each part, [num_blocks, entries of a block, *shape of an entry]."""
 
 
 class Attention(CacheLayer):
-    """`sinks`: a learned logit per head that takes part in the softmax. `softcap`: scores are bent to stay below. `rope` None: no positions.
-    `shares`: see CacheLayer; the layer has queries only."""
+    """`rope` None: no positions. `softcap`: scores are squashed by tanh to stay below it. `sinks`: a learned logit per
+    head takes part in the softmax. `shares`: see CacheLayer; such a layer has queries only."""
 
     def __init__(
         self,
@@ -65,13 +69,16 @@ class Attention(CacheLayer):
         shares: str | None = None,
     ) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_size = head_size
         self.rope = rope or Rope.none()
         self.scale = head_size**-0.5 if scale is None else scale
         self.window = window or 0
         self.softcap = softcap or 0.0
         self.sinks = frozen(torch.empty(num_heads)) if sinks else None
-        self.splits = {"sinks": Split("outputs", (Section(num_heads, head_units(num_heads, num_kv_heads)[0]),))}
+        q_units, _ = head_units(num_heads, num_kv_heads)
+        self.splits = {"sinks": Split("outputs", (Section(num_heads, q_units),))}
         self.shares = shares
 
     @property
@@ -80,11 +87,10 @@ class Attention(CacheLayer):
 
     def attach(self, runtime: Runtime, path: str) -> None:
         super().attach(runtime, path)
-        self.backend_class = runtime.choose(
-            "attention", head_size=self.head_size, block_size=runtime.block_size
-        ).BACKEND
+        backend = runtime.choose("attention", head_size=self.head_size, block_size=runtime.block_size)
+        self.backend_class = backend.BACKEND
         if self.window >= runtime.max_len:
-            self.window = 0  # contexts are never longer: a window that holds all of one is none
+            self.window = 0  # no context is longer than the window
 
     def cache_specs(self, dtype: str) -> dict[str, CacheSpec]:
         if self.window:
@@ -93,24 +99,27 @@ class Attention(CacheLayer):
 
     def attach_cache(self, name: str, group_idx: int, parts: dict[str, Tensor]) -> None:
         self.group_idx = group_idx
-        keys = parts["keys"]  # in each block values follow them
+        keys = parts["keys"]  # in each block, values follow keys
         shape = keys.shape[0], 2, *keys.shape[1:]
         self.cache = keys.as_strided(shape, (keys.stride(0), keys[0].numel(), *keys.stride()[1:]))
 
     def forward(
         self, qkv_TX: Tensor, positions_T: Tensor, q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None
     ) -> Tensor:
-        """`qkv_TX`: q, k and v of each token side by side; returns [T, H * D]. Norms, of all there is or none, are over each head."""
+        """`qkv_TX`: q, k and v of each token side by side; returns [T, H * D]. Norms are over each head: of q and of k
+        (if the layer has k), or of neither."""
         heads = qkv_TX.view(qkv_TX.shape[0], -1, self.head_size)
-        # With another's cache all the same, for no heads of k and v: queries are rotated, nothing is written.
-        num_written, written = (self.num_kv_heads, self.cache) if self.shares is None else (0, self.cache[..., :0, :])
+        if self.shares is None:
+            num_written, written = self.num_kv_heads, self.cache
+        else:  # it reads another layer's cache: k and v have no heads, so queries are rotated and nothing is written
+            num_written, written = 0, self.cache[..., :0, :]
         q_THD, k_TKD, v_TKD = heads.split((self.num_heads, num_written, num_written), 1)
-        norms = (
-            {}
-            if q_norm is None
-            else {"q_norm_D": q_norm.weight, "k_norm_D": k_norm and k_norm.weight, "eps": q_norm.eps}
-        )
-        slots_T, tables = self.context.slots_T[self.group_idx], self.context.tables[self.group_idx]
+        norms: dict[str, Tensor | float | None] = {}
+        if q_norm is not None:
+            k_norm_D = None if k_norm is None else k_norm.weight
+            norms = {"q_norm_D": q_norm.weight, "k_norm_D": k_norm_D, "eps": q_norm.eps}
+        slots_T = self.context.slots_T[self.group_idx]
+        tables = self.context.tables[self.group_idx]
         self.backend.rope_and_write(
             q_THD, k_TKD, v_TKD, self.rope.cos_sin, positions_T, written, slots_T, self.rope.interleaved, **norms
         )

@@ -1,4 +1,4 @@
-"""Backends whose kernels read work lists (`ops/attention/triton.py`): rows are cut into units on the host, once for all layers of a group.
+"""Backends whose kernels read work lists (`ops/attention/triton.py`): the host cuts rows into units, once per group.
 
 The base of the Triton backends, for attention and for latent attention.
 """
@@ -20,7 +20,7 @@ from quire.ops.launch import num_multiprocessors
 
 
 class WorkList:
-    """How one kind of row is cut into units, and the room that its launches share."""
+    """How one kind of row is cut into units, and the memory that its launches share."""
 
     def __init__(self, shape: WorkShape, window: int, max_tokens: int, limits: Limits) -> None:
         num_programs = shape.tile.programs_per_multiprocessor * num_multiprocessors(limits.hidden_like)
@@ -37,22 +37,32 @@ class WorkList:
         self.room = AttentionWork.of(no_units, shape.tile, num_split, shape.num_kv_heads, shape.size)
 
     def num_units(self, num_tokens: int, num_rows: int) -> int:
-        """No step of so many tokens in so many rows has more."""
+        """The most units that a step of so many tokens in so many rows can have."""
         return max_units(num_tokens, num_rows, **self.geometry) if num_rows else 0
 
     def plan(self, step: HostStep, is_listed: np.ndarray) -> np.ndarray:
-        columns = (column[is_listed] for column in (step.firsts, step.counts, step.context_lens, step.rows))
-        return plan_units(*columns, window=self.window, **self.geometry)
+        """The units of the rows that `is_listed` selects."""
+        return plan_units(
+            step.firsts[is_listed],
+            step.counts[is_listed],
+            step.context_lens[is_listed],
+            step.rows[is_listed],
+            window=self.window,
+            **self.geometry,
+        )
 
 
 class WorkListBackend(AttentionBackend):
-    """Rows that decode and rows that compute prompts want different tiles: two lists, two launches."""
+    """Rows that decode and rows that compute prompts need different tiles: two lists, two launches."""
+
+    works: dict[str, WorkList]
 
     def __init__(
         self, layers: Sequence[CacheLayer], block_size: int, limits: Limits, twin: "WorkListBackend | None" = None
     ) -> None:
         super().__init__(layers, block_size, limits, twin)
-        layer, hidden_like = layers[0], limits.hidden_like
+        layer = layers[0]
+        hidden_like = limits.hidden_like
         if any(other.num_heads != layer.num_heads for other in layers):  # they would need different lists
             raise UnsupportedModelError(
                 "layers with different numbers of query heads and equal KV caches are not supported on GPUs"
@@ -63,7 +73,8 @@ class WorkListBackend(AttentionBackend):
         if twin is not None:
             self.works = twin.works
             return
-        decode, prefill = (self.work_shape(layer, hidden_like.dtype, decode=decode) for decode in (True, False))
+        decode = self.work_shape(layer, hidden_like.dtype, decode=True)
+        prefill = self.work_shape(layer, hidden_like.dtype, decode=False)
         self.works = {
             "decode_units": WorkList(decode, layer.window, limits.num_rows, limits),
             "prefill_units": WorkList(prefill, layer.window, limits.max_tokens, limits),
@@ -81,13 +92,14 @@ class WorkListBackend(AttentionBackend):
 
     def prepare(self, step: HostStep, shape: StepShape) -> None:
         if self.twin is not None:
-            return  # planned already
+            return  # the twin has planned
         is_decode = step.counts == 1
         is_prefill = ~is_decode
         if shape.uncached_prefills:
             is_prefill &= ~np.isin(step.firsts, [first for first, _ in shape.uncached_prefills])
         for (name, work), is_listed in zip(self.works.items(), (is_decode, is_prefill)):
-            words, num_units = self.host[name], 0
+            words = self.host[name]
+            num_units = 0
             if is_listed.any():
                 units = work.plan(step, is_listed)
                 num_units = len(units)
@@ -95,7 +107,8 @@ class WorkListBackend(AttentionBackend):
             words[num_units : self._num_units(name, shape)] = 0  # units without queries
 
     def tables(self, shape: StepShape) -> AttentionTables:
-        launches, words = [], (self.twin or self).device
+        launches = []
+        words = (self.twin or self).device
         for name, work in self.works.items():
             if num_units := self._num_units(name, shape):
                 launches.append(dataclasses.replace(work.room, units=words[name][:num_units]))
@@ -103,7 +116,7 @@ class WorkListBackend(AttentionBackend):
         return self._tables(shape, self.step.block_table, rows=rows_R, work=tuple(launches), shifts=self.step.shifts)
 
     def _num_units(self, name: str, shape: StepShape) -> int:
-        """No step of this shape has more."""
+        """The most units that a step of this shape can have."""
         if name == "decode_units":
             return self.works[name].num_units(shape.num_decodes, shape.num_decodes)
         return self.works[name].num_units(shape.num_tokens, shape.num_prefills)

@@ -1,13 +1,13 @@
-"""How the layers of one KV group attend: the contract of every backend.
+"""How the layers of one KV group attend: the interface of every backend.
 
-A backend is a class, one object of it per group, made by the runner. Before each step it is asked to `prepare` what the host plans,
-in words that travel to the device with the step's other inputs; `tables` gives what its layers read there, at addresses that stay,
-so that the step can be recorded. It must not know requests or plans.
+A backend is a class; the runner makes one object of it per group. Before each step, `prepare` plans on the host, into
+words that are copied to the device with the step's other inputs; `tables` returns what layers read there, at addresses
+that stay the same, so that the step can be recorded. A backend must not know requests or step plans.
 
 Shape letters: R rows of the step, T its tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,10 +28,10 @@ class StepShape:
     num_rows: int
     num_tokens: int
     num_samples: int
-    num_decodes: int  # rows with one token, at most
-    num_prefills: int  # rows with several, at most, but those of `uncached_prefills`
+    num_decodes: int  # at most so many rows have one token
+    num_prefills: int  # at most so many rows have several, those of `uncached_prefills` not counted
     uncached_prefills: tuple[tuple[int, int], ...] = ()  # (first token, tokens) of long prompts that begin in this step
-    wants_all: bool = False  # hidden states of all tokens, not only of those that choose a next one
+    wants_all: bool = False  # hidden states of all tokens are wanted, not only of those that are sampled from
 
     @property
     def decode(self) -> bool:
@@ -40,19 +40,19 @@ class StepShape:
 
     @property
     def longest(self) -> int:
-        """No row has more tokens."""
+        """The most tokens that a row can have."""
         return 1 if self.decode else self.num_tokens
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of any step."""
+    """The largest step there can be."""
 
     num_rows: int
     max_tokens: int
     max_len: int
-    hidden_like: Tensor  # of the model's dtype and device
-    num_drafts: int = 0  # that a row verifies
+    hidden_like: Tensor  # any tensor of the model's dtype and device
+    num_drafts: int = 0  # tokens that a row verifies
 
     @property
     def num_samples(self) -> int:
@@ -63,45 +63,55 @@ class Limits:
 class HostStep:
     """A step's rows on the host, without padding, int32 [R]."""
 
-    rows: np.ndarray  # of the persistent batch
+    rows: np.ndarray  # which row of the persistent batch it is
     firsts: np.ndarray  # which of the step's tokens is the row's first
-    counts: np.ndarray  # tokens
-    context_lens: np.ndarray  # tokens in all, these included
+    counts: np.ndarray  # tokens of the row in this step
+    context_lens: np.ndarray  # tokens of the row in all, this step's included
 
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """The same where attention reads it, as long as the largest step; padding rows are -1 and have no context."""
+    """The same on the device, as long as the largest step; padding rows are -1 and have no context."""
 
     rows: Tensor
     query_starts: Tensor
     context_lens: Tensor
     block_table: Tensor  # of the group: [rows of the persistent batch, blocks]
-    shifts: Tensor | None  # how many tokens fewer a row of the batch has than was planned; None: none
+    shifts: Tensor | None  # by row of the batch: how many tokens fewer it has than was planned; None: all as planned
 
 
 class AttentionBackend:
-    """The simplest: goes by lengths and block tables, plans nothing."""
+    """The simplest backend: its kernels read lengths and block tables, and it plans nothing."""
 
     is_recordable = True  # the host does nothing between a step's launches
-    skips_cache = (
-        False  # computes `uncached_prefills` rows, of which nothing is cached yet, from the step's own keys and values
-    )
+    # Computes rows of `uncached_prefills`, of which nothing is cached yet, from the step's own keys and values.
+    skips_cache = False
+
+    # Kernels that subclasses have: the first two for attention, the others for latent attention.
+    rope_and_write: Callable[..., None]
+    paged_attention: Callable[..., Tensor]
+    norm_rope_and_write: Callable[..., None]
+    head_linear: Callable[..., Tensor]
+    latent_attention: Callable[..., Tensor]
 
     def __init__(
         self, layers: Sequence["CacheLayer"], block_size: int, limits: Limits, twin: "AttentionBackend | None" = None
     ) -> None:
-        """`layers`: all that read the group's cache. `twin`: of a group before it, for layers of the same kind: what is planned
-        of a step, all but block tables, is the same there."""
-        self.block_size, self.limits, self.twin = block_size, limits, twin
+        """`layers`: all that read the group's cache. `twin`: the backend of an earlier group with layers of the same
+        kind: its plan of a step, apart from block tables, is also this group's."""
+        self.block_size = block_size
+        self.limits = limits
+        self.twin = twin
 
     def fields(self) -> dict[str, tuple[int, ...]]:
-        """Words that `prepare` fills, by name, with their shapes."""
+        """The words that `prepare` fills: name -> shape."""
         return {}
 
     def bind(self, step: DeviceStep, host: dict[str, np.ndarray], device: dict[str, Tensor]) -> None:
-        """Where steps lie, and these words, on the host and on the device."""
-        self.step, self.host, self.device = step, host, device
+        """Says where each step, and the words of `fields`, are on the host and on the device."""
+        self.step = step
+        self.host = host
+        self.device = device
 
     def prepare(self, step: HostStep, shape: StepShape) -> None:
         """Plans a step, padded to `shape`."""
@@ -109,10 +119,17 @@ class AttentionBackend:
     def tables(self, shape: StepShape) -> AttentionTables:
         """What layers read in steps of this shape."""
         rows_R = self.step.rows[: shape.num_rows]
-        # Once per step, not in every layer. Padding has no context in whichever row it gets.
+        # Selected once per step, not in every layer. Padding has no context, so it may get any row.
         return self._tables(shape, self.step.block_table.index_select(0, rows_R.clamp(min=0)))
 
-    def _tables(self, shape: StepShape, block_table: Tensor, **fields: object) -> AttentionTables:
+    def _tables(
+        self,
+        shape: StepShape,
+        block_table: Tensor,
+        rows: Tensor | None = None,
+        work: tuple | None = None,
+        shifts: Tensor | None = None,
+    ) -> AttentionTables:
         return AttentionTables(
             query_starts=self.step.query_starts[: shape.num_rows + 1],
             context_lens=self.step.context_lens[: shape.num_rows],
@@ -120,12 +137,14 @@ class AttentionBackend:
             block_size=self.block_size,
             max_query_len=shape.longest,
             uncached_prefills=shape.uncached_prefills,
-            **fields,
+            rows=rows,
+            work=work,
+            shifts=shifts,
         )
 
 
 class CpuBackend(AttentionBackend):
-    """Rows' block tables lie side by side in memory that stays, as a tape wants it."""
+    """Copies the rows' block tables into one table at an address that stays the same, which recorded steps need."""
 
     def __init__(
         self, layers: Sequence["CacheLayer"], block_size: int, limits: Limits, twin: AttentionBackend | None = None

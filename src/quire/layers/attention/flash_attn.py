@@ -1,8 +1,8 @@
-"""FlashAttention, where it is installed and `--attention-backend flash_attn` asks for it: 16-bit floats, head sizes to 256.
+"""FlashAttention, if installed and asked for with `--attention-backend flash_attn`: 16-bit floats, head sizes to 256.
 
-Version 3 (`flash_attn_interface`, for Hopper) takes blocks of any size; where only version 2 (`flash_attn`) is installed, blocks are
-multiples of 256 tokens. Written for flash-attn 2.8.3.post2 and the interface in its folder `hopper`. All that is read lies on the device,
-so steps can be recorded. There are no attention sinks.
+Version 3 (`flash_attn_interface`, for Hopper) takes blocks of any size; where only version 2 (`flash_attn`) is
+installed, blocks are multiples of 256 tokens. Written for flash-attn 2.8.3.post2 and the interface in its folder
+`hopper`. All that is read is on the device, so steps can be recorded. Attention sinks are not supported.
 """
 
 import functools
@@ -38,7 +38,9 @@ def why_not(device: torch.device, dtype: torch.dtype, head_size: int, block_size
         return "it computes in 16-bit floats"
     if head_size % 8 or head_size > 256:
         return f"it has no kernel for head size {head_size}"
-    return None if version == 3 or block_size % 256 == 0 else f"version 2 has no kernel for blocks of {block_size}"
+    if version == 2 and block_size % 256:
+        return f"version 2 has no kernel for blocks of {block_size}"
+    return None
 
 
 def paged_attention(
@@ -52,36 +54,47 @@ def paged_attention(
     softcap: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As the twin, but for sinks; the output of padding may be anything."""
+    """As the reference, without sinks; the output of padding is undefined."""
     if sinks_H is not None:
         raise ConfigError(
             "FlashAttention has no attention sinks, which this model uses: leave out --attention-backend flash_attn"
         )
     version, library = _library()
-    keys, values = (
-        cache_view(cache).transpose(2, 3).unbind(1)
-    )  # [blocks, block_size, K, D]; the library takes any strides
-    rows, block_table = tables.rows, tables.block_table
-    block_table = (
-        block_table if rows is None else block_table.index_select(0, rows.clamp(min=0))
-    )  # padding sees no key in any row
-    window_size = (window - 1, 0) if window else (-1, -1)  # before and behind the query itself
+    # [blocks, block_size, K, D]; the library takes any strides.
+    keys, values = cache_view(cache).transpose(2, 3).unbind(1)
+    block_table = tables.block_table
+    if tables.rows is not None:
+        block_table = block_table.index_select(0, tables.rows.clamp(min=0))  # padding sees no key, whatever its row
+    window_size = (window - 1, 0) if window else (-1, -1)  # keys before and after the query's own
     options = dict(softmax_scale=scale, causal=True, window_size=window_size, softcap=softcap)
     if version == 3:
-        found = library.flash_attn_with_kvcache(
-            q_THD, keys, values, cache_seqlens=tables.context_lens, page_table=block_table,
-            cu_seqlens_q=tables.query_starts, max_seqlen_q=tables.max_query_len, **options,
-        )  # fmt: skip
+        result = library.flash_attn_with_kvcache(
+            q_THD,
+            keys,
+            values,
+            cache_seqlens=tables.context_lens,
+            page_table=block_table,
+            cu_seqlens_q=tables.query_starts,
+            max_seqlen_q=tables.max_query_len,
+            **options,
+        )
     else:
-        ends = tables.context_lens.cumsum(
-            0, dtype=torch.int32
-        )  # their differences are the lengths; blocks are found by the table
-        most = block_table.shape[1] * tables.block_size
-        found = library.flash_attn_varlen_func(
-            q_THD, keys, values, tables.query_starts, torch.nn.functional.pad(ends, (1, 0)), tables.max_query_len, most,
-            block_table=block_table, **options,
-        )  # fmt: skip
-    return found if out is None else out.copy_(found)
+        # Only the differences of these count, which are the lengths: keys are found by the block table.
+        key_ends = tables.context_lens.cumsum(0, dtype=torch.int32)
+        key_starts = torch.nn.functional.pad(key_ends, (1, 0))
+        max_keys = block_table.shape[1] * tables.block_size
+        result = library.flash_attn_varlen_func(
+            q_THD,
+            keys,
+            values,
+            tables.query_starts,
+            key_starts,
+            tables.max_query_len,
+            max_keys,
+            block_table=block_table,
+            **options,
+        )
+    return result if out is None else out.copy_(result)
 
 
 class FlashAttention(AttentionBackend):

@@ -1,4 +1,4 @@
-"""Plain torch, an expert after the other: any dtype, any device, but it waits for the device and cannot be recorded."""
+"""Plain torch, one expert after another: any dtype, any device, but it waits for the device and cannot be recorded."""
 
 import torch
 
