@@ -19,7 +19,7 @@ from quire.quant.base import AXES, Joined, Method, Part, RawTensor, Split, Use, 
 
 @dataclass
 class StepContext:
-    """What attention layers read in a step; the runner refills it before each forward. Lists are indexed by KV group."""
+    """What attention layers read in a step; the runner refills it before each forward. Lists are by KV group."""
 
     tables: list[AttentionTables] = field(default_factory=list)
     slots_T: list[Tensor] = field(default_factory=list)

@@ -146,7 +146,7 @@ def _yarn_magnitude(scaling: dict[str, Any], factor: float) -> float:
 
 
 def _longrope(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
-    """A divisor per pair, from one of two lists: the one for long contexts if the engine accepts any longer than trained.
+    """A divisor per pair, from one of two lists: that for long contexts if the engine accepts any longer than trained.
     (The original switches when a context grows past that length, and keeps what it has cached with the other list.)"""
     scaling = rope.scaling
     trained = scaling.get("original_max_position_embeddings") or rope.max_positions

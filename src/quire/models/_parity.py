@@ -1,4 +1,4 @@
-"""How close each architecture is to transformers: the largest difference of a logprob, float32. Written by tests/models/report.py."""
+"""The largest difference from transformers' logprobs, by architecture, float32. Written by tests/models/report.py."""
 
 LARGEST_ERROR: dict[str, float] = {
     "Cohere2ForCausalLM": 1e-06,

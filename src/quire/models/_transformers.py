@@ -1,16 +1,17 @@
-"""Decoders without a model file: transformers' own layers around our attention, cache, scheduler and sampler.
+"""Decoders without a model file: transformers' own layers with our attention, cache, scheduler and sampler.
 
-Built by worker/build.py for architectures that no file here names. Only classes that the installed transformers has are run, never
-code of a checkpoint. A rehearsal without numbers (on `meta`) shows what each layer attends with; what we cannot serve is refused then.
+Built by worker/build.py for architectures that no file here names. Only classes of the installed transformers are run,
+never code of a checkpoint. A trial run on `meta` tensors shows what each layer's attention is given; models that we
+cannot serve are refused then.
 
-Shape letters: T tokens of the step, H query heads, K key/value heads, D size of a head's keys, E of its values, X model width,
-R rows that choose a token, V vocabulary.
+Shape letters: T tokens of the step, H query heads, K key/value heads, D size of a head's keys, E of its values,
+X model width, R rows that choose a token, V vocabulary.
 """
 
 import inspect
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +24,14 @@ from quire.layers.linear import Linear, LMHead
 from quire.layers.rope import Rope
 from quire.layers.weights import RawTensor, Weight
 
-ATTENTION = "quire"  # our name among transformers' attention functions; it knows no mask for it, so none is built
-REHEARSED_TOKENS = 3
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Our name among transformers' attention functions. Transformers builds no attention mask for names it does not know.
+ATTENTION = "quire"
+NUM_TRIAL_TOKENS = 3
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-# What layers hand on to attention functions that changes nothing here.
+# Arguments that layers pass to attention functions and that change nothing here.
 IMMATERIAL = {
     "dropout",
     "position_ids",
@@ -39,11 +44,12 @@ IMMATERIAL = {
 
 
 class _Refusal(Exception):
-    """Why transformers' layers cannot be used: the end of a sentence."""
+    """Says why transformers' layers cannot be used, as the end of a sentence."""
 
 
 class TransformersModel(Layer):
-    """What the runner runs, as layers/decoder.py's CausalLM; `hf` is transformers' model, its linear layers and attention ours."""
+    """What the runner runs, as CausalLM of layers/decoder.py. `hf` is transformers' model, with our linear layers and
+    attention."""
 
     def __init__(self, hf_config: dict[str, Any]) -> None:
         """`hf_config`: all of config.json, its dtype the one to compute in."""
@@ -52,42 +58,45 @@ class TransformersModel(Layer):
         try:
             self.hf = _build(architecture, hf_config)
             self.names = set(self.hf.state_dict())  # before layers are replaced: what checkpoints hold
-            self.tied = _tied(self.hf)
+            self.tied = _find_tied(self.hf)
             _keep_buffers(self.hf)
             _replace_linears(self.hf, self.tied)
-            self._part_from_head()
-            self.context = StepContext()  # of the rehearsal
-            self._rehearse()
+            self._separate_head()
+            self.context = StepContext()  # of the trial run
+            self._try_on_meta()
         except _Refusal as refusal:
             raise UnsupportedModelError(
-                f"{architecture!r:.80} has no model file (`quire models` lists those), and transformers' layers cannot be used: {refusal}"
+                f"{architecture!r:.80} has no model file (`quire models` lists those), "
+                f"and transformers' layers cannot be used: {refusal}"
             ) from None
 
-    def _part_from_head(self) -> None:
-        """The head is computed for some rows, later: then the decoder, asked by it, answers with the hidden states at hand."""
-        decoder = self.hf.get_decoder()
+    def _separate_head(self) -> None:
+        """The runner computes the head later, and for some rows only. `hf` calls its decoder before its head: in
+        `logits` the decoder is replaced by `_return_hidden`, which returns hidden states that are already computed."""
+        decoder: Any = self.hf.get_decoder()
         if decoder is self.hf or "position_ids" not in inspect.signature(decoder.forward).parameters:
             raise _Refusal("its decoder is not told the positions of tokens")
         self.decode = decoder.forward
-        self.at_hand: Tensor | None = None
-        decoder.forward = self._answer
+        self.computed_hidden: Tensor | None = None
+        decoder.forward = self._return_hidden
 
-    def _answer(self, *args: Any, **kwargs: Any) -> Any:
-        hidden, self.at_hand = self.at_hand, None
+    def _return_hidden(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, self.computed_hidden = self.computed_hidden, None
         return self.output_class(last_hidden_state=hidden)
 
-    def _rehearse(self) -> None:
-        tokens_T = torch.zeros(REHEARSED_TOKENS, dtype=torch.int64)
+    def _try_on_meta(self) -> None:
+        tokens_T = torch.zeros(NUM_TRIAL_TOKENS, dtype=torch.int64)
         try:
             logits = self.logits(self(tokens_T, tokens_T))
         except (_Refusal, UnsupportedModelError):
             raise
         except Exception as error:
             raise _Refusal(f"they do not run without numbers ({type(error).__name__}: {error!s:.200})") from None
-        if logits.shape != (REHEARSED_TOKENS, self.hf.config.vocab_size) or self.at_hand is not None:
+        if logits.shape != (NUM_TRIAL_TOKENS, self.hf.config.vocab_size) or self.computed_hidden is not None:
             raise _Refusal("its head is not computed from the decoder's hidden states")
-        layers, rope = [m for m in self.hf.modules() if isinstance(m, PagedAttention)], Rope.none()
+        layers = [module for module in self.hf.modules() if isinstance(module, PagedAttention)]
         _check_layers(self.hf.config, layers)
+        rope = Rope.none()
         for layer in layers:
             layer.rope = rope
 
@@ -103,7 +112,7 @@ class TransformersModel(Layer):
                     yield self.declare(name, join(path, name), owner=module)
 
     def _derive_buffers(self, device: torch.device) -> None:
-        """Such as the frequencies of RoPE."""
+        """Computes buffers that checkpoints do not hold, such as the frequencies of RoPE."""
         for module in self.hf.modules():
             derived = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
             for name, buffer in derived.items():
@@ -112,29 +121,29 @@ class TransformersModel(Layer):
             if derived:
                 self.hf._init_weights(module)
             for name in derived:
-                if module._buffers[name].isnan().any():
+                if module.get_buffer(name).isnan().any():
                     raise UnsupportedModelError(
                         f"transformers does not derive {name} of its {type(module).__name__} without a checkpoint"
                     )
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Final hidden states of the tokens the step's context wants; the runner asks `logits` for the rows it needs."""
+        """Final hidden states of the tokens that the step's context selects, for the runner to give to `logits`."""
         output = self.decode(input_ids=token_ids_T[None], position_ids=positions_T[None], use_cache=False)
         self.output_class = type(output)
         return self.context.select_outputs(output.last_hidden_state[0])
 
     def logits(self, hidden_RX: Tensor) -> Tensor:
-        """With whatever the family does around its head."""
-        self.at_hand = hidden_RX[None]
-        return self.hf(inputs_embeds=self.at_hand, use_cache=False).logits[0]
+        """The head, with what the family does before and after it."""
+        self.computed_hidden = hidden_RX[None]
+        return self.hf(inputs_embeds=self.computed_hidden, use_cache=False).logits[0]
 
     def translate(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, RawTensor]]:
-        """Names are transformers'; checkpoints of a bare decoder lack the name it has in here."""
+        """Names are transformers'; in checkpoints of the bare decoder they lack its prefix."""
         if any(re.search(pattern, name) for pattern in self.hf._keys_to_ignore_on_load_unexpected or ()):
             return
         inner = f"{self.hf.base_model_prefix}.{name}"
-        known = name if name in self.names else inner if inner in self.names else None
-        if known not in self.tied:  # some hold the tied copy as well
+        known = next((candidate for candidate in (name, inner) if candidate in self.names), None)
+        if known not in self.tied:  # some checkpoints hold the tied copy as well
             yield f"hf.{known}" if known else name, tensor
 
     def checkpoint_path(self, path: str) -> str:
@@ -148,7 +157,7 @@ Config = None  # all of config.json is read
 # -- transformers' side ------------------------------------------------------------------------------------------------
 
 
-def _build(architecture: str, hf_config: dict[str, Any]) -> nn.Module:
+def _build(architecture: str, hf_config: dict[str, Any]) -> "PreTrainedModel":
     try:
         import transformers
         from transformers.models.auto import modeling_auto as known
@@ -163,24 +172,24 @@ def _build(architecture: str, hf_config: dict[str, Any]) -> nn.Module:
         raise _Refusal("it keeps a state of its own beside keys and values")
     if not model_class._can_set_attn_implementation():
         raise _Refusal("its attention does not go through transformers' registry of attention functions")
-    # `attn_implementation` and its like can name code to be fetched.
+    # `attn_implementation` and similar fields can name code that would be downloaded.
     fields = {name: value for name, value in hf_config.items() if name != "auto_map" and "implementation" not in name}
     try:
         config = model_class.config_class.from_dict(fields)
         transformers.AttentionInterface.register(ATTENTION, _attend)
         model = model_class._from_config(config, attn_implementation=ATTENTION).eval()
-    except Exception as error:  # whatever a class makes of a config that is not its own
+    except Exception as error:  # anything: the class may get a config that is not its own
         raise _Refusal(f"they do not take its config.json ({type(error).__name__}: {error!s:.200})") from None
     _check_model(model)
     return model
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: "PreTrainedModel") -> None:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    odd = set(getattr(model.config, "layer_types", None) or ()) - LAYER_TYPES
-    if odd:
-        raise _Refusal(f"it has layers of type {min(odd)!r}")
+    unknown_types = set(getattr(model.config, "layer_types", None) or ()) - LAYER_TYPES
+    if unknown_types:
+        raise _Refusal(f"it has layers of type {min(unknown_types)!r}")
     ropes = {str(module.rope_type) for module in model.modules() if hasattr(module, "rope_type")}
     if any("dynamic" in rope or "longrope" in rope for rope in ropes):
         raise _Refusal(
@@ -190,18 +199,19 @@ def _check_model(model: nn.Module) -> None:
         raise _Refusal("they hold weights in another form than its checkpoints")
 
 
-def _tied(model: nn.Module) -> dict[str, str]:
-    """The head's weight -> the embedding's, where they are one: nothing else can be tied."""
+def _find_tied(model: "PreTrainedModel") -> dict[str, str]:
+    """The head's weight -> the embedding's, if they are one. Models that tie anything else are refused."""
     head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
     if head is None:
         raise _Refusal("it has no head over the vocabulary")
-    if set(model.all_tied_weights_keys) - {f"{head}.weight"}:
-        raise _Refusal(f"it shares {min(model.all_tied_weights_keys)} between layers")
-    return dict(model.all_tied_weights_keys)
+    tied: dict[str, str] = dict(model.all_tied_weights_keys)
+    if set(tied) - {f"{head}.weight"}:
+        raise _Refusal(f"it shares {min(tied)} between layers")
+    return tied
 
 
 def _keep_buffers(model: nn.Module) -> None:
-    """Buffers that checkpoints hold become parameters: those are loaded."""
+    """Makes parameters of the buffers that checkpoints hold, so that they are loaded."""
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
@@ -209,92 +219,98 @@ def _keep_buffers(model: nn.Module) -> None:
                 module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
 
 
-# -- layers that take the place of transformers' -------------------------------------------------------------------------
+# -- layers that replace transformers' ---------------------------------------------------------------------------------
 
 
-class _AnyShape:
-    """Linear layers here take rows; transformers' take what has rows in its last two dimensions."""
+class AnyShapeLinear(Linear):
+    """Our linear layers take matrices; transformers' take tensors of any number of dimensions."""
 
     def forward(self, x: Tensor) -> Tensor:
         shape = *x.shape[:-1], sum(self.out_features)
-        if x.is_meta:  # the rehearsal
+        if x.is_meta:  # the trial run
             return x.new_empty(shape)
         return super().forward(x.reshape(-1, self.in_features)).view(shape)
 
 
-class AnyShapeLinear(_AnyShape, Linear):
+class AnyShapeHead(AnyShapeLinear, LMHead):
     pass
 
 
-class AnyShapeHead(_AnyShape, LMHead):
-    pass
-
-
-def _replace_linears(model: nn.Module, tied: dict[str, str]) -> None:
-    """Ranks would have all of them: what transformers' layers do between them is not known."""
+def _replace_linears(model: "PreTrainedModel", tied: dict[str, str]) -> None:
+    """Every rank has the whole of each linear layer, as we do not know what transformers' layers compute between
+    them."""
     head = model.get_output_embeddings()
     tied_to = next((f"hf.{source.removesuffix('.weight')}" for source in tied.values()), None)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                options = {"tied_to": tied_to} if child is head else {"split": "nowhere"}
-                ours = AnyShapeHead if child is head else AnyShapeLinear
-                setattr(
-                    parent, name, ours(child.in_features, child.out_features, bias=child.bias is not None, **options)
-                )
+            if type(child) is not nn.Linear:
+                continue
+            sizes = child.in_features, child.out_features
+            has_bias = child.bias is not None
+            if child is head:
+                setattr(parent, name, AnyShapeHead(*sizes, bias=has_bias, tied_to=tied_to))
+            else:
+                setattr(parent, name, AnyShapeLinear(*sizes, bias=has_bias, split="nowhere"))
 
 
 class PagedAttention(Attention):
-    """Between transformers' shapes and ours. Queries and keys come rotated."""
+    """Our attention for transformers' shapes. Queries and keys are already rotated."""
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_size: int, **options: Any) -> None:
         super().__init__(num_heads, num_kv_heads, head_size, None, **options)
 
-    def forward(self, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTE: Tensor) -> Tensor:
-        """Returns [1, T, H, E]. Values narrower than keys are stored as wide."""
+    def attend(self, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTE: Tensor) -> Tensor:
+        """Returns [1, T, H, E]. Values narrower than keys are padded to their size."""
         value_size = v_1KTE.shape[-1]
         v_1KTD = functional.pad(v_1KTE, (0, self.head_size - value_size))
         qkv_THD = torch.cat([x[0].transpose(0, 1) for x in (q_1HTD, k_1KTD, v_1KTD)], 1)
-        nowhere_T = torch.zeros(
-            len(qkv_THD), dtype=torch.int64, device=qkv_THD.device
-        )  # positions: all the same without RoPE
-        out_TX = super().forward(qkv_THD.flatten(1), nowhere_T)
+        # Positions do not matter without RoPE.
+        positions_T = torch.zeros(len(qkv_THD), dtype=torch.int64, device=qkv_THD.device)
+        out_TX = self(qkv_THD.flatten(1), positions_T)
         return out_TX.view(1, len(qkv_THD), self.num_heads, self.head_size)[..., :value_size]
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Our attention function, as transformers' layers call it. In the rehearsal it gives the layer what it will attend with."""
+    """Our attention function, as transformers' layers call it. In the trial run it gives the layer its
+    PagedAttention."""
     if query.is_meta:
-        if hasattr(module, "paged"):
+        if hasattr(layer, "paged"):
             raise _Refusal("a layer attends twice in a step")
-        module.paged = _paged(module, query, key, value, attention_mask, **options)
+        layer.paged = _make_paged(layer, query, key, value, attention_mask, **options)
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
-    return module.paged(query, key, value), None
+    return layer.paged.attend(query, key, value), None
 
 
-def _paged(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
-    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None, is_causal: bool | None = None,
+def _make_paged(
+    layer: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
     **others: Any,
-) -> PagedAttention:  # fmt: skip
-    odd = [
-        name for name, given in others.items() if name not in IMMATERIAL and given is not None and given is not False
-    ]
-    if odd:
-        raise _Refusal(f"its attention is given {odd[0]!r}")
+) -> PagedAttention:
+    for name, given in others.items():
+        is_given = given is not None and given is not False
+        if is_given and name not in IMMATERIAL:
+            raise _Refusal(f"its attention is given {name!r}")
     if attention_mask is not None:
         raise _Refusal("it makes an attention mask of its own")
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+    if is_causal is None:
+        is_causal = getattr(layer, "is_causal", True)
+    if not is_causal:
         raise _Refusal("its tokens attend to later ones")
-    (_, num_heads, _, head_size), (_, num_kv_heads, num_keys, _) = query.shape, key.shape
-    if (
-        num_keys != REHEARSED_TOKENS
-        or num_heads % num_kv_heads
-        or value.shape[1] != num_kv_heads
-        or value.shape[3] > head_size
-    ):
+    _, num_heads, _, head_size = query.shape
+    _, num_kv_heads, num_keys, _ = key.shape
+    _, num_value_heads, _, value_size = value.shape
+    has_ordinary_heads = num_heads % num_kv_heads == 0 and num_value_heads == num_kv_heads
+    has_ordinary_sizes = num_keys == NUM_TRIAL_TOKENS and value_size <= head_size
+    if not (has_ordinary_heads and has_ordinary_sizes):
         raise _Refusal("its queries, keys and values do not have the shapes of ordinary attention")
     return PagedAttention(num_heads, num_kv_heads, head_size, scale=scaling, window=sliding_window, softcap=softcap)
 
@@ -304,8 +320,10 @@ def _check_layers(config: Any, layers: list[PagedAttention]) -> None:
         raise _Refusal(
             f"only {len(layers)} of its {config.num_hidden_layers} layers attend through transformers' registry"
         )
-    # Windows that are told to masks only would be lost.
+    # Windows that transformers applies only through attention masks would be lost.
     slides = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-    types = getattr(config, "layer_types", None) or [f"{'sliding' if slides else 'full'}_attention"] * len(layers)
-    if any((layer.window > 0) != (kind == "sliding_attention") for kind, layer in zip(types, layers)):
-        raise _Refusal("its attention is not told the windows that its config.json gives")
+    type_of_all = "sliding_attention" if slides else "full_attention"
+    types = getattr(config, "layer_types", None) or [type_of_all] * len(layers)
+    for layer_type, layer in zip(types, layers):
+        if (layer.window > 0) != (layer_type == "sliding_attention"):
+            raise _Refusal("its attention is not told the windows that its config.json gives")

@@ -1,5 +1,5 @@
-"""Cohere's Command R7B and Command A: attention and MLP read the same LayerNorm, side by side; three layers of four see a window
-and rotate neighbours, the fourth sees everything and has no positions."""
+"""Cohere's Command R7B and Command A: attention and MLP read the same LayerNorm and are added together; three layers of
+four see a window and rotate neighbouring elements, the fourth sees the whole context and has no positions."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -13,9 +13,11 @@ from quire.layers.self_attention import SelfAttention
 ARCHITECTURES = ("Cohere2ForCausalLM",)
 
 TINY = {
-    "architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 256, "sliding_window": 24,
-    "rope_theta": 50000.0, "logit_scale": 0.25,
+    "architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2",
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 256, "sliding_window": 24, "rope_theta": 50000.0,
+    "logit_scale": 0.25,
 }  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""DeepSeek V3, R1 and models of their shape: latent attention, and experts chosen by sigmoid scores plus a bias that balances them."""
+"""DeepSeek V3, R1 and models of the same shape: latent attention; experts are chosen by sigmoid scores plus a bias that
+balances them."""
 
 from dataclasses import dataclass
 
@@ -9,15 +10,18 @@ from quire.layers.moe import BalancedExpertsConfig
 ARCHITECTURES = ("DeepseekV3ForCausalLM",)
 
 TINY = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 64, "intermediate_size": 96,
-    "moe_intermediate_size": 32, "num_hidden_layers": 3, "first_k_dense_replace": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24, "vocab_size": 256,
-    "n_routed_experts": 16, "num_experts_per_tok": 3, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
-    "max_position_embeddings": 256, "tie_word_embeddings": False, "num_nextn_predict_layers": 0,
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 24,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_routed_experts": 16, "num_experts_per_tok": 3,
+    "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
+    "max_position_embeddings": 256,
     "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
         "original_max_position_embeddings": 64,
     },
+    "tie_word_embeddings": False, "num_nextn_predict_layers": 0,
 }  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""ERNIE 4.5 with a mixture of experts: neighbours rotate together; a bias chooses experts; a span of layers has them."""
+"""ERNIE 4.5 with a mixture of experts in a range of layers: neighbouring elements rotate together; a bias takes part in
+the choice of experts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,10 +17,13 @@ from quire.layers.weights import RawTensor
 ARCHITECTURES = ("Ernie4_5_MoeForCausalLM",)
 
 TINY = {
-    "architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256,
-    "max_position_embeddings": 256, "rope_theta": 500000.0, "tie_word_embeddings": True, "moe_num_experts": 8, "moe_k": 3,
-    "moe_intermediate_size": 32, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 2,
+    "architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe",
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1, "moe_layer_end_index": 2,
+    "max_position_embeddings": 256, "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
 }  # fmt: skip
 
 CORRECTION_BIAS = "moe_statics.e_score_correction_bias"
@@ -38,12 +42,13 @@ class Config(DecoderConfig):
     moe_intermediate_size: int = 1536
     moe_num_shared_experts: int = 2
     moe_layer_start_index: int = 1
-    moe_layer_end_index: int = -1  # the last that may have experts; -1: the last there is
-    moe_layer_interval: int = 1  # every n-th of them has
+    moe_layer_end_index: int = -1  # the last layer that may have experts; -1: the last of all
+    moe_layer_interval: int = 1  # every n-th of these layers has experts
 
     def has_experts(self, layer_idx: int) -> bool:
-        end = self.num_hidden_layers - 1 if self.moe_layer_end_index == -1 else self.moe_layer_end_index
-        return self.moe_layer_start_index <= layer_idx <= end and (layer_idx + 1) % self.moe_layer_interval == 0
+        last = self.num_hidden_layers - 1 if self.moe_layer_end_index == -1 else self.moe_layer_end_index
+        is_in_range = self.moe_layer_start_index <= layer_idx <= last
+        return is_in_range and (layer_idx + 1) % self.moe_layer_interval == 0
 
 
 class Ernie45Moe(CausalLM):
@@ -57,18 +62,23 @@ class Ernie45Moe(CausalLM):
         def feed_forward(layer_idx: int) -> nn.Module:
             if not config.has_experts(layer_idx):
                 return mlp(config.intermediate_size)
-            size, num_shared = config.moe_intermediate_size, config.moe_num_shared_experts
+            shared_size = config.moe_intermediate_size * config.moe_num_shared_experts
             return MoE(
-                config.hidden_size, size, config.moe_num_experts, routing, activation=config.hidden_act, correction_bias=CORRECTION_BIAS,
-                shared=mlp(size * num_shared) if num_shared else None,
-            )  # fmt: skip
+                config.hidden_size,
+                config.moe_intermediate_size,
+                config.moe_num_experts,
+                routing,
+                activation=config.hidden_act,
+                correction_bias=CORRECTION_BIAS,
+                shared=mlp(shared_size) if config.moe_num_shared_experts else None,
+            )
 
         attention = partial(SelfAttention, config, rope, bias=bias, out_bias=bias)
         layers = [PreNormLayer(attention(), feed_forward(i), config.norm) for i in range(config.num_hidden_layers)]
         super().__init__(config, layers, config.norm(), head_bias=bias)
 
     def translate(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, RawTensor]]:
-        """The correction bias comes as a matrix of one row; what predicts further tokens is not used here."""
+        """Checkpoints hold the correction bias as a matrix of one row, and layers for further tokens, unused here."""
         if name.startswith("model.mtp_"):
             return
         if name.endswith(CORRECTION_BIAS) and len(tensor.shape) == 2:

@@ -1,5 +1,5 @@
-"""Gemma 3, text: Gemma 2's norms, held minus one, and one of each head of q and k instead of caps; layers that see a window, five
-of six, rotate faster than those that see everything."""
+"""Gemma 3, text: Gemma 2's norms, and a norm of each head of q and k instead of caps; five layers of six see a window,
+and rotate with another theta than those that see the whole context."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,9 +14,10 @@ from quire.layers.weights import RawTensor, unit_offset
 ARCHITECTURES = ("Gemma3ForCausalLM",)
 
 TINY = {
-    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256,
-    "max_position_embeddings": 256, "sliding_window": 24, "query_pre_attn_scalar": 24,
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text",
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "query_pre_attn_scalar": 24,
+    "max_position_embeddings": 256, "sliding_window": 24,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
@@ -35,16 +36,15 @@ class Config(DecoderConfig):
     sliding_window_pattern: int = 6
     hidden_activation: str = "gelu_pytorch_tanh"
     tie_word_embeddings: bool = True
-    query_pre_attn_scalar: float = 256  # scores are divided by its root
+    query_pre_attn_scalar: float = 256  # scores are divided by its square root
     final_logit_softcapping: float | None = None
 
 
 class Gemma3(CausalLM):
     def __init__(self, config: Config) -> None:
         ropes, bias = config.ropes(sliding_theta=config.rope_local_base_freq), config.attention_bias
-        attention = partial(
-            SelfAttention, config, bias=bias, out_bias=bias, qk_norm=True, scale=config.query_pre_attn_scalar**-0.5
-        )
+        scale = config.query_pre_attn_scalar**-0.5
+        attention = partial(SelfAttention, config, bias=bias, out_bias=bias, qk_norm=True, scale=scale)
         layers = [
             SandwichLayer(
                 attention(rope=ropes[config.layer_type(layer_idx)], window=config.window(layer_idx)),

@@ -1,6 +1,6 @@
-"""Gemma 4, text: the last layers read the cache of the last layer of their type that has one; layers that see everything have larger
-heads; values are normed; every layer gets a small vector of each token for itself; some have experts beside the MLP. Longer than
-others because of all this: attention, feed-forward and the frame are each its own."""
+"""Gemma 4, text: the last layers read the cache of the last layer of their type that has its own; layers that see the
+whole context have larger heads; values are normed; every layer gets a small vector of its own for each token; some
+models have experts next to the MLP. So attention, feed-forward and the frame are all written here."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from quire.layers.activation import activation
 from quire.layers.attention import Attention, StepContext
 from quire.layers.base import Layer, frozen, head_units
 from quire.layers.config import DecoderConfig
-from quire.layers.decoder import CausalLM, Decoder, SandwichLayer, select_outputs
+from quire.layers.decoder import CausalLM, Decoder, select_outputs
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
@@ -27,14 +27,20 @@ from quire.layers.rope import Rope
 ARCHITECTURES = ("Gemma4ForCausalLM",)
 
 TINY = {
-    "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "vocab_size": 256,
-    "vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 32, "max_position_embeddings": 256, "sliding_window": 24,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
-    "num_kv_shared_layers": 3, "use_double_wide_mlp": True, "final_logit_softcapping": 8.0,
+    "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text",
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "vocab_size": 256,
+    "vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32,
+    "num_kv_shared_layers": 3,
+    "max_position_embeddings": 256, "sliding_window": 24,
+    "layer_types": [
+        "sliding_attention", "sliding_attention", "full_attention",
+        "sliding_attention", "sliding_attention", "full_attention",
+    ],
+    "use_double_wide_mlp": True, "final_logit_softcapping": 8.0,
 }  # fmt: skip
 
-ROPES = {
+ROPES: dict[str, dict[str, Any]] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
@@ -44,9 +50,10 @@ ROPES = {
 class Config(DecoderConfig):
     num_key_value_heads: int | None = 4
     head_dim: int = 256
-    global_head_dim: int = 512  # of layers that see everything, as num_global_key_value_heads
+    # Of layers that see the whole context.
+    global_head_dim: int = 512
     num_global_key_value_heads: int | None = None
-    per_layer_config: dict[str, dict[str, Any]] | None = None  # the same, as later files say it: layer -> sizes
+    per_layer_config: dict[str, dict[str, Any]] | None = None  # how later files say the same: layer -> sizes
     max_position_embeddings: int = 131_072
     sliding_window: int = 512
     sliding_window_pattern: int = 6
@@ -55,17 +62,17 @@ class Config(DecoderConfig):
     final_logit_softcapping: float | None = None
     use_bidirectional_attention: str | None = None
     vocab_size_per_layer_input: int = 262_144
-    hidden_size_per_layer_input: int = 256  # 0: layers get nothing
-    attention_k_eq_v: bool = False  # in layers that see everything
-    num_kv_shared_layers: int = 0
-    use_double_wide_mlp: bool = False  # in layers that share a cache
+    hidden_size_per_layer_input: int = 256  # 0: layers have no inputs of their own
+    attention_k_eq_v: bool = False  # in layers that see the whole context
+    num_kv_shared_layers: int = 0  # so many layers, the last ones, read another layer's cache
+    use_double_wide_mlp: bool = False  # in those layers
     enable_moe_block: bool = False
     num_experts: int | None = None
     top_k_experts: int | None = None
     moe_intermediate_size: int | None = None
 
     def of_layer(self, layer_idx: int) -> "Config":
-        """With the sizes of its heads."""
+        """This config with the sizes of the layer's heads."""
         if self.per_layer_config is not None:
             sizes = self.per_layer_config.get(str(layer_idx), {})
         elif self.slides(layer_idx):
@@ -73,12 +80,11 @@ class Config(DecoderConfig):
         else:
             num_kv_heads = self.num_global_key_value_heads if self.attention_k_eq_v else None
             sizes = {"head_dim": self.global_head_dim, "num_key_value_heads": num_kv_heads or self.num_key_value_heads}
-        return dataclasses.replace(
-            self, **{key: sizes[key] for key in ("head_dim", "num_key_value_heads") if key in sizes}
-        )
+        changes = {key: sizes[key] for key in ("head_dim", "num_key_value_heads") if key in sizes}
+        return dataclasses.replace(self, **changes)
 
     def owner(self, layer_idx: int) -> int | None:
-        """The layer whose cache this one reads; None: its own."""
+        """The layer whose cache this one reads; None: it has its own."""
         num_owners = self.num_hidden_layers - self.num_kv_shared_layers
         if layer_idx < num_owners:
             return None
@@ -89,28 +95,58 @@ class Config(DecoderConfig):
             )
         return alike[-1]
 
+    def expert_sizes(self) -> tuple[int, int, int]:
+        """(experts, experts of a token, width of an expert), where there are experts."""
+        given = self.num_experts, self.top_k_experts, self.moe_intermediate_size
+        sizes = [size for size in given if size is not None]
+        if len(sizes) < len(given):
+            raise UnsupportedModelError(
+                "the model's config.json does not give the sizes of its experts: it is incomplete"
+            )
+        num_experts, num_chosen, width = sizes
+        return num_experts, num_chosen, width
+
 
 class Gemma4Attention(nn.Module):
-    """Norms each head of q, k and v. Values may be the keys, before those are normed; a layer may have neither."""
+    """Norms each head of q, k and v. Values may be the keys before they are normed. A layer that reads another layer's
+    cache has neither keys nor values."""
 
     def __init__(self, config: Config, layer_idx: int, rope: Rope) -> None:
         super().__init__()
-        sizes, owner, bias = config.of_layer(layer_idx), config.owner(layer_idx), config.attention_bias
-        q_size, kv_size = config.num_attention_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
-        q_units, kv_units = head_units(config.num_attention_heads, sizes.num_kv_heads)
-        num_kv = 0 if owner is not None else 1 if config.attention_k_eq_v and not config.slides(layer_idx) else 2
+        sizes = config.of_layer(layer_idx)
+        owner = config.owner(layer_idx)
+        bias = config.attention_bias
+        num_heads, num_kv_heads, head_size = config.num_attention_heads, sizes.num_kv_heads, sizes.head_size
+        q_size = num_heads * head_size
+        kv_size = num_kv_heads * head_size
+        q_units, kv_units = head_units(num_heads, num_kv_heads)
+        parts = ["q_proj"]
+        if owner is None:
+            parts.append("k_proj")
+            if config.slides(layer_idx) or not config.attention_k_eq_v:
+                parts.append("v_proj")
+        num_kv = len(parts) - 1  # how many of k and v are projected
         self.qkv_proj = Linear(
-            config.hidden_size, q_size, *(kv_size,) * num_kv, bias=bias, parts=("q_proj", "k_proj", "v_proj")[: 1 + num_kv],
-            units=(q_units, *(kv_units,) * num_kv),
-        )  # fmt: skip
+            config.hidden_size,
+            q_size,
+            *[kv_size] * num_kv,
+            bias=bias,
+            parts=parts,
+            units=[q_units, *[kv_units] * num_kv],
+        )
         self.o_proj = Linear(q_size, config.hidden_size, bias=bias, split="inputs", units=(q_units,))
-        self.q_norm = RMSNorm(sizes.head_size, config.rms_norm_eps)
-        self.k_norm = RMSNorm(sizes.head_size, config.rms_norm_eps) if owner is None else None
+        self.q_norm = RMSNorm(head_size, config.rms_norm_eps)
+        self.k_norm = RMSNorm(head_size, config.rms_norm_eps) if owner is None else None
         self.kv_size = kv_size
         self.attn = Attention(
-            config.num_attention_heads, sizes.num_kv_heads, sizes.head_size, rope, scale=1.0, window=config.window(layer_idx),
+            num_heads,
+            num_kv_heads,
+            head_size,
+            rope,
+            scale=1.0,
+            window=config.window(layer_idx),
             shares=None if owner is None else f"model.layers.{owner}.self_attn.attn",
-        )  # fmt: skip
+        )
 
     def forward(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
         qkv_TX = self.qkv_proj(x_TD)
@@ -123,14 +159,15 @@ class Gemma4Attention(nn.Module):
 
 
 class Gemma4Router(Layer):
-    """Reads the stream itself, normed in its own way; weights have a factor per expert."""
+    """Reads the residual stream through a norm of its own; experts' weights are multiplied by a factor per expert."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
+        num_experts, num_chosen, _ = config.expert_sizes()
         self.norm = config.norm()
-        self.proj = Linear(config.hidden_size, config.num_experts, split="nowhere")
-        self.per_expert_scale = frozen(torch.empty(config.num_experts))
-        self.routing = Routing(config.top_k_experts, renormalize=True)
+        self.proj = Linear(config.hidden_size, num_experts, split="nowhere")
+        self.per_expert_scale = frozen(torch.empty(num_experts))
+        self.routing = Routing(num_chosen, renormalize=True)
         self.logit_scale = config.hidden_size**-0.5
 
     def forward(self, stream_TD: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
@@ -139,18 +176,31 @@ class Gemma4Router(Layer):
         return weights_TK * self.per_expert_scale[expert_ids_TK.long()].float(), expert_ids_TK
 
 
-class Gemma4Layer(SandwichLayer, Layer):
+class Gemma4Layer(Layer):
+    """Norms before and after attention and feed-forward, as SandwichLayer; then the layer's own input is added."""
+
     def __init__(self, config: Config, layer_idx: int, rope: Rope) -> None:
+        super().__init__()
         is_wide = config.use_double_wide_mlp and config.owner(layer_idx) is not None
-        mlp = GatedMLP(config.hidden_size, config.intermediate_size * (1 + is_wide), act=config.hidden_activation)
-        super().__init__(Gemma4Attention(config, layer_idx, rope), mlp, config.norm)
+        mlp_size = config.intermediate_size * (2 if is_wide else 1)
+        self.input_layernorm = config.norm()
+        self.self_attn = Gemma4Attention(config, layer_idx, rope)
+        self.post_attention_layernorm = config.norm()
+        self.pre_feedforward_layernorm = config.norm()
+        self.mlp = GatedMLP(config.hidden_size, mlp_size, act=config.hidden_activation)
+        self.post_feedforward_layernorm = config.norm()
         self.router = None
         if config.enable_moe_block:
+            num_experts, _, width = config.expert_sizes()
             self.router = Gemma4Router(config)
             self.experts = Experts(
-                config.num_experts, config.hidden_size, config.moe_intermediate_size, config.hidden_activation, bias=False,
+                num_experts,
+                config.hidden_size,
+                width,
+                config.hidden_activation,
+                bias=False,
                 names=("gate_up_proj", "down_proj"),
-            )  # fmt: skip
+            )
             self.post_feedforward_layernorm_1 = config.norm()
             self.post_feedforward_layernorm_2 = config.norm()
             self.pre_feedforward_layernorm_2 = config.norm()
@@ -170,9 +220,8 @@ class Gemma4Layer(SandwichLayer, Layer):
         x_TD, stream_TD = self.pre_feedforward_layernorm(self.post_attention_layernorm(x_TD)[0], stream_TD)
         x_TD = self.mlp(x_TD)
         if self.router is not None:
-            routed_TD = self.experts(
-                self.pre_feedforward_layernorm_2(stream_TD)[0], *self.router(stream_TD, self.experts)
-            )
+            weights_TK, expert_ids_TK = self.router(stream_TD, self.experts)
+            routed_TD = self.experts(self.pre_feedforward_layernorm_2(stream_TD)[0], weights_TK, expert_ids_TK)
             x_TD = self.post_feedforward_layernorm_1(x_TD)[0] + self.post_feedforward_layernorm_2(routed_TD)[0]
         stream_TD = stream_TD + self.post_feedforward_layernorm(x_TD)[0]
         if input_TP is not None:
@@ -183,7 +232,7 @@ class Gemma4Layer(SandwichLayer, Layer):
 
 
 class LayerInputs(nn.Module):
-    """What each layer gets of a token: half of it looked up, half projected from the token's embedding."""
+    """What each layer is given of a token: a vector looked up by its id plus one projected from its embedding."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -195,25 +244,27 @@ class LayerInputs(nn.Module):
         self.projection_scale = config.hidden_size**-0.5
 
     def forward(self, token_ids_T: Tensor, x_TD: Tensor) -> Iterable[Tensor]:
-        found_TX = self.embed_tokens(token_ids_T) * self.size**0.5
-        projected_TX = self.norm((self.projection(x_TD) * self.projection_scale).view(-1, self.size))[0].view(
-            found_TX.shape
-        )
-        return ((projected_TX + found_TX) * 2**-0.5).split(self.size, 1)
+        embedded_TX = self.embed_tokens(token_ids_T) * self.size**0.5
+        projected_TX = self.projection(x_TD) * self.projection_scale
+        normed_TX = self.norm(projected_TX.view(-1, self.size))[0].view(embedded_TX.shape)
+        return ((normed_TX + embedded_TX) * 2**-0.5).split(self.size, 1)
 
 
 class Gemma4Decoder(Decoder):
-    inputs: LayerInputs | None  # given by the model
+    inputs: LayerInputs | None  # set by the model
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         x_TD = self.embed(token_ids_T, positions_T)
+        last = self.layers[-1]
         inputs = [None] * len(self.layers) if self.inputs is None else self.inputs(token_ids_T, x_TD)
         for layer, input_TP in zip(self.layers, inputs):
-            x_TD = layer(x_TD, input_TP, positions_T, self.context if layer is self.layers[-1] else None)
+            context = self.context if layer is last else None
+            x_TD = layer(x_TD, input_TP, positions_T, context)
         return self.norm(x_TD)[0]
 
 
 class Gemma4(CausalLM):
+    model: Gemma4Decoder
     decoder = Gemma4Decoder
     renames = (
         ("model.embed_tokens_per_layer.", "model.inputs.embed_tokens."),
@@ -229,9 +280,11 @@ class Gemma4(CausalLM):
             )
         ropes: dict[str, Rope] = {}
         for layer_idx in range(config.num_hidden_layers):
-            kind, size = config.layer_type(layer_idx), config.of_layer(layer_idx).head_size
-            rope = (config.rope_parameters or ROPES)[kind]
-            ropes.setdefault(kind, Rope(size, rope["rope_theta"], rope, config.max_position_embeddings))
+            layer_type = config.layer_type(layer_idx)
+            head_size = config.of_layer(layer_idx).head_size
+            scaling = (config.rope_parameters or ROPES)[layer_type]
+            rope = Rope(head_size, scaling["rope_theta"], scaling, config.max_position_embeddings)
+            ropes.setdefault(layer_type, rope)
         layers = [
             Gemma4Layer(config, layer_idx, ropes[config.layer_type(layer_idx)])
             for layer_idx in range(config.num_hidden_layers)
@@ -244,9 +297,10 @@ class Gemma4(CausalLM):
             logit_softcap=config.final_logit_softcapping,
         )
         self.model.inputs = LayerInputs(config) if config.hidden_size_per_layer_input else None
-        # Checkpoints hold keys and values also of layers that have none.
+        # Checkpoints hold projections of keys and values even of layers that read another layer's cache.
         sharing = [layer_idx for layer_idx in range(config.num_hidden_layers) if config.owner(layer_idx) is not None]
-        self.unused = tuple(f".{i}.self_attn.{name}.weight" for i in sharing for name in ("k_proj", "v_proj", "k_norm"))
+        names = ("k_proj", "v_proj", "k_norm")
+        self.unused = tuple(f".{layer_idx}.self_attn.{name}.weight" for layer_idx in sharing for name in names)
 
 
 MODEL = Gemma4

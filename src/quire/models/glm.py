@@ -1,5 +1,5 @@
-"""GLM-4-9B and GLM-Edge: neighbours rotate together, in half of each head; q, k and v have biases; checkpoints hold gate and up
-as one. GLM-4-0414 and GLM-Z1 (Glm4) have a norm behind attention and MLP too, under names of their own."""
+"""GLM-4-9B and GLM-Edge: half of each head rotates, neighbouring elements together; q, k and v have biases; checkpoints
+hold gate and up as one tensor. GLM-4-0414 and GLM-Z1 (Glm4) have norms after attention and MLP too, by other names."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,11 @@ from quire.layers.self_attention import SelfAttention
 ARCHITECTURES = ("GlmForCausalLM", "Glm4ForCausalLM")
 
 TINY = {
-    "architectures": ["GlmForCausalLM"], "model_type": "glm", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256, "max_position_embeddings": 256,
-    "rms_norm_eps": 1.5625e-7, "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "attention_bias": True, "tie_word_embeddings": False,
-    "pad_token_id": 0,
+    "architectures": ["GlmForCausalLM"], "model_type": "glm",
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 256, "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1.5625e-7, "attention_bias": True, "tie_word_embeddings": False, "pad_token_id": 0,
 }  # fmt: skip
 
 
@@ -43,7 +44,8 @@ class Glm(CausalLM):
         ]
         super().__init__(config, layers, config.norm())
         if is_glm4:
-            self.renames = (  # in this order: what they call post_attention stands before the MLP
+            # In this order: what they call post_attention is the norm before the MLP.
+            self.renames = (
                 ("post_attention_layernorm", "pre_feedforward_layernorm"),
                 ("post_self_attn_layernorm", "post_attention_layernorm"),
                 ("post_mlp_layernorm", "post_feedforward_layernorm"),

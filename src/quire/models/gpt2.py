@@ -1,4 +1,4 @@
-"""GPT-2: learned positions instead of rotary ones; checkpoints hold weights transposed, and q, k and v as one."""
+"""GPT-2: learned positions, not rotary ones; checkpoints hold weights transposed, and q, k and v as one tensor."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,14 +18,15 @@ from quire.layers.weights import RawTensor, transposed
 ARCHITECTURES = ("GPT2LMHeadModel",)
 
 TINY = {
-    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_inner": 96, "n_layer": 3, "n_head": 4,
-    "vocab_size": 256, "n_positions": 256, "layer_norm_epsilon": 1e-5,
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2",
+    "n_embd": 64, "n_inner": 96, "n_layer": 3, "vocab_size": 256,
+    "n_head": 4, "n_positions": 256, "layer_norm_epsilon": 1e-5,
 }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(DecoderConfig):
-    intermediate_size: int | None = None  # None: four times the hidden size
+    intermediate_size: int = 0  # 0: four times the hidden size
     max_position_embeddings: int = 1024
     activation_function: str = "gelu_new"
     layer_norm_epsilon: float = 1e-5
@@ -39,39 +40,43 @@ class Config(DecoderConfig):
 
 
 class PositionEmbedding(Embedding):
-    """Looked up by torch: positions are wider than the ids our kernels take."""
+    """Looked up by torch: our kernels take 32-bit ids, and positions are 64-bit."""
 
     def forward(self, positions_T: Tensor) -> Tensor:
         return self.method.rows(positions_T, functional.embedding)
 
 
 class PositionedDecoder(Decoder):
-    embed_positions: PositionEmbedding  # given by the model
+    embed_positions: PositionEmbedding  # set by the model
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         return super().embed(token_ids_T, positions_T) + self.embed_positions(positions_T)
 
 
 class GPT2(CausalLM):
+    model: PositionedDecoder
     decoder = PositionedDecoder
     renames = (
-        ("transformer.h.", "model.layers."), ("transformer.wte.", "model.embed_tokens."), ("transformer.ln_f.", "model.norm."),
-        ("transformer.wpe.", "model.embed_positions."), (".ln_1.", ".input_layernorm."), (".ln_2.", ".post_attention_layernorm."),
-        (".attn.c_attn.", ".self_attn.qkv_proj."), (".attn.c_proj.", ".self_attn.o_proj."),
-        (".mlp.c_fc.", ".mlp.up_proj."), (".mlp.c_proj.", ".mlp.down_proj."),
-    )  # fmt: skip
+        ("transformer.h.", "model.layers."),
+        ("transformer.wte.", "model.embed_tokens."),
+        ("transformer.ln_f.", "model.norm."),
+        ("transformer.wpe.", "model.embed_positions."),
+        (".ln_1.", ".input_layernorm."),
+        (".ln_2.", ".post_attention_layernorm."),
+        (".attn.c_attn.", ".self_attn.qkv_proj."),
+        (".attn.c_proj.", ".self_attn.o_proj."),
+        (".mlp.c_fc.", ".mlp.up_proj."),
+        (".mlp.c_proj.", ".mlp.down_proj."),
+    )
     unused = (".attn.bias", ".attn.masked_bias")  # the causal mask
 
     def __init__(self, config: Config) -> None:
         norm = partial(LayerNorm, config.hidden_size, config.layer_norm_epsilon)
+        mlp_size = config.intermediate_size or 4 * config.hidden_size
         layers = [
             PreNormLayer(
                 SelfAttention(config, None, bias=True, out_bias=True, scale=config.scale(layer_idx), fused=True),
-                MLP(
-                    config.hidden_size,
-                    config.intermediate_size or 4 * config.hidden_size,
-                    act=config.activation_function,
-                ),
+                MLP(config.hidden_size, mlp_size, act=config.activation_function),
                 norm,
             )
             for layer_idx in range(config.num_hidden_layers)

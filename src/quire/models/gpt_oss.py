@@ -1,8 +1,9 @@
-"""gpt-oss: heads with sinks, windows in every other layer, biases everywhere, experts whose gate and up are clamped. Checkpoints hold
-an expert's gate and up row by row in turn, as MXFP4, or else as columns."""
+"""gpt-oss: attention sinks, a window in every other layer, biases everywhere, experts whose gate and up are clamped.
+Checkpoints interleave the rows of an expert's gate and up, as MXFP4; or else hold them transposed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from quire.errors import UnsupportedModelError
@@ -15,17 +16,25 @@ from quire.layers.weights import RawTensor, transposed
 ARCHITECTURES = ("GptOssForCausalLM",)
 
 TINY = {
-    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256, "max_position_embeddings": 256,
-    "sliding_window": 24, "num_local_experts": 8, "num_experts_per_tok": 3, "rope_theta": 150000.0,
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss",
+    "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3, "vocab_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "num_local_experts": 8, "num_experts_per_tok": 3,
+    "max_position_embeddings": 256, "sliding_window": 24, "rope_theta": 150000.0,
     "rope_scaling": {
-        "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64,
+        "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 64,
     },
 }  # fmt: skip
 
 YARN = {
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,18 +63,24 @@ class GptOss(CausalLM):
                 "experts with a swiglu_alpha other than 1.702 or a swiglu_limit other than 7 are not supported"
             )
         rope, bias = config.rope(), config.attention_bias
-        routing = Routing(config.num_experts_per_tok, renormalize=True)
+        experts = partial(
+            MoE,
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_experts,
+            Routing(config.num_experts_per_tok, renormalize=True),
+            activation="clamped_swiglu",
+            bias=True,
+            names=("gate_up_proj", "down_proj"),
+        )
         layers = [
             PreNormLayer(
                 SelfAttention(config, rope, bias=bias, out_bias=bias, window=config.window(layer_idx), sinks=True),
-                MoE(
-                    config.hidden_size, config.intermediate_size, config.num_experts, routing, activation="clamped_swiglu", bias=True,
-                    names=("gate_up_proj", "down_proj"),
-                ),
+                experts(),
                 config.norm,
             )
             for layer_idx in range(config.num_hidden_layers)
-        ]  # fmt: skip
+        ]
         super().__init__(config, layers, config.norm())
 
     def translate(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, RawTensor]]:
@@ -77,7 +92,7 @@ class GptOss(CausalLM):
 
 
 def _gates_first(tensor: RawTensor) -> RawTensor:
-    """Rows of each expert, of whatever form: all of gate, then all of up."""
+    """Reorders the rows of each expert, packed or not: all of gate, then all of up."""
     num_experts, num_rows, *_ = tensor.shape
     raw = tensor.raw.view(num_experts, num_rows // 2, 2, -1).transpose(1, 2).flatten()
     return RawTensor(tensor.type_name, raw, tensor.shape)

@@ -1,4 +1,5 @@
-"""Granite 3 and dense Granite 4: Llama with a multiplier on embeddings, attention scores, what layers add, and a divisor of logits."""
+"""Granite 3 and dense Granite 4: Llama with multipliers on embeddings, attention scores and what layers add, and a
+divisor of logits."""
 
 from dataclasses import dataclass
 
@@ -10,10 +11,12 @@ from quire.layers.self_attention import SelfAttention
 ARCHITECTURES = ("GraniteForCausalLM",)
 
 TINY = {
-    "architectures": ["GraniteForCausalLM"], "model_type": "granite", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256, "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True, "embedding_multiplier": 12.0,
-    "attention_multiplier": 0.0625, "residual_multiplier": 0.22, "logits_scaling": 3.0,
+    "architectures": ["GraniteForCausalLM"], "model_type": "granite",
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 256, "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "embedding_multiplier": 12.0, "attention_multiplier": 0.0625,
+    "residual_multiplier": 0.22, "logits_scaling": 3.0,
 }  # fmt: skip
 
 

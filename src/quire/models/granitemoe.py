@@ -1,6 +1,7 @@
-"""Granite 3 with a mixture of experts: Granite's multipliers; checkpoints hold the experts of a layer in two tensors."""
+"""Granite 3 with a mixture of experts and Granite's multipliers; checkpoints hold a layer's experts in two tensors."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, PreNormLayer
@@ -10,10 +11,13 @@ from quire.layers.self_attention import SelfAttention
 ARCHITECTURES = ("GraniteMoeForCausalLM",)
 
 TINY = {
-    "architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe", "hidden_size": 64, "intermediate_size": 32,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256,
-    "max_position_embeddings": 256, "rope_theta": 10000.0, "tie_word_embeddings": True, "num_local_experts": 8, "num_experts_per_tok": 3,
-    "embedding_multiplier": 12.0, "attention_multiplier": 0.0625, "residual_multiplier": 0.22, "logits_scaling": 3.0,
+    "architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe",
+    "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3, "vocab_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "num_local_experts": 8, "num_experts_per_tok": 3,
+    "max_position_embeddings": 256, "rope_theta": 10000.0,
+    "tie_word_embeddings": True, "embedding_multiplier": 12.0, "attention_multiplier": 0.0625,
+    "residual_multiplier": 0.22, "logits_scaling": 3.0,
 }  # fmt: skip
 
 
@@ -38,19 +42,24 @@ class GraniteMoe(CausalLM):
 
     def __init__(self, config: Config) -> None:
         rope, bias = config.rope(), config.attention_bias
-        routing = Routing(config.num_experts_per_tok, renormalize=True)
+        experts = partial(
+            MoE,
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_experts,
+            Routing(config.num_experts_per_tok, renormalize=True),
+            activation=config.hidden_act,
+            names=("gate_up_proj", "down_proj"),
+        )
         layers = [
             PreNormLayer(
                 SelfAttention(config, rope, bias=bias, out_bias=bias, scale=config.attention_multiplier),
-                MoE(
-                    config.hidden_size, config.intermediate_size, config.num_experts, routing, activation=config.hidden_act,
-                    names=("gate_up_proj", "down_proj"),
-                ),
+                experts(),
                 config.norm,
                 config.residual_multiplier,
             )
             for _ in range(config.num_hidden_layers)
-        ]  # fmt: skip
+        ]
         super().__init__(
             config,
             layers,

@@ -1,4 +1,4 @@
-"""MiniCPM 3: latent attention in a dense Llama, with a multiplier on embeddings and on what layers add, and a divisor of logits."""
+"""MiniCPM 3: Llama with latent attention, multipliers on embeddings and on what layers add, and a divisor of logits."""
 
 import math
 from dataclasses import dataclass
@@ -10,10 +10,12 @@ from quire.layers.mlp import GatedMLP
 ARCHITECTURES = ("MiniCPM3ForCausalLM",)
 
 TINY = {
-    "architectures": ["MiniCPM3ForCausalLM"], "model_type": "minicpm3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "architectures": ["MiniCPM3ForCausalLM"], "model_type": "minicpm3",
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 256,
     "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8, "v_head_dim": 24, "vocab_size": 256, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0, "tie_word_embeddings": True, "scale_emb": 1.5, "scale_depth": 4.0, "dim_model_base": 32,
+    "qk_rope_head_dim": 8, "v_head_dim": 24,
+    "max_position_embeddings": 256, "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "scale_emb": 1.5, "scale_depth": 4.0, "dim_model_base": 32,
 }  # fmt: skip
 
 
@@ -30,7 +32,7 @@ class Config(MLAConfig):
     tie_word_embeddings: bool = True
     scale_emb: float = 12
     scale_depth: float | None = 1.4  # None: what layers add is not scaled
-    dim_model_base: int | None = 256  # logits are divided by hidden_size over this; None: they are not
+    dim_model_base: int | None = 256  # logits are divided by hidden_size / dim_model_base; None: they are not
 
 
 class MiniCPM3(CausalLM):

@@ -1,6 +1,8 @@
-"""MiniMax M2: q and k are normed over all heads together, a part of each head rotates; experts chosen by sigmoid scores plus a bias."""
+"""MiniMax M2: q and k are normed over all heads together, part of each head rotates; experts are chosen by sigmoid
+scores plus a bias."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, PreNormLayer
@@ -10,9 +12,11 @@ from quire.layers.self_attention import JointNormAttention
 ARCHITECTURES = ("MiniMaxM2ForCausalLM",)
 
 TINY = {
-    "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "hidden_size": 64, "intermediate_size": 32,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rotary_dim": 16, "vocab_size": 256,
-    "max_position_embeddings": 256, "rope_theta": 5000000.0, "num_local_experts": 8, "num_experts_per_tok": 3,
+    "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2",
+    "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3, "vocab_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "num_local_experts": 8, "num_experts_per_tok": 3,
+    "rotary_dim": 16, "max_position_embeddings": 256, "rope_theta": 5000000.0,
     "tie_word_embeddings": False,
 }  # fmt: skip
 
@@ -24,7 +28,7 @@ class Config(DecoderConfig):
     max_position_embeddings: int = 196608
     rope_theta: float = 5000000.0
     partial_rotary_factor: float | None = None
-    rotary_dim: int | None = None  # how released checkpoints say the same
+    rotary_dim: int | None = None  # released checkpoints have this instead
     num_experts: int = 256
     num_experts_per_tok: int = 8
 
@@ -38,18 +42,20 @@ class MiniMaxM2(CausalLM):
 
     def __init__(self, config: Config) -> None:
         rope = config.rope(config.rotary_share)
-        routing = Routing(config.num_experts_per_tok, "sigmoid", renormalize=True)
+        experts = partial(
+            MoE,
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_experts,
+            Routing(config.num_experts_per_tok, "sigmoid", renormalize=True),
+            activation=config.hidden_act,
+            correction_bias="e_score_correction_bias",
+            names=("w1", "w3", "w2"),
+        )
         layers = [
-            PreNormLayer(
-                JointNormAttention(config, rope),
-                MoE(
-                    config.hidden_size, config.intermediate_size, config.num_experts, routing, activation=config.hidden_act,
-                    correction_bias="e_score_correction_bias", names=("w1", "w3", "w2"),
-                ),
-                config.norm,
-            )
+            PreNormLayer(JointNormAttention(config, rope), experts(), config.norm)
             for _ in range(config.num_hidden_layers)
-        ]  # fmt: skip
+        ]
         super().__init__(config, layers, config.norm())
 
 

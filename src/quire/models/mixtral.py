@@ -1,6 +1,7 @@
 """Mixtral: Mistral with a mixture of experts in every layer."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, PreNormLayer
@@ -10,10 +11,12 @@ from quire.layers.self_attention import SelfAttention
 ARCHITECTURES = ("MixtralForCausalLM",)
 
 TINY = {
-    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256, "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "sliding_window": 24, "num_local_experts": 8, "num_experts_per_tok": 2,
-    "tie_word_embeddings": False,
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral",
+    "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3, "vocab_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "num_local_experts": 8, "num_experts_per_tok": 2,
+    "max_position_embeddings": 256, "rope_theta": 1000000.0, "sliding_window": 24,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
 }  # fmt: skip
 
 
@@ -31,18 +34,20 @@ class Mixtral(CausalLM):
     renames = (("block_sparse_moe.", "mlp."),)
 
     def __init__(self, config: Config) -> None:
-        rope, routing = config.rope(), Routing(config.num_experts_per_tok, renormalize=True)
+        rope = config.rope()
+        experts = partial(
+            MoE,
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_experts,
+            Routing(config.num_experts_per_tok, renormalize=True),
+            activation=config.hidden_act,
+            names=("w1", "w3", "w2"),
+        )
         layers = [
-            PreNormLayer(
-                SelfAttention(config, rope, window=config.sliding_window),
-                MoE(
-                    config.hidden_size, config.intermediate_size, config.num_experts, routing, activation=config.hidden_act,
-                    names=("w1", "w3", "w2"),
-                ),
-                config.norm,
-            )
+            PreNormLayer(SelfAttention(config, rope, window=config.sliding_window), experts(), config.norm)
             for _ in range(config.num_hidden_layers)
-        ]  # fmt: skip
+        ]
         super().__init__(config, layers, config.norm())
 
 

@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind attention and MLP instead of before them; q and k are normed too, over all heads together."""
+"""OLMo 2: norms after attention and MLP instead of before them; q and k are normed too, over all heads together."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,10 @@ from quire.layers.self_attention import JointNormAttention
 ARCHITECTURES = ("Olmo2ForCausalLM",)
 
 TINY = {
-    "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256, "max_position_embeddings": 256,
-    "rope_theta": 500000.0,
+    "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2",
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 256, "rope_theta": 500000.0,
 }  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""OLMo 3: OLMo 2 (norms behind attention and MLP, and over all heads of q and of k) with a window in three layers of four, which
-rotate without the scaling of the fourth."""
+"""OLMo 3: OLMo 2 (norms after attention and MLP, and over all heads of q and of k) with a window in three layers of
+four; only the fourth scales its RoPE."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -12,12 +12,13 @@ from quire.layers.self_attention import JointNormAttention
 ARCHITECTURES = ("Olmo3ForCausalLM",)
 
 TINY = {
-    "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256, "max_position_embeddings": 256,
-    "sliding_window": 24, "rope_theta": 500000.0,
+    "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3",
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 256, "sliding_window": 24, "rope_theta": 500000.0,
     "rope_scaling": {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.14, "beta_fast": 32.0,
-        "beta_slow": 1.0,
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.14,
+        "beta_fast": 32.0, "beta_slow": 1.0,
     },
 }  # fmt: skip
 

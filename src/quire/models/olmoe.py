@@ -1,6 +1,8 @@
-"""OLMoE: q and k are normed over all heads together, and may be clipped with v; experts in every layer, their weights left as they are."""
+"""OLMoE: q and k are normed over all heads together, and may be clipped with v; every layer has experts, whose weights
+are not normalized unless the config says so."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -13,9 +15,12 @@ from quire.layers.self_attention import JointNormAttention
 ARCHITECTURES = ("OlmoeForCausalLM",)
 
 TINY = {
-    "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 256, "rope_theta": 10000.0,
-    "num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 1.0, "tie_word_embeddings": False,
+    "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe",
+    "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3, "vocab_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "clip_qkv": 1.0,
+    "num_experts": 8, "num_experts_per_tok": 3,
+    "max_position_embeddings": 256, "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 
 
@@ -23,7 +28,7 @@ TINY = {
 class Config(DecoderConfig):
     max_position_embeddings: int = 4096
     rms_norm_eps: float = 1e-5
-    clip_qkv: float | None = None  # q, k and v stay within it, on both sides of zero
+    clip_qkv: float | None = None  # q, k and v are clamped to [-clip_qkv, clip_qkv]
     num_experts: int = 64
     num_experts_per_tok: int = 8
     norm_topk_prob: bool = False
@@ -41,19 +46,17 @@ class ClippedAttention(JointNormAttention):
 
 class Olmoe(CausalLM):
     def __init__(self, config: Config) -> None:
-        rope, routing = config.rope(), Routing(config.num_experts_per_tok, renormalize=config.norm_topk_prob)
+        rope = config.rope()
+        experts = partial(
+            MoE,
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_experts,
+            Routing(config.num_experts_per_tok, renormalize=config.norm_topk_prob),
+            activation=config.hidden_act,
+        )
         layers = [
-            PreNormLayer(
-                ClippedAttention(config, rope),
-                MoE(
-                    config.hidden_size,
-                    config.intermediate_size,
-                    config.num_experts,
-                    routing,
-                    activation=config.hidden_act,
-                ),
-                config.norm,
-            )
+            PreNormLayer(ClippedAttention(config, rope), experts(), config.norm)
             for _ in range(config.num_hidden_layers)
         ]
         super().__init__(config, layers, config.norm())

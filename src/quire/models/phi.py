@@ -1,4 +1,5 @@
-"""Phi-1 to Phi-2: attention and MLP read one norm and are added together; part of a head rotates; biases everywhere, also on logits."""
+"""Phi-1 to Phi-2: attention and MLP read one norm and are added together; part of a head rotates; biases everywhere,
+also on logits."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +17,10 @@ from quire.layers.self_attention import SelfAttention
 ARCHITECTURES = ("PhiForCausalLM",)
 
 TINY = {
-    "architectures": ["PhiForCausalLM"], "model_type": "phi", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256, "max_position_embeddings": 256,
-    "partial_rotary_factor": 0.5, "rope_theta": 10000.0,
+    "architectures": ["PhiForCausalLM"], "model_type": "phi",
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 256, "partial_rotary_factor": 0.5, "rope_theta": 10000.0,
 }  # fmt: skip
 
 
@@ -48,9 +50,11 @@ class NormedHeads(SelfAttention):
 
 class Phi(CausalLM):
     renames = (
-        ("self_attn.dense.", "self_attn.o_proj."), ("mlp.fc1.", "mlp.up_proj."), ("mlp.fc2.", "mlp.down_proj."),
+        ("self_attn.dense.", "self_attn.o_proj."),
+        ("mlp.fc1.", "mlp.up_proj."),
+        ("mlp.fc2.", "mlp.down_proj."),
         ("model.final_layernorm.", "model.norm."),
-    )  # fmt: skip
+    )
 
     def __init__(self, config: Config) -> None:
         norm = partial(LayerNorm, config.hidden_size, config.layer_norm_eps)

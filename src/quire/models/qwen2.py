@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: the projections to q, k and v have biases; layers from some on may see a window only."""
+"""Qwen2 and Qwen2.5: q, k and v have biases; later layers may see a window only."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,12 @@ from quire.layers.self_attention import SelfAttention
 ARCHITECTURES = ("Qwen2ForCausalLM",)
 
 TINY = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256, "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": False, "use_sliding_window": True, "sliding_window": 24,
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2",
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 256, "rope_theta": 1000000.0, "use_sliding_window": True, "sliding_window": 24,
     "max_window_layers": 1,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
 }  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Qwen1.5 and Qwen2 with a mixture of experts: Qwen2's attention, and besides the routed experts one that every token uses by degrees."""
+"""Qwen1.5 and Qwen2 with a mixture of experts: Qwen2's attention; next to the routed experts is a shared one, which a
+gate weights for each token."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +16,13 @@ from quire.layers.self_attention import SelfAttention
 ARCHITECTURES = ("Qwen2MoeForCausalLM",)
 
 TINY = {
-    "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256, "max_position_embeddings": 256,
-    "rope_theta": 1000000.0, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
-    "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 24, "tie_word_embeddings": False,
+    "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe",
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+    "mlp_only_layers": [1],
+    "max_position_embeddings": 256, "rope_theta": 1000000.0, "use_sliding_window": True, "sliding_window": 24,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 
 
@@ -28,7 +32,7 @@ class Config(DecoderConfig):
     max_position_embeddings: int = 32768
     sliding_window: int | None = 4096  # counts only where `use_sliding_window` says so
     use_sliding_window: bool = False
-    max_window_layers: int = 28  # of so many, from the first, every other has it, where there are no layer_types
+    max_window_layers: int = 28  # without layer_types: of so many layers, from the first, every other has the window
     qkv_bias: bool = True
     num_experts: int = 60
     num_experts_per_tok: int = 4
@@ -39,23 +43,29 @@ class Config(DecoderConfig):
     mlp_only_layers: list[int] | None = None
 
     def has_experts(self, layer_idx: int) -> bool:
-        return layer_idx not in (self.mlp_only_layers or ()) and (layer_idx + 1) % self.decoder_sparse_step == 0
+        is_dense = layer_idx in (self.mlp_only_layers or ())
+        return not is_dense and (layer_idx + 1) % self.decoder_sparse_step == 0
 
     def window(self, layer_idx: int) -> int | None:
-        by_place = layer_idx % 2 == 0 and layer_idx < self.max_window_layers
-        slides = self.slides(layer_idx) if self.layer_types else by_place
+        slides_by_index = layer_idx % 2 == 0 and layer_idx < self.max_window_layers
+        slides = self.slides(layer_idx) if self.layer_types else slides_by_index
         return self.sliding_window if self.use_sliding_window and slides else None
 
 
 class GatedShareMoE(MoE):
-    """Its shared expert counts as much as a gate of its own says."""
+    """The output of its shared expert is multiplied by a gate."""
+
+    shared_experts: GatedMLP
 
     def __init__(self, config: Config) -> None:
         super().__init__(
-            config.hidden_size, config.moe_intermediate_size, config.num_experts,
-            Routing(config.num_experts_per_tok, renormalize=config.norm_topk_prob), activation=config.hidden_act,
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.num_experts,
+            Routing(config.num_experts_per_tok, renormalize=config.norm_topk_prob),
+            activation=config.hidden_act,
             shared=GatedMLP(config.hidden_size, config.shared_expert_intermediate_size, act=config.hidden_act),
-        )  # fmt: skip
+        )
         self.shared_expert_gate = Linear(config.hidden_size, 1, split="nowhere")
 
     def shared(self, x_TD: Tensor) -> Tensor:
@@ -67,11 +77,11 @@ class Qwen2Moe(CausalLM):
 
     def __init__(self, config: Config) -> None:
         rope = config.rope()
-        dense = partial(GatedMLP, config.hidden_size, config.intermediate_size, act=config.hidden_act)
+        mlp = partial(GatedMLP, config.hidden_size, config.intermediate_size, act=config.hidden_act)
         layers = [
             PreNormLayer(
                 SelfAttention(config, rope, bias=config.qkv_bias, window=config.window(layer_idx)),
-                GatedShareMoE(config) if config.has_experts(layer_idx) else dense(),
+                GatedShareMoE(config) if config.has_experts(layer_idx) else mlp(),
                 config.norm,
             )
             for layer_idx in range(config.num_hidden_layers)

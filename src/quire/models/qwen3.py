@@ -10,10 +10,12 @@ from quire.layers.self_attention import SelfAttention
 ARCHITECTURES = ("Qwen3ForCausalLM",)
 
 TINY = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256, "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": False, "use_sliding_window": True, "sliding_window": 24,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 256, "rope_theta": 1000000.0, "use_sliding_window": True, "sliding_window": 24,
     "max_window_layers": 1,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
 }  # fmt: skip
 
 

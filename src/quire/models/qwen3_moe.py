@@ -12,10 +12,13 @@ from quire.layers.self_attention import SelfAttention
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 
 TINY = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256, "max_position_embeddings": 256,
-    "rope_theta": 1000000.0, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True,
-    "mlp_only_layers": [1], "tie_word_embeddings": False,
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+    "max_position_embeddings": 256, "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 
 
@@ -33,27 +36,27 @@ class Config(DecoderConfig):
     mlp_only_layers: list[int] | None = field(default_factory=list)
 
     def has_experts(self, layer_idx: int) -> bool:
-        return layer_idx not in (self.mlp_only_layers or ()) and (layer_idx + 1) % self.decoder_sparse_step == 0
+        is_dense = layer_idx in (self.mlp_only_layers or ())
+        return not is_dense and (layer_idx + 1) % self.decoder_sparse_step == 0
 
 
 class Qwen3Moe(CausalLM):
     def __init__(self, config: Config) -> None:
         rope, bias = config.rope(), config.attention_bias
         window = config.sliding_window if config.use_sliding_window else None
-        routing = Routing(config.num_experts_per_tok, renormalize=config.norm_topk_prob)
-        dense = partial(GatedMLP, config.hidden_size, config.intermediate_size, act=config.hidden_act)
-        sparse = partial(
+        mlp = partial(GatedMLP, config.hidden_size, config.intermediate_size, act=config.hidden_act)
+        experts = partial(
             MoE,
             config.hidden_size,
             config.moe_intermediate_size,
             config.num_experts,
-            routing,
+            Routing(config.num_experts_per_tok, renormalize=config.norm_topk_prob),
             activation=config.hidden_act,
         )
         layers = [
             PreNormLayer(
                 SelfAttention(config, rope, bias=bias, out_bias=bias, qk_norm=True, window=window),
-                sparse() if config.has_experts(layer_idx) else dense(),
+                experts() if config.has_experts(layer_idx) else mlp(),
                 config.norm,
             )
             for layer_idx in range(config.num_hidden_layers)

@@ -1,6 +1,7 @@
-"""SmolLM3: every fourth layer, or those that the config names, knows no positions (NoPE)."""
+"""SmolLM3: every fourth layer, or those that the config names, has no positions (NoPE)."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, PreNormLayer
@@ -10,10 +11,11 @@ from quire.layers.self_attention import SelfAttention
 ARCHITECTURES = ("SmolLM3ForCausalLM",)
 
 TINY = {
-    "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256, "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6, "rope_theta": 5000000.0, "no_rope_layer_interval": 2, "tie_word_embeddings": True, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2,
+    "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3",
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 256, "rope_theta": 5000000.0, "no_rope_layer_interval": 2,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 
 
@@ -22,8 +24,8 @@ class Config(DecoderConfig):
     max_position_embeddings: int = 32768
     rope_theta: float = 2000000.0
     use_sliding_window: bool = False
-    no_rope_layers: list[int] | None = None  # of each layer: 1 if it rotates, whatever the name says
-    no_rope_layer_interval: int = 4  # where there is no such list, the last layer of so many does not
+    no_rope_layers: list[int] | None = None  # of each layer: 1 if it rotates, in spite of the name
+    no_rope_layer_interval: int = 4  # n, without such a list: every n-th layer does not rotate
     mlp_bias: bool = False
     tie_word_embeddings: bool = True
 
@@ -39,16 +41,12 @@ class Config(DecoderConfig):
 
 class SmolLM3(CausalLM):
     def __init__(self, config: Config) -> None:
-        rope, bias = config.rope(), config.attention_bias
+        bias = config.attention_bias
+        attention = partial(SelfAttention, config, bias=bias, out_bias=bias)
+        rope = config.rope()
         layers = [
             PreNormLayer(
-                SelfAttention(
-                    config,
-                    rope if config.rotates(layer_idx) else None,
-                    bias=bias,
-                    out_bias=bias,
-                    window=config.window(layer_idx),
-                ),
+                attention(rope=rope if config.rotates(layer_idx) else None, window=config.window(layer_idx)),
                 GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias, config.hidden_act),
                 config.norm,
             )

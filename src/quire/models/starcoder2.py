@@ -12,10 +12,12 @@ from quire.layers.self_attention import SelfAttention
 ARCHITECTURES = ("Starcoder2ForCausalLM",)
 
 TINY = {
-    "architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2", "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256,
-    "max_position_embeddings": 256, "norm_epsilon": 1e-5, "rope_theta": 100000.0, "sliding_window": 24, "use_bias": True,
-    "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0,
+    "architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2",
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 256, "rope_theta": 100000.0, "sliding_window": 24,
+    "norm_epsilon": 1e-5, "use_bias": True, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 
 
