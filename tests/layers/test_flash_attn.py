@@ -1,6 +1,8 @@
-"""The FlashAttention backend against the torch twin, with stand-ins that have the library's signatures and say no where it would.
+"""The FlashAttention backend against the torch reference, with stand-ins that have the library's signatures and refuse
+what it refuses.
 
-What the stand-ins compute follows the library's documentation: causal to the bottom right corner, windows to both sides inclusive.
+What the stand-ins compute follows the library's documentation: causal, aligned to the bottom right corner; windows
+include both their ends.
 """
 
 import math
@@ -30,18 +32,45 @@ def dense(q_QHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float, window: tup
     s_HQN = softcap * torch.tanh(s_HQN / softcap) if softcap > 0 else s_HQN
     at_Q1 = torch.arange(num_queries, device=q_QHD.device)[:, None] + num_keys - num_queries
     at_1N = torch.arange(num_keys, device=q_QHD.device)[None]
-    seen_QN = (at_1N <= at_Q1) & ((at_1N >= at_Q1 - window[0]) if window[0] >= 0 else True)
+    seen_QN = at_1N <= at_Q1
+    if window[0] >= 0:
+        seen_QN &= at_1N >= at_Q1 - window[0]
     p_HQN = s_HQN.masked_fill(~seen_QN, -math.inf).softmax(-1).nan_to_num(0.0)
     return torch.einsum("hqn,nhd->qhd", p_HQN, v_NHD).to(q_QHD.dtype)
 
 
 def flash_attn_with_kvcache(
-    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
-    cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
-    q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0,
-    softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    qv=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    page_table=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k_new=None,
+    max_seqlen_q=None,
+    rotary_seqlens=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    rotary_interleaved=True,
+    scheduler_metadata=None,
+    num_splits=0,
+    pack_gqa=None,
+    sm_margin=0,
     return_softmax_lse=False,
-):  # fmt: skip
+):
     """Version 3."""
     assert causal and k is None and window_size[1] in (0, -1)
     assert q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == page_table.stride(-1) == 1
@@ -49,8 +78,10 @@ def flash_attn_with_kvcache(
     assert cache_seqlens.is_contiguous() and cu_seqlens_q.is_contiguous()
     assert k_cache.shape == v_cache.shape and len(cache_seqlens) == len(page_table) == len(cu_seqlens_q) - 1
     assert max_seqlen_q >= cu_seqlens_q.diff().max()
-    out, size = torch.full(q.shape, math.nan, dtype=q.dtype, device=q.device), k_cache.shape[1]
-    for row, (start, end) in enumerate(zip(cu_seqlens_q.tolist(), cu_seqlens_q.tolist()[1:])):
+    out = torch.full(q.shape, math.nan, dtype=q.dtype, device=q.device)
+    size = k_cache.shape[1]
+    starts = cu_seqlens_q.tolist()
+    for row, (start, end) in enumerate(zip(starts, starts[1:])):
         count = int(cache_seqlens[row])
         blocks = page_table[row, : -(-count // size)].long()
         keys, values = (x[blocks].flatten(0, 1)[:count] for x in (k_cache, v_cache))
@@ -59,37 +90,57 @@ def flash_attn_with_kvcache(
 
 
 def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
+):
     """Version 2."""
     assert k.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256"
     assert cu_seqlens_k.dtype == torch.int32 and cu_seqlens_k[0] == 0 and max_seqlen_k >= cu_seqlens_k.diff().max()
     return flash_attn_with_kvcache(
-        q, k, v, cache_seqlens=cu_seqlens_k.diff(), page_table=block_table, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
-        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cache_seqlens=cu_seqlens_k.diff(),
+        page_table=block_table,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+    )
 
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch):
-    """Has only the named modules of the library importable."""
+    """A function that makes only the named modules of the library importable."""
 
-    def these(*names: str) -> None:
+    def install_only(*names: str) -> None:
         for name in ("flash_attn_interface", "flash_attn"):
             monkeypatch.setitem(sys.modules, name, None)
         for name in names:
             module = ModuleType(name)
-            module.flash_attn_with_kvcache, module.flash_attn_varlen_func = (
-                flash_attn_with_kvcache,
-                flash_attn_varlen_func,
-            )
-            if name == "flash_attn":
-                del module.flash_attn_with_kvcache  # it has one, with other parameters
+            module.flash_attn_varlen_func = flash_attn_varlen_func
+            if name == "flash_attn_interface":  # version 2 has this function too, with other parameters
+                module.flash_attn_with_kvcache = flash_attn_with_kvcache
             monkeypatch.setitem(sys.modules, name, module)
         backend._library.cache_clear()
 
-    yield these
+    yield install_only
     backend._library.cache_clear()
 
 
@@ -103,7 +154,8 @@ class Case:
 
 
 class World:
-    """A cache in head-major blocks with gaps between them, its copy in the twin's order, and a step's queries in fused rows."""
+    """A cache of head-major blocks with gaps between them, its copy in the reference's order, and a step's queries, cut
+    from rows of q, k and v."""
 
     def __init__(self, case: Case) -> None:
         torch.manual_seed(0)
@@ -120,19 +172,18 @@ class World:
         self.cache = memory[:, : 2 * size * K * D].view(len(pool), 2, size, K, D)
         cache_view(self.cache).copy_(plain.transpose(2, 3))
         self.plain = plain.to(DEVICE)
-        starts = [0, *torch.tensor([count for count, _ in case.rows]).cumsum(0).tolist()]
+        counts = torch.tensor([count for count, _ in case.rows])
+        starts = [0, *counts.cumsum(0).tolist()]
         self.q_THD = torch.randn(starts[-1], H + 2 * K, D).to(case.dtype).to(DEVICE)[:, :H]
         self.options = dict(scale=0.1, window=case.window, softcap=case.softcap)
-        longest = max(count for count, _ in case.rows)
-        self.tables = AttentionTables(
-            ints(starts), ints(lens), table.to(DEVICE), size, longest, rows=ints([2 * r + 1 for r in range(len(lens))])
-        )
+        rows = ints([2 * r + 1 for r in range(len(lens))])
+        self.tables = AttentionTables(ints(starts), ints(lens), table.to(DEVICE), size, int(counts.max()), rows=rows)
 
     def expected(self) -> Tensor:
         return twin.paged_attention(self.q_THD.float(), self.plain.float(), self.tables, **self.options)
 
     def padded(self, num_rows: int) -> AttentionTables:
-        """As a recorded graph has it: rows without context, the first of them with three tokens of padding."""
+        """Tables with padding as in a recorded graph: rows without context, the first of them with three tokens."""
         tables, count = self.tables, len(self.q_THD)
         self.q_THD = torch.cat((self.q_THD, self.q_THD[:3]))
         return replace(

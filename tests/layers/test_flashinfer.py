@@ -1,4 +1,5 @@
-"""The FlashInfer backend against the torch twin, with a stand-in that has the library's signatures and says no where it would."""
+"""The FlashInfer backend against the torch reference, with a stand-in that has the library's signatures and refuses
+what it refuses."""
 
 import math
 import sys
@@ -11,33 +12,74 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.layers.attention import flashinfer as backend
+from quire.layers.attention.base import Limits
 from tests.layers.test_flash_attn import CASES, DEVICE, Case, World, dense, ints
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
-    """What is planned is copied, as the library copies it; run checks what the library's run checks."""
+    """Copies what is planned, as the library does; `run` checks what the library's `run` checks."""
 
     made = 0
 
     def __init__(
-        self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, qo_indptr_buf=None, paged_kv_indptr_buf=None,
-        paged_kv_indices_buf=None, paged_kv_last_page_len_buf=None, custom_mask_buf=None, mask_indptr_buf=None, backend="auto",
-        jit_args=None, jit_kwargs=None, variant_owns_mask=False,
-    ) -> None:  # fmt: skip
+        self,
+        float_workspace_buffer,
+        kv_layout="NHD",
+        use_cuda_graph=False,
+        qo_indptr_buf=None,
+        paged_kv_indptr_buf=None,
+        paged_kv_indices_buf=None,
+        paged_kv_last_page_len_buf=None,
+        custom_mask_buf=None,
+        mask_indptr_buf=None,
+        backend="auto",
+        jit_args=None,
+        jit_kwargs=None,
+        variant_owns_mask=False,
+    ) -> None:
         assert float_workspace_buffer.dtype == torch.uint8 and float_workspace_buffer.data_ptr() % 16 == 0
         assert kv_layout == "HND" and not use_cuda_graph and backend in ("auto", "fa2", "fa3")
         type(self).made += 1
         self.num_plans = 0
 
     def plan(
-        self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim_qk,
-        page_size, head_dim_vo=None, custom_mask=None, packed_custom_mask=None, causal=False, pos_encoding_mode="NONE",
-        use_fp16_qk_reduction=False, sm_scale=None, window_left=-1, logits_soft_cap=None, rope_scale=None, rope_theta=None,
-        q_data_type="float16", kv_data_type=None, o_data_type=None, non_blocking=True, prefix_len_ptr=None,
-        token_pos_in_items_ptr=None, token_pos_in_items_len=0, max_item_len_ptr=None, seq_lens=None, seq_lens_q=None,
-        block_tables=None, max_token_per_sequence=None, max_sequence_kv=None, fixed_split_size=None, disable_split_kv=False,
+        self,
+        qo_indptr,
+        paged_kv_indptr,
+        paged_kv_indices,
+        paged_kv_last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim_qk,
+        page_size,
+        head_dim_vo=None,
+        custom_mask=None,
+        packed_custom_mask=None,
+        causal=False,
+        pos_encoding_mode="NONE",
+        use_fp16_qk_reduction=False,
+        sm_scale=None,
+        window_left=-1,
+        logits_soft_cap=None,
+        rope_scale=None,
+        rope_theta=None,
+        q_data_type="float16",
+        kv_data_type=None,
+        o_data_type=None,
+        non_blocking=True,
+        prefix_len_ptr=None,
+        token_pos_in_items_ptr=None,
+        token_pos_in_items_len=0,
+        max_item_len_ptr=None,
+        seq_lens=None,
+        seq_lens_q=None,
+        block_tables=None,
+        max_token_per_sequence=None,
+        max_sequence_kv=None,
+        fixed_split_size=None,
+        disable_split_kv=False,
         uniform_q_len=None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         indices = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
         assert all(x.dtype == torch.int32 and x.is_contiguous() for x in (qo_indptr, *indices))
         assert causal and paged_kv_indptr[0] == 0 and len(paged_kv_indices) == paged_kv_indptr[-1]
@@ -49,14 +91,29 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self.num_plans += 1
 
     def run(
-        self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, return_lse=False,
-        lse_base="log2", lse_layout="NH", enable_pdl=None, window_left=None, sinks=None, kv_cache_sf=None,
-        skip_softmax_threshold_scale_factor=None, use_fp16_softmax=None, uses_spcompress=None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        q,
+        paged_kv_cache,
+        *args,
+        q_scale=None,
+        k_scale=None,
+        v_scale=None,
+        out=None,
+        lse=None,
+        return_lse=False,
+        lse_base="log2",
+        lse_layout="NH",
+        enable_pdl=None,
+        window_left=None,
+        sinks=None,
+        kv_cache_sf=None,
+        skip_softmax_threshold_scale_factor=None,
+        use_fp16_softmax=None,
+        uses_spcompress=None,
+    ) -> Tensor:
         H, K, D = self.heads
-        assert (
-            q.shape == (self.starts[-1], H, D) and q.stride(-1) == 1 and q.dtype == paged_kv_cache.dtype == self.dtype
-        )
+        assert q.shape == (self.starts[-1], H, D) and q.stride(-1) == 1
+        assert q.dtype == paged_kv_cache.dtype == self.dtype
         assert paged_kv_cache.shape[1:] == (2, K, self.size, D) and out.shape == q.shape and out.is_contiguous()
         starts, ends = self.starts.tolist(), self.indptr.tolist()
         for row, last in enumerate(self.last.tolist()):
@@ -74,7 +131,8 @@ def library(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     monkeypatch.setattr(backend, "WORKSPACE_BYTES", 1024)
     monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "made", 0)
-    module.attention = backend.FlashInfer((), block_size=16, limits=None)
+    limits = Limits(num_rows=8, max_tokens=512, max_len=512, hidden_like=torch.empty(0, device=DEVICE))
+    module.attention = backend.FlashInfer((), block_size=16, limits=limits)
     return module
 
 
@@ -95,14 +153,10 @@ def test_a_step_is_planned_once_for_all_layers_of_a_kind_and_anew_for_the_next(l
     for world in (first, first, second, first):
         world.check(run(library, world))
     run(library, first, window=20)
-    (plain, windowed) = (
-        library.attention.planned[kind._replace(window=w)] for kind in [kind_of(first)] for w in (0, 20)
-    )
-    assert (plain.wrapper.num_plans, windowed.wrapper.num_plans, library.BatchPrefillWithPagedKVCacheWrapper.made) == (
-        3,
-        1,
-        2,
-    )
+    kind, planned = kind_of(first), library.attention.planned
+    assert planned[kind].wrapper.num_plans == 3
+    assert planned[kind._replace(window=20)].wrapper.num_plans == 1
+    assert library.BatchPrefillWithPagedKVCacheWrapper.made == 2
 
 
 def kind_of(world: World) -> backend.Kind:
@@ -110,7 +164,7 @@ def kind_of(world: World) -> backend.Kind:
 
 
 def test_a_step_of_padding_alone_runs(library) -> None:
-    """So is the engine's rehearsal: more tokens in a row than any table has blocks for."""
+    """The engine's trial step is such a step: a row has more tokens than any table has blocks for."""
     world = World(Case(((200, 0),)))
     nobody = dict(query_starts=ints([0, 200, 200]), context_lens=ints([0, 0]), rows=ints([-1, -1]))
     tables = replace(world.tables, block_table=world.tables.block_table[:, :2].contiguous(), **nobody)

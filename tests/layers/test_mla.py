@@ -1,4 +1,5 @@
-"""Multi-head latent attention against transformers' own, in float32: each family's kind, every way tokens reach the cache."""
+"""Multi-head latent attention against transformers' own, in float32: each family's kind, and every way that tokens
+reach the cache."""
 
 import dataclasses
 import importlib
@@ -16,13 +17,27 @@ from quire.ops.attention.reference import AttentionTables
 from tests.attached import filled
 
 SIZES = {
-    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8, "v_head_dim": 24, "max_position_embeddings": 256, "num_hidden_layers": 1, "vocab_size": 128,
-}  # fmt: skip
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "max_position_embeddings": 256,
+    "num_hidden_layers": 1,
+    "vocab_size": 128,
+}
 YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.2, "original_max_position_embeddings": 32,
-}  # fmt: skip
-# How a family is called, what it changes, whether neighbours rotate together.
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.2,
+    "original_max_position_embeddings": 32,
+}
+# A family's name, what it changes, and whether neighbouring elements rotate together.
 KINDS = {
     "deepseek v3": ("DeepseekV3", {"rope_parameters": YARN}, True),
     "deepseek v3, biased": ("DeepseekV3", {"attention_bias": True}, True),
@@ -32,7 +47,7 @@ KINDS = {
     "minicpm 3": ("MiniCPM3", {}, False),
 }
 NUM_TOKENS, BLOCK_SIZE = 50, 16
-# Tokens of each step, and whether a prompt that begins in it is said to be fresh.
+# Tokens of each step, and whether a prompt that begins in it is marked as an uncached prefill.
 STEPS = {
     "whole": ([50], False),
     "whole, expanded": ([50], True),
@@ -63,22 +78,26 @@ def ours(attention: nn.Module, hf_config, interleaved: bool) -> MLA:
 
 
 def attend(layer: MLA, x_TD: Tensor, counts: list[int], fresh: bool, unused: int = 3) -> Tensor:
-    """The layer's output over steps of one row, in scrambled blocks and with padding tokens that are written nowhere."""
+    """The layer's output over steps of one row, in scrambled blocks and with padding tokens that are not written."""
     table = torch.tensor([[3, 1, 4, 0]], dtype=torch.int32)
     layer.cache = torch.full((5, BLOCK_SIZE, layer.latent_size + layer.rope_size), torch.nan)
-    outputs, start = [], 0
+    outputs = []
+    start = 0
     for count in counts:
         end = start + count
         positions = torch.cat((torch.arange(start, end), torch.zeros(unused, dtype=torch.int64)))
         slots = table[0, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
         slots[count:] = -1
-        ints = (torch.tensor(values, dtype=torch.int32) for values in ([0, count], [end]))
-        tables = AttentionTables(*ints, table, BLOCK_SIZE, count)
+        query_starts = torch.tensor([0, count], dtype=torch.int32)
+        context_lens = torch.tensor([end], dtype=torch.int32)
+        tables = AttentionTables(query_starts, context_lens, table, BLOCK_SIZE, count)
         if fresh and start == 0:
             tables = dataclasses.replace(tables, work=(), uncached_prefills=((0, count),))
-        layer.context.tables[:], layer.context.slots_T[:] = [tables], [slots]
+        layer.context.tables[:] = [tables]
+        layer.context.slots_T[:] = [slots]
+        padded_TD = torch.cat((x_TD[start:end], torch.ones(unused, x_TD.shape[1])))
         with torch.inference_mode():
-            outputs.append(layer(torch.cat((x_TD[start:end], torch.ones(unused, x_TD.shape[1]))), positions)[:count])
+            outputs.append(layer(padded_TD, positions)[:count])
         start = end
     return torch.cat(outputs)
 
@@ -106,8 +125,9 @@ def test_a_step_of_fresh_and_other_rows_computes_both() -> None:
     layer = ours(attention, config, True)
     layer.backend = LatentReference
     x_TD, other_TD = torch.randn(2, 30, config.hidden_size)
-    alone, other = attend(layer, x_TD, [30], False), attend(layer, other_TD, [30], False)
-    attend(layer, x_TD, [29], False)  # blocks 3 and 1; then its last token beside the other prompt in 4 and 0
+    alone = attend(layer, x_TD, [30], False)
+    other = attend(layer, other_TD, [30], False)
+    attend(layer, x_TD, [29], False)  # in blocks 3 and 1; then its last token next to the other prompt, in 4 and 0
     positions = torch.cat((torch.tensor([29]), torch.arange(30)))
     slots = torch.tensor([3, 1])[positions // 16] * 16 + positions % 16
     slots[1:] = torch.tensor([4, 0])[positions[1:] // 16] * 16 + positions[1:] % 16
@@ -124,14 +144,17 @@ def test_a_step_of_fresh_and_other_rows_computes_both() -> None:
 def test_at_published_sizes_576_values_are_kept_of_a_token() -> None:
     sizes = transformers.DeepseekV3Config()
     config = MLAConfig(
-        hidden_size=sizes.hidden_size, num_hidden_layers=61, num_attention_heads=sizes.num_attention_heads, vocab_size=sizes.vocab_size,
-        intermediate_size=None,
-    )  # fmt: skip
+        hidden_size=sizes.hidden_size,
+        num_hidden_layers=61,
+        num_attention_heads=sizes.num_attention_heads,
+        vocab_size=sizes.vocab_size,
+        intermediate_size=sizes.intermediate_size,
+    )
     for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
         assert getattr(config, name) == getattr(sizes, name)
     with torch.device("meta"):
         layer = MLA(config, config.rope(interleaved=True))
     (spec,) = layer.cache_specs("bfloat16").values()
     assert spec == Latent(576, "bfloat16") and spec.bytes_per_token == 1152
-    every_head = 2 * config.num_attention_heads * config.v_head_dim * 2  # what keys and values themselves would take
-    assert every_head / spec.bytes_per_token > 56
+    bytes_of_keys_and_values = 2 * config.num_attention_heads * config.v_head_dim * 2
+    assert bytes_of_keys_and_values / spec.bytes_per_token > 56

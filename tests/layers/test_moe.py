@@ -25,7 +25,7 @@ backends = pytest.mark.parametrize("backend", [torch_backend, triton_backend], i
 
 
 class SharedGate(MoE):
-    """As a model's file would have it: what is shared passes a gate of its own."""
+    """As a model file would have it: the shared expert's output is multiplied by a gate."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -58,9 +58,9 @@ def check(moe: MoE, block: nn.Module, backend) -> None:
         x = torch.randn(num_tokens, D)
         with torch.no_grad():
             expected = block(x[None])
-        torch.testing.assert_close(
-            moe(x), (expected[0] if isinstance(expected, tuple) else expected)[0], rtol=1e-4, atol=1e-4
-        )
+        if isinstance(expected, tuple):
+            expected = expected[0]
+        torch.testing.assert_close(moe(x), expected[0], rtol=1e-4, atol=1e-4)
 
 
 def build(*args, kind: type[MoE] = MoE, **kwargs) -> MoE:
@@ -93,11 +93,8 @@ def test_groups_by_their_best_expert(backend) -> None:
         **SIZES, topk_method="group_limited_greedy", n_group=4, topk_group=2, routed_scaling_factor=16.0
     )
     block, state = random_block(DeepseekV2Moe(config))
-    moe = build(
-        Routing(K, scale=16.0, num_groups=4, num_groups_kept=2),
-        shared=GatedMLP(D, F),
-        names=("gate_up_proj", "down_proj"),
-    )
+    routing = Routing(K, scale=16.0, num_groups=4, num_groups_kept=2)
+    moe = build(routing, shared=GatedMLP(D, F), names=("gate_up_proj", "down_proj"))
     check(filled(moe, state), block, backend)
 
 
@@ -120,9 +117,8 @@ def test_biases_and_the_clamped_activation(backend) -> None:
     for name in ("gate_up_proj", "down_proj"):
         state[f"experts.{name}"] = state[f"experts.{name}"].transpose(1, 2)
     state = {name.replace("router.", "gate."): tensor for name, tensor in state.items()}
-    moe = build(
-        Routing(K, renormalize=True), activation="clamped_swiglu", bias=True, names=("gate_up_proj", "down_proj")
-    )
+    routing = Routing(K, renormalize=True)
+    moe = build(routing, activation="clamped_swiglu", bias=True, names=("gate_up_proj", "down_proj"))
     check(filled(moe, state), block, backend)
 
 
@@ -143,9 +139,13 @@ def test_a_bias_of_each_expert_has_its_name() -> None:
     wanted = {weight.name: weight.shape for weight in experts.weights()}
     assert len(wanted) == E * 6
     assert {n: s for n, s in wanted.items() if ".7." in n} == {
-        "mlp.experts.7.gate_proj.weight": (F, D), "mlp.experts.7.up_proj.weight": (F, D), "mlp.experts.7.down_proj.weight": (D, F),
-        "mlp.experts.7.gate_proj.bias": (F,), "mlp.experts.7.up_proj.bias": (F,), "mlp.experts.7.down_proj.bias": (D,),
-    }  # fmt: skip
+        "mlp.experts.7.gate_proj.weight": (F, D),
+        "mlp.experts.7.up_proj.weight": (F, D),
+        "mlp.experts.7.down_proj.weight": (D, F),
+        "mlp.experts.7.gate_proj.bias": (F,),
+        "mlp.experts.7.up_proj.bias": (F,),
+        "mlp.experts.7.down_proj.bias": (D,),
+    }
 
 
 def test_asking_what_is_wanted_takes_no_memory_and_numbers_arrive_in_the_models_type() -> None:
@@ -157,17 +157,14 @@ def test_asking_what_is_wanted_takes_no_memory_and_numbers_arrive_in_the_models_
     assert all(p.is_meta for p in moe.parameters()) and not gate_up.memory() and not down.memory()
     for name in ("experts.3.up_proj.weight", "experts.0.down_proj.weight", "mlp.gate.e_score_correction_bias"):
         wanted[name].load(raw(torch.full(wanted[name].shape, 1.25)))
-    assert (
-        gate_up.numbers().dtype == down.numbers().dtype == torch.bfloat16 and moe.correction_bias.dtype == torch.float32
-    )
-    assert (gate_up.numbers().view(E, 2 * F, D)[3, F:] == 1.25).all() and (
-        down.numbers().view(E, D, F)[0] == 1.25
-    ).all()
+    assert gate_up.numbers().dtype == down.numbers().dtype == torch.bfloat16
+    assert moe.correction_bias.dtype == torch.float32
+    assert (gate_up.numbers().view(E, 2 * F, D)[3, F:] == 1.25).all()
+    assert (down.numbers().view(E, D, F)[0] == 1.25).all()
 
 
 @pytest.mark.parametrize(("kind", "device"), [("cpu", "cpu"), ("gpu", "cuda")])
 def test_every_device_has_a_backend(kind: str, device: str) -> None:
     by_name = {backend.__name__: backend for backend in (torch_backend, triton_backend)}
-    assert any(
-        by_name[name].why_not(torch.device(device), torch.bfloat16) is None for name in CANDIDATES["experts"][kind]
-    )
+    candidates = [by_name[name] for name in CANDIDATES["experts"][kind]]
+    assert any(backend.why_not(torch.device(device), torch.bfloat16) is None for backend in candidates)

@@ -22,7 +22,7 @@ OPTIONS = {
     "num_threads": 1,
     "max_model_len": 192,
 }
-# All at once; in chunks and few at a time; two steps in flight, on the kernels' twins.
+# All at once; in chunks and few at a time; two steps in flight, with the reference kernels.
 ENGINES = (
     {},
     {"max_num_batched_tokens": 7, "max_num_seqs": 3},
@@ -54,10 +54,11 @@ def oracle(fields: dict, folder: Path) -> torch.nn.Module:
     if hasattr(config, "num_experts_per_tok"):
         options["experts_implementation"] = "eager"
     model = getattr(transformers, architecture)._from_config(config, **options).eval()
+    derived = ("rotary", "embed_scale")
     buffers = [
-        b
-        for name, b in model.named_buffers()
-        if b.is_floating_point() and "rotary" not in name and "embed_scale" not in name
+        buffer
+        for name, buffer in model.named_buffers()
+        if buffer.is_floating_point() and not any(part in name for part in derived)
     ]
     with torch.no_grad():
         for parameter in [*model.parameters(), *buffers]:
@@ -71,7 +72,7 @@ def oracle(fields: dict, folder: Path) -> torch.nn.Module:
 
 
 def logprobs(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
-    """Of what follows each token."""
+    """Of the next token, after each token."""
     with torch.no_grad():
         return model(torch.tensor([tokens]), use_cache=False).logits[0].float().log_softmax(-1)
 
@@ -82,8 +83,8 @@ def assert_greedy(model: torch.nn.Module, prompt: list[int], answer: list[int]) 
 
 
 def largest_error(model: torch.nn.Module, folder: Path, **options: object) -> float:
-    """Over prefill, chunked prefill, decode, a batch of mixed lengths and a prefix hit: the largest difference of a logprob.
-    Fails where a greedy token differs."""
+    """The largest difference of a logprob, over prefill, chunked prefill, decode, a batch of mixed lengths and a prefix
+    hit. Fails if a greedy token differs."""
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, prompt_logprobs=0, logprobs=0)
     again = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
     worst = 0.0

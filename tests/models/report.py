@@ -1,6 +1,8 @@
-"""`python -m tests.models.report [FILE …]`: model files and the fallback against transformers; writes docs/models.md and models/_parity.py.
+"""`python -m tests.models.report [FILE …]`: compares model files and the fallback with transformers; writes
+docs/models.md and models/_parity.py.
 
-The same harness as the tests'. Takes minutes; run it for a model file that was added or changed, what is known of others is kept.
+It measures as the tests do. Takes minutes; run it for a model file that was added or changed: results of others are
+kept.
 """
 
 import sys
@@ -34,7 +36,7 @@ def main(files: list[str]) -> int:
     for case, fields in chosen.items():
         try:
             error = measure(fields)
-        except Exception as exception:  # the others are still worth knowing
+        except Exception as exception:  # go on with the other cases
             error = float("inf")
             print(f"{case}: {type(exception).__name__} {exception!s:.200}")
         print(f"{error:8.1e}  {case}", flush=True)
@@ -63,19 +65,21 @@ def write_page(errors: dict[str, float]) -> None:
     for model in sorted(library(), key=lambda m: m["architecture"].lower()):
         num_lines = len((ROOT / "src" / "quire" / model["file"]).read_text().splitlines())
         file, gguf = f"`{model['file']}`", "yes" if model["gguf"] else "no"
-        rows.append(
-            (model["architecture"], file, num_lines, " + ".join(model["kv"]), gguf, told(errors, model["architecture"]))
-        )
+        error = describe_error(errors, model["architecture"])
+        rows.append((model["architecture"], file, num_lines, " + ".join(model["kv"]), gguf, error))
     for architecture, fields in sorted(FALLBACK_CASES.items()):
-        rows.append((architecture, "the fallback", "", " + ".join(kv_kinds(fields)), "no", told(errors, architecture)))
+        error = describe_error(errors, architecture)
+        rows.append((architecture, "the fallback", "", " + ".join(kv_kinds(fields)), "no", error))
     table = "\n".join([HEADER, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
     before, _, rest = PAGE.read_text().partition(START)
     PAGE.write_text(f"{before}{START}\n\n{table}\n\n{END}{rest.partition(END)[2]}")
 
 
-def told(errors: dict[str, float], architecture: str) -> str:
+def describe_error(errors: dict[str, float], architecture: str) -> str:
     error = errors.get(architecture)
-    return "not measured" if error is None else f"{error:.0e}" if error < TOLERANCE else "differs"
+    if error is None:
+        return "not measured"
+    return f"{error:.0e}" if error < TOLERANCE else "differs"
 
 
 if __name__ == "__main__":

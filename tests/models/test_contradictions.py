@@ -1,4 +1,4 @@
-"""A config.json that makes no sense is told so in one sentence."""
+"""A config.json that makes no sense is refused in one sentence."""
 
 import json
 
@@ -17,14 +17,15 @@ CASES = {
     "a negative size": {**llama.TINY, "intermediate_size": -96},
     "no such activation": {**llama.TINY, "hidden_act": "swoosh"},
     "a list of factors of another length": {
-        **llama.TINY, "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 5, "factor": 2.0},
+        **llama.TINY,
+        "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 5, "factor": 2.0},
     },
     "a factor that is a word": {**llama.TINY, "rope_scaling": {"rope_type": "linear", "factor": "four"}},
     "more experts of a token than there are": {**MIXTRAL, "num_experts_per_tok": 9},
     "a word for an object": {**llama.TINY, "quantization_config": "mxfp4"},
     "groups that do not come out even": {**DEEPSEEK, "n_group": 3},
     "more experts than are believed": {**MIXTRAL, "num_local_experts": 10**9},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES)

@@ -1,4 +1,5 @@
-"""Decoders without a file of ours: transformers' layers around our attention give what transformers gives, or are refused with a reason."""
+"""Decoders without a model file: transformers' layers with our attention give what transformers gives, or are refused
+with a reason."""
 
 import json
 
@@ -13,23 +14,47 @@ from quire.worker.kv_cache import kv_specs
 from tests.models.oracle import OPTIONS, PROMPTS, TOLERANCE, assert_greedy, largest_error, oracle
 
 SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 256, "max_position_embeddings": 256,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 256,
+}
 CASES = {
     "StableLmForCausalLM": {
-        **SIZES, "model_type": "stablelm", "partial_rotary_factor": 0.25, "use_qkv_bias": True, "qk_layernorm": True,
+        **SIZES,
+        "model_type": "stablelm",
+        "partial_rotary_factor": 0.25,
+        "use_qkv_bias": True,
+        "qk_layernorm": True,
     },
     "OPTForCausalLM": {
-        "model_type": "opt", "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 256,
-        "max_position_embeddings": 256, "word_embed_proj_dim": 32,
+        "model_type": "opt",
+        "hidden_size": 64,
+        "ffn_dim": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "vocab_size": 256,
+        "max_position_embeddings": 256,
+        "word_embed_proj_dim": 32,
     },
     "NemotronForCausalLM": {**SIZES, "model_type": "nemotron", "head_dim": 32, "partial_rotary_factor": 0.5},
     "HeliumForCausalLM": {
-        **SIZES, "model_type": "helium", "head_dim": 16, "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        **SIZES,
+        "model_type": "helium",
+        "head_dim": 16,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
     },
-    "SeedOssForCausalLM": {**SIZES, "model_type": "seed_oss", "head_dim": 32, "attention_out_bias": True, "tie_word_embeddings": True},
-}  # fmt: skip
+    "SeedOssForCausalLM": {
+        **SIZES,
+        "model_type": "seed_oss",
+        "head_dim": 32,
+        "attention_out_bias": True,
+        "tie_word_embeddings": True,
+    },
+}
 CASES = {name: {"architectures": [name], **fields} for name, fields in CASES.items()}
 
 
@@ -63,9 +88,8 @@ def test_a_checkpoint_of_the_bare_decoder_is_taken(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["HeliumForCausalLM"]}))
     with LLM(str(tmp_path), **OPTIONS) as llm:
-        output = llm.generate(PROMPTS[2], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)[
-            0
-        ]
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        output = llm.generate(PROMPTS[2], params, use_tqdm=False)[0]
     assert_greedy(model, PROMPTS[2], output.outputs[0].token_ids)
 
 
@@ -76,9 +100,14 @@ def layers(**fields) -> list[torch.nn.Module]:
 
 def test_windows_scales_and_caps_are_what_the_layers_ask_for():
     found = layers(
-        architectures=["VaultGemmaForCausalLM"], model_type="vaultgemma", head_dim=32, query_pre_attn_scalar=64, sliding_window=24,
-        attn_logit_softcapping=20.0, layer_types=["full_attention", "sliding_attention", "full_attention"],
-    )  # fmt: skip
+        architectures=["VaultGemmaForCausalLM"],
+        model_type="vaultgemma",
+        head_dim=32,
+        query_pre_attn_scalar=64,
+        sliding_window=24,
+        attn_logit_softcapping=20.0,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    )
     assert [layer.window for layer in found] == [0, 24, 0]
     assert {layer.softcap for layer in found} == {20.0}
     assert {layer.scale for layer in found} == {64**-0.5}
@@ -87,21 +116,35 @@ def test_windows_scales_and_caps_are_what_the_layers_ask_for():
 REFUSED = {
     "an encoder with a decoder": ("it is an encoder with a decoder", {"architectures": ["T5ForConditionalGeneration"]}),
     "a recurrent model": ("a state of its own", {"architectures": ["MambaForCausalLM"]}),
-    "convolutions between": ("layers of type 'conv'", {
-        "architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv", "full_attention", "conv"],
-    }),
+    "convolutions between": (
+        "layers of type 'conv'",
+        {
+            "architectures": ["Lfm2ForCausalLM"],
+            "layer_types": ["conv", "full_attention", "conv"],
+        },
+    ),
     "attention without the registry": ("does not go through", {"architectures": ["CodeGenForCausalLM"]}),
-    "a decoder that counts positions itself": ("not told the positions", {"architectures": ["ModernBertDecoderForCausalLM"]}),
+    "a decoder that counts positions itself": (
+        "not told the positions",
+        {"architectures": ["ModernBertDecoderForCausalLM"]},
+    ),
     "experts in another form": ("in another form", {"architectures": ["FlexOlmoForCausalLM"], "num_experts": 4}),
     "tokens that see later ones": ("attend to later ones", {"architectures": ["CwmForCausalLM"], "is_causal": False}),
-    "RoPE by the longest request": ("scale RoPE", {
-        "architectures": ["HeliumForCausalLM"], "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
-    }),
-    "a config of another kind": ("do not take its config.json", {"architectures": ["HeliumForCausalLM"], "hidden_act": "nonsense"}),
+    "RoPE by the longest request": (
+        "scale RoPE",
+        {
+            "architectures": ["HeliumForCausalLM"],
+            "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+        },
+    ),
+    "a config of another kind": (
+        "do not take its config.json",
+        {"architectures": ["HeliumForCausalLM"], "hidden_act": "nonsense"},
+    ),
     "a name nobody knows": ("no decoder of that name", {"architectures": ["FancyForCausalLM"]}),
     "something else that transformers has": ("no decoder of that name", {"architectures": ["pipeline"]}),
     "a path": ("no decoder of that name", {"architectures": ["os.system"]}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("says", "fields"), REFUSED.values(), ids=REFUSED)

@@ -13,21 +13,17 @@ from tests.models.oracle import OPTIONS, PROMPTS, TOLERANCE, assert_greedy, larg
 def test_a_config_of_the_first_checkpoints_is_understood(name, tmp_path):
     model = oracle({**TINY, "original_max_position_embeddings": 64}, tmp_path)
     scaling = {**TINY["rope_scaling"], "type": name}
-    (tmp_path / "config.json").write_text(
-        json.dumps({**TINY, "original_max_position_embeddings": 64, "rope_scaling": scaling})
-    )
+    fields = {**TINY, "original_max_position_embeddings": 64, "rope_scaling": scaling}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
     assert largest_error(model, tmp_path) < TOLERANCE
 
 
 @pytest.mark.parametrize("max_model_len, list_name", [(64, "short_factor"), (65, "long_factor")])
 def test_the_longest_context_an_engine_takes_decides_for_all(max_model_len, list_name, tmp_path):
-    """So no request mixes keys of both kinds, and cached prefixes fit every request. Transformers decides by each request's length:
-    here both its lists are the one we should take."""
-    scaling = {
-        **TINY["rope_scaling"],
-        "short_factor": TINY["rope_scaling"][list_name],
-        "long_factor": TINY["rope_scaling"][list_name],
-    }
+    """So no request mixes keys of both lists, and cached prefixes fit every request. Transformers decides by each
+    request's length, so here both of its lists are the one that we should take."""
+    factors = TINY["rope_scaling"][list_name]
+    scaling = {**TINY["rope_scaling"], "short_factor": factors, "long_factor": factors}
     model = oracle({**TINY, "original_max_position_embeddings": 64, "rope_scaling": scaling}, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**TINY, "original_max_position_embeddings": 64}))
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

@@ -18,7 +18,7 @@ LENGTH, CHUNK = 190, 16
 
 
 def test_layers_with_a_window_keep_the_blocks_it_needs_and_no_more(tmp_path):
-    """With exactly those there is a long context is served, and right; were all layers full it would not fit."""
+    """With exactly these blocks a long context is served correctly; if all layers kept everything it would not fit."""
     model = oracle(gemma3.TINY, tmp_path)
     layout = form_layout(kv_specs(empty(gemma3.TINY, "float32"), torch.float32), 16)
     assert any(group.spec.window for group in layout.groups)
@@ -34,9 +34,8 @@ def test_layers_with_a_window_keep_the_blocks_it_needs_and_no_more(tmp_path):
     }
     prompt = [(11 * i * i + i) % 256 for i in range(150)]
     with LLM(str(tmp_path), **options) as llm:
-        answer = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), use_tqdm=False)[
-            0
-        ]
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        answer = llm.generate([prompt], params, use_tqdm=False)[0]
     assert_greedy(model, prompt, answer.outputs[0].token_ids)
     config = json.loads((tmp_path / "config.json").read_text())
     full = {**config, "layer_types": ["full_attention"] * config["num_hidden_layers"]}

@@ -1,4 +1,4 @@
-"""Checkpoints from before transformers wrote `layer_types` and nested `rope_parameters`: their config.json says the same."""
+"""config.json files from before transformers wrote `layer_types` and nested `rope_parameters` mean the same."""
 
 import json
 
@@ -13,13 +13,17 @@ GEMMA3 = {key: value for key, value in gemma3.TINY.items() if key not in ("layer
 OLD = {
     "gemma2": gemma2.TINY,
     "gemma3": {
-        **GEMMA3, "num_hidden_layers": 4, "sliding_window_pattern": 3, "rope_theta": 500000.0, "rope_local_base_freq": 1000.0,
+        **GEMMA3,
+        "num_hidden_layers": 4,
+        "sliding_window_pattern": 3,
+        "rope_theta": 500000.0,
+        "rope_local_base_freq": 1000.0,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
     "gemma3, defaults": {**GEMMA3, "num_hidden_layers": 7},
     "olmo3": olmo3.TINY,
     "cohere2": {**cohere2.TINY, "sliding_window_pattern": 2},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fields", OLD.values(), ids=OLD)

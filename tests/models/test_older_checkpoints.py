@@ -1,4 +1,5 @@
-"""Checkpoints on the hub are older than the transformers that is our oracle: other names, other words in config.json, tensors nobody needs."""
+"""Checkpoints on the hub are older than the transformers we compare with: other names, other fields in config.json,
+tensors that are not needed."""
 
 import json
 from collections.abc import Callable

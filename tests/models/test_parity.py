@@ -15,9 +15,10 @@ from tests.models.oracle import OPTIONS, PROMPTS, TOLERANCE, all_cases, largest_
 
 # The classes that must have a file. It is a literal so that none is lost unnoticed.
 SUPPORTED = """
-LlamaForCausalLM MistralForCausalLM SmolLM3ForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
-Phi3ForCausalLM PhiForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM GlmForCausalLM Glm4ForCausalLM GraniteForCausalLM Cohere2ForCausalLM
-Starcoder2ForCausalLM GPT2LMHeadModel GPTNeoXForCausalLM FalconForCausalLM MiniCPM3ForCausalLM
+LlamaForCausalLM MistralForCausalLM SmolLM3ForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM Gemma2ForCausalLM
+Gemma3ForCausalLM Phi3ForCausalLM PhiForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM GlmForCausalLM Glm4ForCausalLM
+GraniteForCausalLM Cohere2ForCausalLM Starcoder2ForCausalLM GPT2LMHeadModel GPTNeoXForCausalLM FalconForCausalLM
+MiniCPM3ForCausalLM
 MixtralForCausalLM Qwen2MoeForCausalLM Qwen3MoeForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM GptOssForCausalLM
 Ernie4_5_MoeForCausalLM Glm4MoeForCausalLM GraniteMoeForCausalLM OlmoeForCausalLM MiniMaxM2ForCausalLM Gemma4ForCausalLM
 """.split()
@@ -31,9 +32,8 @@ MODEL_TYPES = [
 
 
 def test_every_class_we_promise_has_a_file():
-    found = {
-        architecture for names in registry.literals("quire.models", "ARCHITECTURES").values() for architecture in names
-    }
+    architectures = registry.literals("quire.models", "ARCHITECTURES")
+    found = {name for names in architectures.values() for name in names}
     assert not set(SUPPORTED) - found
 
 
@@ -43,14 +43,12 @@ def test_a_model_equals_transformers(fields, tmp_path):
 
 
 def test_dynamic_rope_past_the_trained_length_is_what_transformers_does_token_by_token(tmp_path):
-    model = oracle(
-        {**llama.TINY, "max_position_embeddings": 64, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, tmp_path
-    )
+    scaling = {"rope_type": "dynamic", "factor": 4.0}
+    model = oracle({**llama.TINY, "max_position_embeddings": 64, "rope_scaling": scaling}, tmp_path)
     prompt = PROMPTS[3]
+    options = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
     with torch.no_grad():
-        answer = model.generate(
-            torch.tensor([prompt]), max_new_tokens=60, do_sample=False, eos_token_id=-1, pad_token_id=0
-        )[0, 40:].tolist()
+        answer = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
     with LLM(str(tmp_path), **{**OPTIONS, "max_model_len": 160}) as llm:
         ours = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), use_tqdm=False)[0]
     assert ours.outputs[0].token_ids == answer
@@ -58,18 +56,19 @@ def test_dynamic_rope_past_the_trained_length_is_what_transformers_does_token_by
 
 @pytest.mark.parametrize(("name", "model_type"), MODEL_TYPES)
 def test_the_config_reads_hugging_faces_defaults(name, model_type):
-    """Except where theirs is None until they have seen the rest, or is the size of one of their models."""
+    """Except where their default is None until other fields are read, or is the size of one of their models."""
     module = registry.load("quire.models", name)
     reference = transformers.CONFIG_MAPPING[model_type]
     theirs = {field.name: field.default for field in dataclasses.fields(reference)}
     for field in dataclasses.fields(module.Config):
-        if field.default is not dataclasses.MISSING and field.name in theirs and field.name != "num_key_value_heads":
+        has_default = field.default is not dataclasses.MISSING
+        if has_default and field.name in theirs.keys() - {"num_key_value_heads"}:
             assert field.default == theirs[field.name], field.name
 
 
 @pytest.mark.parametrize("family", [qwen2, qwen3], ids=["biases", "normed heads"])
 def test_a_decoding_step_is_recorded(family, tmp_path):
-    """And what is played from the tape is what Python computes."""
+    """And replaying the recording gives what Python computes."""
     oracle(family.TINY, tmp_path)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     with LLM(str(tmp_path), **{**OPTIONS, "dtype": "bfloat16"}, enable_prefix_caching=False) as llm:
@@ -87,7 +86,6 @@ def test_a_shape_of_the_benchmarks_loads(tmp_path):
     config = json.loads((SHAPES / "qwen3-0.6b" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, "vocab_size": 512}))
     with LLM(str(tmp_path), **{**OPTIONS, "dtype": "bfloat16", "max_model_len": 64}, load_format="dummy") as llm:
-        output = llm.generate(
-            [PROMPTS[1]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False
-        )[0]
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        output = llm.generate([PROMPTS[1]], params, use_tqdm=False)[0]
     assert len(output.outputs[0].token_ids) == 3

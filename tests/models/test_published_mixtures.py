@@ -1,4 +1,4 @@
-"""Mixtures of experts as they are published: words of config.json and tensors that transformers' own saving does not write."""
+"""Mixtures of experts as published: fields of config.json and tensors that transformers' own saving does not write."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ GRANITE_IN_MEMORY = {
 
 
 def error(model: torch.nn.Module, folder: Path) -> float:
-    """The largest of a prompt's logprobs."""
+    """The largest difference of a logprob over one prompt."""
     prompt = PROMPTS[-1]
     with LLM(str(folder), **OPTIONS) as llm:
         output = llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)[0]
@@ -30,8 +30,9 @@ def error(model: torch.nn.Module, folder: Path) -> float:
 
 
 def rewrite(folder: Path, renames: dict[str, str], extra: dict[str, torch.Tensor]) -> None:
-    path, tensors = folder / "model.safetensors", {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
+    path = folder / "model.safetensors"
+    tensors = {}
+    for name, tensor in load_file(path).items():
         for theirs, ours in renames.items():
             name = name.replace(theirs, ours)
         tensors[name] = tensor

@@ -1,4 +1,4 @@
-"""What each rank of a parallel group would take of a checkpoint: together everything, and little of it twice."""
+"""What each rank of a parallel group would load of a checkpoint: together everything, and little of it twice."""
 
 import json
 from pathlib import Path
@@ -42,27 +42,30 @@ def copies(weight: Weight, num_ranks: int = RANKS) -> torch.Tensor:
 
 
 def routers(model) -> set[Layer]:
-    """All that decides, or tells, how much an expert counts."""
-    found = {m for m in model.modules() if isinstance(m, (Router, gemma4.Router, MoE))}
-    found |= {m.proj for m in model.modules() if isinstance(m, gemma4.Router)}
+    """Layers whose weights decide which experts are chosen, or how much an expert counts."""
+    found = {m for m in model.modules() if isinstance(m, (Router, gemma4.Gemma4Router, MoE))}
+    found |= {m.proj for m in model.modules() if isinstance(m, gemma4.Gemma4Router)}
     return found | {m.shared_expert_gate for m in model.modules() if isinstance(m, qwen2_moe.GatedShareMoE)}
 
 
 def may_be_whole(layer: Layer, weight: Weight, model) -> bool:
     is_norm = isinstance(layer, (RMSNorm, LayerNorm))
     is_late_bias = isinstance(layer, Linear) and layer.split == "inputs" and weight.name.endswith(".bias")
-    is_down = any(isinstance(m, MLA) and layer is m.qkv_a_proj for m in model.modules()) and "_a_proj" in weight.name
+    down_projections = [m.qkv_a_proj for m in model.modules() if isinstance(m, MLA)]
+    is_down = any(layer is projection for projection in down_projections) and "_a_proj" in weight.name
     is_scalar = isinstance(layer, gemma4.Gemma4Layer) and weight.shape == (1,)
-    return is_norm or is_late_bias or is_down or is_scalar or layer in routers(model)
+    is_router = layer in routers(model)
+    return any((is_norm, is_late_bias, is_down, is_scalar, is_router))
 
 
 def key_value_rows(model) -> dict[Layer, int]:
-    """Of projections whose KV heads are fewer than ranks: from which row on they are shared."""
+    """Of projections with fewer KV heads than ranks: from which row on ranks share them."""
     found = {}
     for module in model.modules():
         if isinstance(module, (SelfAttention, gemma4.Gemma4Attention)) and module.attn.num_kv_heads < RANKS:
             found[module.qkv_proj] = module.qkv_proj.out_features[0]
-            found |= {norm: 0 for norm in (module.k_norm,) if norm is not None}
+            if module.k_norm is not None:
+                found[module.k_norm] = 0
     return found
 
 
@@ -76,9 +79,9 @@ def test_two_ranks_take_everything_and_twice_only_what_is_small(name, tmp_path):
             assert counts.min() >= 1, weight.name
             if may_be_whole(layer, weight, model):
                 continue
-            if layer in shared:  # its own name where the checkpoint has k and v apart
-                own = "k_proj" in weight.name or "v_proj" in weight.name
-                counts = counts[: 0 if own else shared[layer]]
+            if layer in shared:
+                is_k_or_v = "k_proj" in weight.name or "v_proj" in weight.name
+                counts = counts[: 0 if is_k_or_v else shared[layer]]
             assert (counts == 1).all(), weight.name
 
 
@@ -99,9 +102,8 @@ def test_what_a_rank_computes_is_what_its_next_layer_takes(name, tmp_path):
             pairs = [(outputs, inputs, module.o_proj.in_features)]
         elif isinstance(module, GatedMLP):
             down = module.down_proj
-            pairs = [
-                (Split("outputs", (s,)), down.parts()[0].split, down.in_features) for s in module.gate_up_proj.sections
-            ]
+            inputs, sections = down.parts()[0].split, module.gate_up_proj.sections
+            pairs = [(Split("outputs", (section,)), inputs, down.in_features) for section in sections]
         else:
             continue
         for outputs, inputs, size in pairs:
@@ -115,11 +117,10 @@ def test_queries_stay_with_the_heads_they_read():
     """SmolLM2's nine heads and three KV heads over two ranks, and eight heads with two KV heads over four."""
     q_units, kv_units = head_units(9, 3)
     q, kv = Section(9 * 64, q_units), Section(3 * 64, kv_units)
-    taken = [
-        (Split("outputs", (q,)).slices(q.size, rank, 2), Split("outputs", (kv,)).slices(kv.size, rank, 2))
-        for rank in range(2)
-    ]
-    assert taken == [([slice(0, 3 * 64)], [slice(0, 64)]), ([slice(3 * 64, 9 * 64)], [slice(64, 3 * 64)])]
+    q_slices = [Split("outputs", (q,)).slices(q.size, rank, 2) for rank in range(2)]
+    kv_slices = [Split("outputs", (kv,)).slices(kv.size, rank, 2) for rank in range(2)]
+    assert q_slices == [[slice(0, 3 * 64)], [slice(3 * 64, 9 * 64)]]
+    assert kv_slices == [[slice(0, 64)], [slice(64, 3 * 64)]]
     q_units, kv_units = head_units(8, 2)
     assert [Section(8, q_units).share(rank, 4)[:2] for rank in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert [Section(2, kv_units).share(rank, 4)[:2] for rank in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]

@@ -1,4 +1,5 @@
-"""Layers that read another layer's cache: what they cost, and that they leave it alone. Their numbers are test_parity's business."""
+"""Layers that read another layer's cache: what they cost, and that they do not write to it. Numbers are compared in
+test_parity.py."""
 
 import json
 
@@ -36,9 +37,9 @@ def test_only_layers_with_a_cache_of_their_own_take_blocks():
     sliding, full = Sliding(2, 16, "float32", window=24), Full(2, 32, "float32")
     assert specs == {f"model.layers.{i}.self_attn.attn:kv": spec for i, spec in enumerate((sliding, sliding, full))}
     alone = empty({**gemma4.TINY, "num_kv_shared_layers": 0}, "float32")
-    assert sum(s.bytes_per_token for s in kv_specs(alone, torch.float32).values()) == 2 * sum(
-        s.bytes_per_token for s in specs.values()
-    )
+    bytes_shared = sum(spec.bytes_per_token for spec in specs.values())
+    bytes_alone = sum(spec.bytes_per_token for spec in kv_specs(alone, torch.float32).values())
+    assert bytes_alone == 2 * bytes_shared
 
 
 def test_a_layer_that_shares_gets_its_owners_cache_group_and_backend():
@@ -51,7 +52,9 @@ def test_a_layer_that_shares_gets_its_owners_cache_group_and_backend():
     group_backends(model, layout.groups, Limits(num_rows=2, max_tokens=8, max_len=64, hidden_like=torch.empty(0)))
     for layer_idx, owner_idx in {3: 1, 4: 1, 5: 2}.items():
         layer, owner = layers[layer_idx], layers[owner_idx]
-        assert layer.cache is owner.cache and layer.group_idx == owner.group_idx and layer.backend is owner.backend
+        assert layer.cache is owner.cache
+        assert layer.group_idx == owner.group_idx
+        assert layer.backend is owner.backend
 
 
 @pytest.mark.parametrize("backend", [Reference, Native], ids=["reference", "native"])
@@ -61,11 +64,13 @@ def test_a_layer_that_shares_rotates_its_queries_and_writes_nothing(backend):
     q_TX, kv_TX, positions_T = torch.randn(5, 4 * 16), torch.randn(5, 2 * 2 * 16), torch.arange(5)
     rope = gemma4.Rope(16, 10_000.0, None, 64)
     rope.materialize(64, CPU)
-    counts = {
-        "query_starts": torch.tensor([0, 5], dtype=torch.int32),
-        "context_lens": torch.tensor([5], dtype=torch.int32),
-    }
-    tables = AttentionTables(**counts, block_table=torch.ones(1, 1, dtype=torch.int32), block_size=16, max_query_len=5)
+    tables = AttentionTables(
+        query_starts=torch.tensor([0, 5], dtype=torch.int32),
+        context_lens=torch.tensor([5], dtype=torch.int32),
+        block_table=torch.ones(1, 1, dtype=torch.int32),
+        block_size=16,
+        max_query_len=5,
+    )
     owner, sharing = Attention(4, 2, 16, rope), Attention(4, 2, 16, rope, shares="owner")
     for layer in (owner, sharing):
         layer.backend, layer.group_idx = backend, 0
@@ -79,9 +84,8 @@ def test_a_layer_that_shares_rotates_its_queries_and_writes_nothing(backend):
 
 def test_kernels_of_gpus_share_a_cache_too(tmp_path):
     layer_types = ["sliding_attention", "full_attention", "full_attention"]
-    model = oracle(
-        {**gemma4.TINY, "num_hidden_layers": 3, "layer_types": layer_types, "num_kv_shared_layers": 1}, tmp_path
-    )
+    changes = {"num_hidden_layers": 3, "layer_types": layer_types, "num_kv_shared_layers": 1}
+    model = oracle({**gemma4.TINY, **changes}, tmp_path)
     options = {"interpret_triton": True, "max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 32}
     with LLM(str(tmp_path), **{**OPTIONS, **options}) as llm:
         params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)

@@ -2,6 +2,11 @@
 
 CASES = {
     "unscaled, queries not compressed": {
-        "q_lora_rank": None, "v_head_dim": None, "scale_depth": None, "dim_model_base": None, "tie_word_embeddings": False, "mlp_bias": True,
+        "q_lora_rank": None,
+        "v_head_dim": None,
+        "scale_depth": None,
+        "dim_model_base": None,
+        "tie_word_embeddings": False,
+        "mlp_bias": True,
     },
-}  # fmt: skip
+}

@@ -2,6 +2,7 @@
 
 CASES = {
     "other windows": {
-        "rope_scaling": None, "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "rope_scaling": None,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
     },
-}  # fmt: skip
+}
