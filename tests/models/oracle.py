@@ -13,7 +13,7 @@ from quire import LLM, SamplingParams, registry
 
 TOLERANCE = 1e-4
 NUM_TOKENS = 64
-PROMPTS = [[(7 * i + j * j) % 256 for j in range(n)] for i, n in enumerate((1, 5, 17, 40, 90))]
+PROMPT_LENGTHS = (1, 5, 17, 40, 90)
 # One thread: the models are too small for two.
 OPTIONS = {
     "dtype": "float32",
@@ -28,6 +28,13 @@ ENGINES = (
     {"max_num_batched_tokens": 7, "max_num_seqs": 3},
     {"pipeline_depth": 2, "attention_backend": "reference"},
 )
+
+
+def make_prompt(idx: int, length: int) -> list[int]:
+    return [(7 * idx + place * place) % 256 for place in range(length)]
+
+
+PROMPTS = [make_prompt(idx, length) for idx, length in enumerate(PROMPT_LENGTHS)]
 
 
 def all_cases() -> dict[str, dict]:
@@ -54,12 +61,11 @@ def oracle(fields: dict, folder: Path) -> torch.nn.Module:
     if hasattr(config, "num_experts_per_tok"):
         options["experts_implementation"] = "eager"
     model = getattr(transformers, architecture)._from_config(config, **options).eval()
-    derived = ("rotary", "embed_scale")
-    buffers = [
-        buffer
-        for name, buffer in model.named_buffers()
-        if buffer.is_floating_point() and not any(part in name for part in derived)
-    ]
+    buffers = []
+    for name, buffer in model.named_buffers():
+        is_derived = "rotary" in name or "embed_scale" in name
+        if buffer.is_floating_point() and not is_derived:
+            buffers.append(buffer)
     with torch.no_grad():
         for parameter in [*model.parameters(), *buffers]:
             if parameter.ndim <= 1:

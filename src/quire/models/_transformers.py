@@ -71,8 +71,8 @@ class TransformersModel(Layer):
             ) from None
 
     def _separate_head(self) -> None:
-        """The runner computes the head later, and for some rows only. `hf` calls its decoder before its head: in
-        `logits` the decoder is replaced by `_return_hidden`, which returns hidden states that are already computed."""
+        """The runner computes the head after the decoder, and for some rows only. But `hf` calls its decoder before its
+        head: so the decoder's `forward` is kept as `decode`, and replaced by one that returns `computed_hidden`."""
         decoder: Any = self.hf.get_decoder()
         if decoder is self.hf or "position_ids" not in inspect.signature(decoder.forward).parameters:
             raise _Refusal("its decoder is not told the positions of tokens")

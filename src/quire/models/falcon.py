@@ -35,8 +35,9 @@ class Config(DecoderConfig):
     alibi: bool = False
     new_decoder_architecture: bool = False
     num_ln_in_parallel_attn: int | None = None  # in the new architecture; None: two
-    # In the new architecture; None: one for each head. A number in the config that layers are built from.
-    num_kv_heads: int | None = None  # type: ignore[assignment]  # transformers' default, which a test holds us to, is None
+    # In the new architecture; None: one for each head. The base class has a number: so has the config once __init__ has
+    # replaced None, which is transformers' default and so, as a test checks, ours.
+    num_kv_heads: int | None = None  # type: ignore[assignment]
     multi_query: bool = True  # in the old architecture: all heads share one KV head
     parallel_attn: bool = True  # in the old architecture: attention and MLP are added together
     tie_word_embeddings: bool = True
