@@ -16,7 +16,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from benchmarks.server_process import QUIRE, ServerProcess, cpu_s  # noqa: E402
-from quire.bench.http_client import Client, Reply  # noqa: E402
+from quire.bench.http_client import HttpClient, HttpReply  # noqa: E402
 from quire.bench.loadgen import PATHS, Load, measure, prepared  # noqa: E402
 
 BARS_US = {"api": 35.0, "core": 10.0}
@@ -119,9 +119,9 @@ def load_for(args: argparse.Namespace, url: str, num_tokens: int | None = None) 
 
 async def one_answer(load: Load) -> list[str]:
     """The events of a short answer as the server writes them, an ordinary one first."""
-    async with Client(load.base_url) as client:
+    async with HttpClient(load.base_url) as client:
         load = await prepared(client, load)
-        reply = await client.post(PATHS[load.endpoint], load.body(0, max_tokens=8), Reply())
+        reply = await client.post(PATHS[load.endpoint], load.body(0, max_tokens=8), HttpReply())
     events = [event + "\n\n" for event in reply.content.decode().split("\n\n") if event]
     return sorted(events, key=len)[len(events) // 2 :]
 

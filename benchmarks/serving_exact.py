@@ -18,7 +18,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from benchmarks.server_process import QUIRE, ServerProcess  # noqa: E402
 from quire import LLM, SamplingParams  # noqa: E402
-from quire.bench.http_client import Answer, Client, Failure  # noqa: E402
+from quire.bench.http_client import Failure, HttpClient, StreamedReply  # noqa: E402
 
 ENGINE = {"dtype": "float32", "max_model_len": 512}
 
@@ -52,7 +52,7 @@ async def ask(server: ServerProcess, prompts: list[list[int]], args: argparse.Na
     texts, errors = [""] * len(prompts), []
     todo = iter(range(len(prompts)))
 
-    async def work(client: Client) -> None:
+    async def work(client: HttpClient) -> None:
         for idx in todo:
             body = {
                 "prompt": prompts[idx],
@@ -61,7 +61,7 @@ async def ask(server: ServerProcess, prompts: list[list[int]], args: argparse.Na
                 "ignore_eos": True,
                 "stream": True,
             }
-            answer = Answer()
+            answer = StreamedReply()
             try:
                 await client.post("/v1/completions", msgspec.json.encode(body), answer)
                 answer.check()
@@ -69,7 +69,7 @@ async def ask(server: ServerProcess, prompts: list[list[int]], args: argparse.Na
                 errors.append(f"{failure.kind}: {failure}")
             texts[idx] = "".join(answer.texts)
 
-    async with Client(server.url) as client:
+    async with HttpClient(server.url) as client:
         await asyncio.gather(*(work(client) for _ in range(args.clients)))
     return texts, errors
 

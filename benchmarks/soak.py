@@ -24,7 +24,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from tqdm import tqdm  # noqa: E402
 
 from benchmarks.server_process import QUIRE, ServerProcess, children, memory_bytes, num_files, state  # noqa: E402
-from quire.bench.http_client import Answer, Client, Failure, Reply  # noqa: E402
+from quire.bench.http_client import Failure, HttpClient, HttpReply, StreamedReply  # noqa: E402
 from quire.bench.loadgen import WORDS  # noqa: E402
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -73,7 +73,7 @@ class Soak:
         num_rounds = max(6, min(60, round(seconds / 5)))
         with tqdm(total=num_rounds, unit="round") as bar:
             for _ in range(num_rounds):
-                async with Client(self.server.url, ADMIN_KEY) as client:
+                async with HttpClient(self.server.url, ADMIN_KEY) as client:
                     until_s = time.monotonic() + seconds / num_rounds
                     await asyncio.gather(*(self.client(client, until_s) for _ in range(num_clients)))
                     samples.append(await self.rest(client))
@@ -85,7 +85,7 @@ class Soak:
 
     # -- load ------------------------------------------------------------------------------------------------------
 
-    async def client(self, client: Client, until_s: float) -> None:
+    async def client(self, client: HttpClient, until_s: float) -> None:
         acts = [
             self.stream,
             self.stream,
@@ -108,41 +108,41 @@ class Soak:
             if outcome == "http 503":
                 await asyncio.sleep(0.1)
 
-    async def stream(self, client: Client) -> str:
+    async def stream(self, client: HttpClient) -> str:
         path, body = self.request(stream=True)
-        answer = Answer()
+        answer = StreamedReply()
         await client.post(path, body, answer)
         answer.check()
         return "ok"
 
-    async def whole(self, client: Client) -> str:
+    async def whole(self, client: HttpClient) -> str:
         path, body = self.request()
-        reply = await client.post(path, body, Reply())
+        reply = await client.post(path, body, HttpReply())
         return "ok" if reply.status == 200 else f"http {reply.status}"
 
-    async def leave(self, client: Client) -> str:
+    async def leave(self, client: HttpClient) -> str:
         """The client goes away: before, during or just after the answer."""
         path, body = self.request(stream=self.rng.random() < 0.7)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.rng.expovariate(4)):
-                await client.post(path, body, Answer())
+                await client.post(path, body, StreamedReply())
         return "ok"
 
-    async def mistake(self, client: Client) -> str:
+    async def mistake(self, client: HttpClient) -> str:
         path, body = self.request(
             **self.rng.choice([{"temperature": -1}, {"n": 0}, {"max_tokens": "many"}, {"prompt": self.words(2000)}])
         )
         if self.rng.random() < 0.2:
             body = body[:-5]
-        reply = await client.post(path, body, Reply())
+        reply = await client.post(path, body, HttpReply())
         return "ok" if reply.status == 400 else f"http {reply.status}"
 
-    async def deadline(self, client: Client) -> str:
+    async def deadline(self, client: HttpClient) -> str:
         path, body = self.request(timeout_s=self.rng.uniform(0.01, 0.5))
-        reply = await client.post(path, body, Reply())
+        reply = await client.post(path, body, HttpReply())
         return "ok" if reply.status in (200, 408) else f"http {reply.status}"
 
-    async def half_a_request(self, client: Client) -> str:
+    async def half_a_request(self, client: HttpClient) -> str:
         _, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
         request = (
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"
@@ -170,7 +170,7 @@ class Soak:
 
     # -- rest ------------------------------------------------------------------------------------------------------
 
-    async def rest(self, client: Client) -> Sample:
+    async def rest(self, client: HttpClient) -> Sample:
         """Waits until nothing runs and looks around."""
         deadline_s = time.monotonic() + QUIET_S
         while (left := await self.gauges(client))["running"] or left["waiting"]:
@@ -193,7 +193,7 @@ class Soak:
             memory_bytes(server.pid), memory_bytes(server.core_pid), num_files(server.pid), num_files(server.core_pid)
         )
 
-    async def gauges(self, client: Client) -> dict[str, float]:
+    async def gauges(self, client: HttpClient) -> dict[str, float]:
         text = (await client.get("/metrics")).content.decode()
         names = {
             "running": "num_requests_running",
@@ -210,7 +210,7 @@ class Soak:
     async def stop_amid_streams(self) -> None:
         """SIGTERM while clients read: they get their answers, the server exits 0 and takes everything along."""
         pids = [self.server.pid, self.server.core_pid]
-        async with Client(self.server.url, ADMIN_KEY) as client:
+        async with HttpClient(self.server.url, ADMIN_KEY) as client:
             streams = [asyncio.create_task(self.stream(client)) for _ in range(8)]
             await asyncio.sleep(0.2)
             status = await asyncio.to_thread(self.server.stop)

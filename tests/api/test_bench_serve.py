@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from quire.api.cli import run
-from quire.bench.http_client import Answer, Client, Failure, Reply
+from quire.bench.http_client import Failure, HttpClient, HttpReply, StreamedReply
 from quire.bench.loadgen import Load, percentile, spread
 
 FIRST_S, GAP_S = 0.05, 0.02
@@ -218,9 +218,9 @@ def test_a_server_that_refuses_is_quoted(peer, capsys):
 
 
 def test_leaving_a_stream_early_cuts_the_connection(peer):
-    async def leave() -> Answer:
-        answer, load = Answer(), Load(peer.url, "m", 1, 4, 1000, num_words=4)
-        async with Client(peer.url) as client:
+    async def leave() -> StreamedReply:
+        answer, load = StreamedReply(), Load(peer.url, "m", 1, 4, 1000, num_words=4)
+        async with HttpClient(peer.url) as client:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.15):
                     await client.post("/v1/completions", load.body(0), answer)
@@ -237,7 +237,7 @@ def test_leaving_a_stream_early_cuts_the_connection(peer):
 
 def test_a_connection_is_used_again(peer):
     async def twice() -> int:
-        async with Client(peer.url) as client:
+        async with HttpClient(peer.url) as client:
             connections = set()
             for _ in range(3):
                 await client.get("/v1/models")
@@ -255,7 +255,7 @@ def test_events_are_read_however_they_are_cut(seed, separator):
         *(f"data: {json.dumps({'choices': [{'text': text}]}, ensure_ascii=False)}" for text in texts),
         "data: [DONE]",
     ]
-    raw, answer, rng = separator.join([*lines, ""]).encode(), Answer(), random.Random(seed)
+    raw, answer, rng = separator.join([*lines, ""]).encode(), StreamedReply(), random.Random(seed)
     answer.status = 200
     while raw:
         size = rng.randint(1, 40)
@@ -266,7 +266,7 @@ def test_events_are_read_however_they_are_cut(seed, separator):
 
 
 def test_a_stream_without_its_end_is_a_failure():
-    answer = Answer()
+    answer = StreamedReply()
     answer.status = 200
     answer.feed(b'data: {"choices":[{"text":"a"}]}\n\n', 1.0)
     with pytest.raises(Failure, match="DONE"):
@@ -292,6 +292,6 @@ def test_error_messages_are_read_in_any_shape():
         (b'{"detail":"Not Found"}', "Not Found"),
         (b"<html>", "<html>"),
     ):
-        reply = Reply()
+        reply = HttpReply()
         reply.feed(content, 0.0)
         assert words in reply.message()

@@ -27,7 +27,7 @@ class Failure(Exception):
         self.kind = kind
 
 
-class Reply:
+class HttpReply:
     """A response read whole."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class _Event(msgspec.Struct):
 _decode_event = msgspec.json.Decoder(_Event).decode
 
 
-class Answer(Reply):
+class StreamedReply(HttpReply):
     """A response read as a stream of server-sent events: when each piece of text came, and how it ended."""
 
     def __init__(self) -> None:
@@ -123,17 +123,17 @@ class Answer(Reply):
             raise Failure("cut off", "the stream ended without [DONE]")
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """One keep-alive connection; one exchange at a time."""
 
     def __init__(self) -> None:
         self.parser = httptools.HttpResponseParser(self)
-        self.reply: Reply | None = None
+        self.reply: HttpReply | None = None
         self.ended: asyncio.Future | None = None
         self.now_s = self.idle_since_s = 0.0
         self.reusable = True
 
-    async def exchange(self, request: bytes, reply: Reply) -> None:
+    async def exchange(self, request: bytes, reply: HttpReply) -> None:
         """Sends `request` and feeds its response to `reply`; left early (cancelled), the connection is cut."""
         self.reply, self.ended = reply, asyncio.get_running_loop().create_future()
         self.transport.write(request)
@@ -180,8 +180,8 @@ class Connection(asyncio.Protocol):
             self.ended.set_exception(failure)
 
 
-class Client:
-    """Connections to one server. `async with Client(url) as client: await client.post(path, body, Answer())`."""
+class HttpClient:
+    """Connections to one server. `async with HttpClient(url) as client: await client.post(path, body, StreamedReply())`."""
 
     def __init__(self, base_url: str, api_key: str | None = None) -> None:
         url = urlsplit(base_url.rstrip("/").removesuffix("/v1"))
@@ -197,9 +197,9 @@ class Client:
         self.headers = f"Host: {url.netloc.rpartition('@')[2]}\r\n" + (
             f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         )
-        self.idle: list[Connection] = []
+        self.idle: list[ClientConnection] = []
 
-    async def __aenter__(self) -> "Client":
+    async def __aenter__(self) -> "HttpClient":
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -207,14 +207,14 @@ class Client:
             self.idle.pop().transport.close()
         await asyncio.sleep(0)  # transports close in the loop's next turn
 
-    async def get(self, path: str) -> Reply:
-        return await self._send(f"GET {self.prefix}{path} HTTP/1.1\r\n{self.headers}\r\n".encode(), Reply())
+    async def get(self, path: str) -> HttpReply:
+        return await self._send(f"GET {self.prefix}{path} HTTP/1.1\r\n{self.headers}\r\n".encode(), HttpReply())
 
-    async def post(self, path: str, body: bytes, reply: Reply) -> Reply:
+    async def post(self, path: str, body: bytes, reply: HttpReply) -> HttpReply:
         head = f"POST {self.prefix}{path} HTTP/1.1\r\n{self.headers}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         return await self._send(head.encode() + body, reply)
 
-    async def _send(self, request: bytes, reply: Reply) -> Reply:
+    async def _send(self, request: bytes, reply: HttpReply) -> HttpReply:
         connection = await self._connect()
         await connection.exchange(request, reply)
         if connection.reusable:
@@ -223,7 +223,7 @@ class Client:
             connection.transport.close()
         return reply
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> ClientConnection:
         while self.idle:
             connection = self.idle.pop()
             if connection.reusable and time.monotonic() - connection.idle_since_s < IDLE_S:
@@ -231,7 +231,7 @@ class Client:
             connection.transport.close()
         try:
             _, connection = await asyncio.get_running_loop().create_connection(
-                Connection, self.host, self.port, ssl=self.ssl
+                ClientConnection, self.host, self.port, ssl=self.ssl
             )
         except OSError as error:
             raise Failure("no connection", f"no server answers at {self.host}:{self.port}") from error

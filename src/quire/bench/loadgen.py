@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from quire.bench.http_client import Answer, Client, Failure, Reply
+from quire.bench.http_client import Failure, HttpClient, HttpReply, StreamedReply
 from quire.errors import ConfigError, QuireError
 
 MODULE = "quire.bench.loadgen"
@@ -100,12 +100,12 @@ def prompt_text(words: Sequence[str], num_words: int, rng: random.Random) -> str
     return " ".join(rng.choices(words, k=num_words))
 
 
-async def measured_words(client: Client, load: Load) -> Load:
+async def measured_words(client: HttpClient, load: Load) -> Load:
     """The load with words of one token each and as many of them as make `input_len`; as it is, where the server cannot count."""
 
     async def count(text: str) -> int | None:
         prompt = {"messages": [{"role": "user", "content": text}]} if load.endpoint == "chat" else {"prompt": text}
-        reply = await client.post("/tokenize", msgspec.json.encode({"model": load.model} | prompt), Reply())
+        reply = await client.post("/tokenize", msgspec.json.encode({"model": load.model} | prompt), HttpReply())
         if reply.status != 200:
             return None
         return msgspec.json.decode(reply.content).get("count")
@@ -132,9 +132,9 @@ async def measured_words(client: Client, load: Load) -> Load:
 # ---------------------------------------------------------------- one client process
 
 
-async def shoot(client: Client, load: Load, idx: int, due_s: float) -> Shot:
+async def shoot(client: HttpClient, load: Load, idx: int, due_s: float) -> Shot:
     """Sends request `idx` and watches its answer."""
-    answer, error = Answer(), None
+    answer, error = StreamedReply(), None
     try:
         async with asyncio.timeout(load.timeout_s):
             await client.post(PATHS[load.endpoint], load.body(idx), answer)
@@ -159,7 +159,7 @@ async def shoot(client: Client, load: Load, idx: int, due_s: float) -> Shot:
     )
 
 
-async def closed_loop(client: Client, load: Load, shots: list[Shot]) -> None:
+async def closed_loop(client: HttpClient, load: Load, shots: list[Shot]) -> None:
     """Every client sends its next request when its last one is answered."""
     numbers = iter(range(load.first, load.num_prompts, load.stride))
 
@@ -170,7 +170,7 @@ async def closed_loop(client: Client, load: Load, shots: list[Shot]) -> None:
     await asyncio.gather(*(one_client() for _ in range(load.concurrency or 1)))
 
 
-async def arrivals(client: Client, load: Load, shots: list[Shot]) -> None:
+async def arrivals(client: HttpClient, load: Load, shots: list[Shot]) -> None:
     """Requests come when they come, however busy the server is; over `concurrency` they wait, and their clock runs."""
     rng, due_s = random.Random(f"{load.seed} arrivals {load.first}"), time.monotonic()
     room = asyncio.Semaphore(load.concurrency) if load.concurrency else contextlib.nullcontext()
@@ -195,7 +195,7 @@ async def client_process() -> None:
         return
     shots: list[Shot] = []
     started_s, started_cpu_s = time.monotonic(), time.process_time()
-    async with Client(load.base_url, load.api_key) as client:
+    async with HttpClient(load.base_url, load.api_key) as client:
         work = asyncio.ensure_future((closed_loop if load.request_rate is None else arrivals)(client, load, shots))
         while not (await asyncio.wait([work], timeout=PROGRESS_S))[0]:
             _say(Report(num_done=len(shots)))
@@ -219,7 +219,7 @@ async def measure(
 
     `progress` is called with 0 right before the first request is sent.
     """
-    async with Client(load.base_url, load.api_key) as client:
+    async with HttpClient(load.base_url, load.api_key) as client:
         try:
             load = await prepared(client, load)
         except Failure as failure:
@@ -239,7 +239,7 @@ async def measure(
     return summary(load, reports)
 
 
-async def prepared(client: Client, load: Load) -> Load:
+async def prepared(client: HttpClient, load: Load) -> Load:
     """The load with a model's name and measured words; Failure when the server does not take such a request."""
     if not load.model:
         reply = await client.get("/v1/models")
@@ -247,7 +247,7 @@ async def prepared(client: Client, load: Load) -> Load:
             raise Failure(f"http {reply.status}", reply.message())
         load = msgspec.structs.replace(load, model=msgspec.json.decode(reply.content)["data"][0]["id"])
     load = await measured_words(client, load)
-    trial = Answer()
+    trial = StreamedReply()
     await client.post(PATHS[load.endpoint], load.body(-1, max_tokens=1), trial)
     trial.check()
     return load
