@@ -33,7 +33,7 @@ LARGEST_INT = 2**63 - 1  # what messages and tensors hold
 
 
 def free(max_values: int, **schema: Any) -> msgspec.Meta:
-    """Declares JSON of any shape, but of at most so many names and values: `check_json` holds it to that."""
+    """Declares JSON of any shape with at most `max_values` names and values; `check_json` enforces the limit."""
     return msgspec.Meta(extra={"max_values": max_values}, extra_json_schema={"x-max-values": max_values, **schema})
 
 
@@ -43,7 +43,7 @@ Choices = Annotated[list[GrammarText], msgspec.Meta(max_length=MAX_GRAMMAR_CHOIC
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What an answer must look like: one of these."""
+    """What an answer must look like: exactly one of the fields is set."""
 
     json: GrammarObject | bool | GrammarText | None = None  # a JSON schema, or its text
     json_object: bool = False  # any JSON object
@@ -53,14 +53,13 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
     structural_tag: GrammarObject | GrammarText | None = None  # xgrammar's format: text with tagged parts
 
     def kind(self) -> str:
-        """Which of them; RequestError unless it is exactly one."""
+        """The name of the field that is set; RequestError unless it is exactly one."""
         given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
         if self.json is False:
             given.append("json")
         if len(given) != 1:
-            raise RequestError(
-                f"structured_outputs must hold exactly one of {', '.join(self.__struct_fields__)}, not {len(given)}"
-            )
+            names = ", ".join(self.__struct_fields__)
+            raise RequestError(f"structured_outputs must hold exactly one of {names}, not {len(given)}")
         return given[0]
 
 
@@ -172,18 +171,19 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=Fals
             _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKENS)
 
 
-def check_json(name: str, value: object, max_values: int) -> None:
-    """RequestError unless this is JSON of at most so many values, with numbers and texts that messages can hold.
+def check_json(name: str, value: Any, max_values: int) -> None:
+    """RequestError unless this is JSON of at most `max_values` values, with numbers and texts that messages can hold.
 
-    Takes no longer than its limit, whatever it is given."""
-    values, num_values = [value], 1
+    Looks at no more than `max_values` values, whatever it is given."""
+    values = [value]
+    num_values = 1
     while values:
         value = values.pop()
         kind = type(value)
         if kind is str:
             _text(name, value)
         elif kind is dict or kind is list or kind is tuple:
-            num_values += len(value) if kind is not dict else 2 * len(value)
+            num_values += 2 * len(value) if kind is dict else len(value)
             if num_values > max_values:
                 raise RequestError(f"{name} holds more than {max_values} values, which is the limit")
             values += value
@@ -205,15 +205,19 @@ def _text(name: str, value: str) -> None:
     if len(value) > MAX_TEXT_CHARS:
         raise RequestError(f"{name} holds a text of {len(value)} characters, the limit is {MAX_TEXT_CHARS}")
     try:
-        value.isascii() or value.encode()
+        if not value.isascii():
+            value.encode()
     except UnicodeEncodeError:
         raise RequestError(f"{name} holds a lone surrogate (half of a UTF-16 pair)") from None
 
 
-def _token_ids(name: str, values: Sequence[object], limit: int) -> None:
+def _token_ids(name: str, values: Sequence[Any], limit: int) -> None:
     if len(values) > limit:
         raise RequestError(f"{name} has {len(values)} entries, the limit is {limit}")
-    if set(map(type, values)) - {int} or (values and not 0 <= min(values) <= max(values) <= LARGEST_INT):
+    if not values:
+        return
+    all_ints = set(map(type, values)) == {int}
+    if not all_ints or not 0 <= min(values) <= max(values) <= LARGEST_INT:
         for token_id in values:  # slower, and says which
             _whole(name, token_id, 0, LARGEST_INT)
 
@@ -230,17 +234,18 @@ def _is_finite(value: object) -> bool:
 def _whole(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise RequestError(f"{name} must be a whole number, not {shown(value)}")
-    if value < low or (high is not None and value > high):
-        upper = f" and at most {high}" if high is not None else ""
-        raise RequestError(f"{name} must be at least {low}{upper}, not {shown(value)}")
+    if not low <= value <= high:
+        raise RequestError(f"{name} must be at least {low} and at most {high}, not {shown(value)}")
 
 
 def shown(value: object) -> str:
-    """What was given, cut short: Python refuses to write numbers of thousands of digits, and nobody wants to read them."""
-    return "a huge number" if isinstance(value, int) and abs(value) >= 10**30 else f"{value!r:.40}"
+    """A value as an error message shows it, cut short. Python itself refuses to print numbers of thousands of digits."""
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return "a huge number"
+    return f"{value!r:.40}"
 
 
-def _strings(name: str, values: list, limit: int) -> None:
+def _strings(name: str, values: list[Any], limit: int) -> None:
     if len(values) > limit:
         raise RequestError(f"{name} has {len(values)} entries, the limit is {limit}")
     for value in values:

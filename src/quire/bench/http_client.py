@@ -1,13 +1,13 @@
-"""A small HTTP client for streams: asyncio, a C parser, no copies to speak of. One process reads a hundred thousand events a second.
+"""A small HTTP client for streams: asyncio, a C parser, almost no copying. One process reads 100,000 events a second.
 
-Used by the load generator and the serving benchmarks, whose own cost must not show in what they measure. Knows HTTP/1.1 and
-OpenAI's server-sent events; not what is asked or why.
+Used by the load generator and the serving benchmarks, whose own cost must not show in what they measure. Knows
+HTTP/1.1 and OpenAI's server-sent events; not what is asked or why.
 """
 
 import asyncio
 import ssl
 import time
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -20,7 +20,7 @@ IDLE_S = 2.0
 
 
 class Failure(Exception):
-    """A request that got no good answer; `kind` is a word or two to count it under, the message is for people."""
+    """A request that got no good answer. `kind` is a word or two by which failures are counted; people read the message."""
 
     def __init__(self, kind: str, message: str = "") -> None:
         super().__init__(message or kind)
@@ -76,7 +76,7 @@ class StreamedReply(HttpReply):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rest = b""  # of a line that is not complete
+        self.rest = b""  # the beginning of a line whose end has not arrived
         self.complete = False
         self.error: str | None = None
         self.texts: list[str] = []
@@ -126,16 +126,20 @@ class StreamedReply(HttpReply):
 class ClientConnection(asyncio.Protocol):
     """One keep-alive connection; one exchange at a time."""
 
+    transport: asyncio.Transport
+
     def __init__(self) -> None:
         self.parser = httptools.HttpResponseParser(self)
-        self.reply: HttpReply | None = None
-        self.ended: asyncio.Future | None = None
-        self.now_s = self.idle_since_s = 0.0
+        self.reply = HttpReply()  # of the exchange under way
+        self.ended: asyncio.Future[None] | None = None
+        self.now_s = 0.0  # when the data being parsed arrived
+        self.idle_since_s = 0.0
         self.reusable = True
 
     async def exchange(self, request: bytes, reply: HttpReply) -> None:
-        """Sends `request` and feeds its response to `reply`; left early (cancelled), the connection is cut."""
-        self.reply, self.ended = reply, asyncio.get_running_loop().create_future()
+        """Sends `request` and feeds its response to `reply`; when this is cancelled, the connection is cut."""
+        self.reply = reply
+        self.ended = asyncio.get_running_loop().create_future()
         self.transport.write(request)
         try:
             await self.ended
@@ -145,8 +149,8 @@ class ClientConnection(asyncio.Protocol):
             raise
         self.idle_since_s = time.monotonic()
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        self.transport = transport
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         self.now_s = time.monotonic()
@@ -181,22 +185,25 @@ class ClientConnection(asyncio.Protocol):
 
 
 class HttpClient:
-    """Connections to one server. `async with HttpClient(url) as client: await client.post(path, body, StreamedReply())`."""
+    """Connections to one server.
+
+    `async with HttpClient(url) as client: await client.post(path, body, StreamedReply())`"""
 
     def __init__(self, base_url: str, api_key: str | None = None) -> None:
         url = urlsplit(base_url.rstrip("/").removesuffix("/v1"))
         try:
-            self.host, port = url.hostname, url.port
+            host, port = url.hostname, url.port
         except ValueError:
-            self.host = None
-        if url.scheme not in ("http", "https") or not self.host:
+            host, port = None, None
+        if url.scheme not in ("http", "https") or not host:
             raise ConfigError(f"{base_url!r} is no server's address: write http://127.0.0.1:8000")
+        self.host = host
         self.ssl = ssl.create_default_context() if url.scheme == "https" else None
         self.port = port or (443 if self.ssl else 80)
         self.prefix = url.path
-        self.headers = f"Host: {url.netloc.rpartition('@')[2]}\r\n" + (
-            f"Authorization: Bearer {api_key}\r\n" if api_key else ""
-        )
+        self.headers = f"Host: {url.netloc.rpartition('@')[2]}\r\n"
+        if api_key:
+            self.headers += f"Authorization: Bearer {api_key}\r\n"
         self.idle: list[ClientConnection] = []
 
     async def __aenter__(self) -> "HttpClient":
@@ -211,7 +218,8 @@ class HttpClient:
         return await self._send(f"GET {self.prefix}{path} HTTP/1.1\r\n{self.headers}\r\n".encode(), HttpReply())
 
     async def post(self, path: str, body: bytes, reply: HttpReply) -> HttpReply:
-        head = f"POST {self.prefix}{path} HTTP/1.1\r\n{self.headers}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        body_headers = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        head = f"POST {self.prefix}{path} HTTP/1.1\r\n{self.headers}{body_headers}\r\n"
         return await self._send(head.encode() + body, reply)
 
     async def _send(self, request: bytes, reply: HttpReply) -> HttpReply:
@@ -229,10 +237,9 @@ class HttpClient:
             if connection.reusable and time.monotonic() - connection.idle_since_s < IDLE_S:
                 return connection
             connection.transport.close()
+        loop = asyncio.get_running_loop()
         try:
-            _, connection = await asyncio.get_running_loop().create_connection(
-                ClientConnection, self.host, self.port, ssl=self.ssl
-            )
+            _, connection = await loop.create_connection(ClientConnection, self.host, self.port, ssl=self.ssl)
         except OSError as error:
             raise Failure("no connection", f"no server answers at {self.host}:{self.port}") from error
         return connection

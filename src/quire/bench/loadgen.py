@@ -1,7 +1,8 @@
 """Load on a server that speaks OpenAI's protocol, and what its clients see of it: streams, times, errors.
 
-Called by `quire bench serve` and the serving benchmarks; `python -m quire.bench.loadgen` is one of its client processes, which gets a
-Load on standard input and answers with Reports on standard output, as lines of JSON. Knows nothing of Quire's insides.
+Called by `quire bench serve` and the serving benchmarks; `python -m quire.bench.loadgen` is one of its client processes,
+which gets a Load on standard input and answers with Reports on standard output, as lines of JSON. Knows nothing of
+Quire's insides.
 """
 
 import asyncio
@@ -10,8 +11,9 @@ import random
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -25,15 +27,16 @@ PROGRESS_S = 0.2
 # Common enough to be one token each in almost every vocabulary; `measured_words` makes sure.
 WORDS = tuple(
     """
-    the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one you were
-    all her she there would their we him been has when who will no more if out so up said what its about than into them can only
-    other time new some could these two may first then do any like my now over such our man me even most made after also did many
-    off before must well back through years much where your way down should because long each just state those people too how
-    little world good still see men work life day get here old between both under three never know same last another while might
-    great year since against go came right used take states himself few house use place during high without again home around small
-    however found part school general once upon say every fact number until always away water hand head money night room side
-    point almost enough course second city given early white local least light become better large power case public group order
-    system music story market door young field paper table river north south east west king law book cost food game
+    the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one
+    you were all her she there would their we him been has when who will no more if out so up said what its about than
+    into them can only other time new some could these two may first then do any like my now over such our man me even
+    most made after also did many off before must well back through years much where your way down should because long
+    each just state those people too how little world good still see men work life day get here old between both under
+    three never know same last another while might great year since against go came right used take states himself few
+    house use place during high without again home around small however found part school general once upon say every
+    fact number until always away water hand head money night room side point almost enough course second city given
+    early white local least light become better large power case public group order system music story market door
+    young field paper table river north south east west king law book cost food game
 """.split()
 )
 
@@ -47,7 +50,7 @@ class Load(msgspec.Struct, frozen=True):
     input_len: int  # tokens where the server tokenizes for us, else words
     output_len: int
     concurrency: int | None = None  # requests in flight at most
-    request_rate: float | None = None  # Poisson arrivals per second; None: the next when one is answered
+    request_rate: float | None = None  # Poisson arrivals per second; None: each client waits for its answer first
     endpoint: Literal["chat", "completions"] = "completions"
     api_key: str | None = None
     ignore_eos: bool = False
@@ -55,24 +58,34 @@ class Load(msgspec.Struct, frozen=True):
     timeout_s: float = 600.0
     words: tuple[str, ...] = WORDS
     num_words: int = 0  # per prompt
-    first: int = 0  # of `num_prompts` this process sends number first, first + stride, …
+    first: int = 0  # of `num_prompts` this process sends those numbered first, first + stride, …
     stride: int = 1
 
     def body(self, idx: int, **changes: Any) -> bytes:
         """Request number `idx`: the same whichever process sends it."""
         text = prompt_text(self.words, self.num_words, random.Random(f"{self.seed} {idx}"))
-        prompt = {"messages": [{"role": "user", "content": text}]} if self.endpoint == "chat" else {"prompt": text}
-        options = {"model": self.model, "max_tokens": self.output_len, "temperature": 0, "stream": True}
-        options["stream_options"] = {"include_usage": True}
+        options: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": self.output_len,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         if self.ignore_eos:
             options["ignore_eos"] = True
-        return msgspec.json.encode(prompt | options | changes)
+        return msgspec.json.encode(self.prompt(text) | options | changes)
+
+    def prompt(self, text: str) -> dict[str, Any]:
+        """The fields of a request's body that hold its text."""
+        if self.endpoint == "chat":
+            return {"messages": [{"role": "user", "content": text}]}
+        return {"prompt": text}
 
 
 class Shot(msgspec.Struct, array_like=True):
     """What one request's client saw. Times are `time.monotonic()`, which all processes of a machine share."""
 
-    sent_s: float  # when it was due, also where the client was late
+    sent_s: float  # when it was due, even if the client sent it later
     end_s: float
     first_s: float | None = None  # first text
     last_s: float | None = None
@@ -101,27 +114,29 @@ def prompt_text(words: Sequence[str], num_words: int, rng: random.Random) -> str
 
 
 async def measured_words(client: HttpClient, load: Load) -> Load:
-    """The load with words of one token each and as many of them as make `input_len`; as it is, where the server cannot count."""
+    """The load with words of one token each, as many as make `input_len`; unchanged where the server cannot count."""
 
-    async def count(text: str) -> int | None:
-        prompt = {"messages": [{"role": "user", "content": text}]} if load.endpoint == "chat" else {"prompt": text}
-        reply = await client.post("/tokenize", msgspec.json.encode({"model": load.model} | prompt), HttpReply())
-        if reply.status != 200:
-            return None
-        return msgspec.json.decode(reply.content).get("count")
+    async def count_tokens(text: str) -> int | None:
+        body = msgspec.json.encode({"model": load.model} | load.prompt(text))
+        reply = await client.post("/tokenize", body, HttpReply())
+        return msgspec.json.decode(reply.content).get("count") if reply.status == 200 else None
 
-    async def keep(words: Sequence[str]) -> Sequence[str]:
-        """Those of one token: all when they add up, else the good ones of each half."""
-        if await count(" ".join(words)) == num_around + len(words):
+    async def one_token_words(words: Sequence[str]) -> Sequence[str]:
+        """Those of one token: all when their tokens add up, else those of each half."""
+        if await count_tokens(" ".join(words)) == num_around + len(words):
             return words
         middle = len(words) // 2
-        return [*await keep(words[:middle]), *await keep(words[middle:])] if middle else []
+        if not middle:
+            return []
+        return [*await one_token_words(words[:middle]), *await one_token_words(words[middle:])]
 
-    try:
-        num_around = await count(WORDS[0]) - 1  # tokens of the template and the start of a text
-        words = await keep(WORDS)
-    except (Failure, msgspec.DecodeError, TypeError, AttributeError):
-        words = []
+    words: Sequence[str] = []
+    num_around = 0  # tokens of the template and the start of a text
+    with contextlib.suppress(Failure, msgspec.DecodeError, TypeError, AttributeError):
+        count = await count_tokens(WORDS[0])
+        if count is not None:
+            num_around = count - 1
+            words = await one_token_words(WORDS)
     if len(words) < 2:
         return msgspec.structs.replace(load, num_words=load.input_len)
     if num_around >= load.input_len:
@@ -134,7 +149,8 @@ async def measured_words(client: HttpClient, load: Load) -> Load:
 
 async def shoot(client: HttpClient, load: Load, idx: int, due_s: float) -> Shot:
     """Sends request `idx` and watches its answer."""
-    answer, error = StreamedReply(), None
+    answer = StreamedReply()
+    error: str | None = None
     try:
         async with asyncio.timeout(load.timeout_s):
             await client.post(PATHS[load.endpoint], load.body(idx), answer)
@@ -154,7 +170,7 @@ async def shoot(client: HttpClient, load: Load, idx: int, due_s: float) -> Shot:
         num_events=len(times_s),
         num_input_tokens=answer.usage.prompt_tokens,
         num_output_tokens=answer.usage.completion_tokens or len(times_s),
-        gaps_us=[round((b - a) * 1e6) for a, b in zip(times_s, times_s[1:])],
+        gaps_us=[round((later - earlier) * 1e6) for earlier, later in zip(times_s, times_s[1:])],
         error=error,
     )
 
@@ -170,41 +186,49 @@ async def closed_loop(client: HttpClient, load: Load, shots: list[Shot]) -> None
     await asyncio.gather(*(one_client() for _ in range(load.concurrency or 1)))
 
 
-async def arrivals(client: HttpClient, load: Load, shots: list[Shot]) -> None:
-    """Requests come when they come, however busy the server is; over `concurrency` they wait, and their clock runs."""
-    rng, due_s = random.Random(f"{load.seed} arrivals {load.first}"), time.monotonic()
-    room = asyncio.Semaphore(load.concurrency) if load.concurrency else contextlib.nullcontext()
+async def poisson_arrivals(client: HttpClient, load: Load, requests_per_s: float, shots: list[Shot]) -> None:
+    """Requests arrive at random times, however busy the server is. Those over `concurrency` wait, which counts as
+    part of their time."""
+    rng = random.Random(f"{load.seed} arrivals {load.first}")
+    due_s = time.monotonic()
+    slots = asyncio.Semaphore(load.concurrency) if load.concurrency else contextlib.nullcontext()
 
     async def one_request(idx: int, due_s: float) -> None:
-        async with room:
+        async with slots:
             shots.append(await shoot(client, load, idx, due_s))
 
     async with asyncio.TaskGroup() as tasks:
         for idx in range(load.first, load.num_prompts, load.stride):
-            due_s += rng.expovariate(load.request_rate / load.stride)
+            due_s += rng.expovariate(requests_per_s)
             await asyncio.sleep(due_s - time.monotonic())
             tasks.create_task(one_request(idx, due_s))
 
 
 async def client_process() -> None:
     load = msgspec.json.decode(sys.stdin.buffer.readline(), type=Load)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection per stream
-    _say(Report(ready=True))
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a connection per stream
+    _send_report(Report(ready=True))
     if not sys.stdin.buffer.readline():  # "go" when all processes are up; nothing when the parent is gone
         return
     shots: list[Shot] = []
-    started_s, started_cpu_s = time.monotonic(), time.process_time()
+    started_s = time.monotonic()
+    started_cpu_s = time.process_time()
     async with HttpClient(load.base_url, load.api_key) as client:
-        work = asyncio.ensure_future((closed_loop if load.request_rate is None else arrivals)(client, load, shots))
-        while not (await asyncio.wait([work], timeout=PROGRESS_S))[0]:
-            _say(Report(num_done=len(shots)))
+        if load.request_rate is None:
+            work = asyncio.ensure_future(closed_loop(client, load, shots))
+        else:
+            work = asyncio.ensure_future(poisson_arrivals(client, load, load.request_rate / load.stride, shots))
+        while not work.done():
+            await asyncio.wait([work], timeout=PROGRESS_S)
+            _send_report(Report(num_done=len(shots)))
         work.result()
-    cpu_s, wall_s = time.process_time() - started_cpu_s, time.monotonic() - started_s
-    _say(Report(num_done=len(shots), shots=shots, cpu_s=cpu_s, wall_s=wall_s))
+    cpu_s = time.process_time() - started_cpu_s
+    wall_s = time.monotonic() - started_s
+    _send_report(Report(num_done=len(shots), shots=shots, cpu_s=cpu_s, wall_s=wall_s))
 
 
-def _say(report: Report) -> None:
+def _send_report(report: Report) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
     sys.stdout.buffer.flush()
 
@@ -215,9 +239,10 @@ def _say(report: Report) -> None:
 async def measure(
     load: Load, num_processes: int = 1, progress: Callable[[int], None] = lambda num_done: None
 ) -> dict[str, Any]:
-    """Runs a load from `num_processes` client processes; the figures. An empty model name becomes the server's first.
+    """Runs a load from `num_processes` client processes and returns its figures (`summary`).
 
-    `progress` is called with 0 right before the first request is sent.
+    An empty model name becomes the first that the server lists. `progress` is called with the number of requests that
+    are done: first with 0, right before the first request is sent.
     """
     async with HttpClient(load.base_url, load.api_key) as client:
         try:
@@ -226,15 +251,16 @@ async def measure(
             raise ConfigError(f"the server at {load.base_url} cannot be measured: {failure}") from failure
     num_processes = max(1, min(num_processes, load.num_prompts, load.concurrency or load.num_prompts))
     async with contextlib.AsyncExitStack() as stack:
-        processes = [await stack.enter_async_context(_process(part)) for part in _parts(load, num_processes)]
+        parts = _parts(load, num_processes)
+        processes = [await stack.enter_async_context(_client_process(part)) for part in parts]
         for process in processes:
-            await _report(process)  # ready
+            await process.read_report()  # ready
         progress(0)
         for process in processes:
             process.stdin.write(b"go\n")
-        done = [0] * num_processes
+        num_done = [0] * num_processes
         reports = await asyncio.gather(
-            *(_follow(process, idx, done, progress) for idx, process in enumerate(processes))
+            *(_follow(process, idx, num_done, progress) for idx, process in enumerate(processes))
         )
     return summary(load, reports)
 
@@ -257,18 +283,34 @@ def _parts(load: Load, num_processes: int) -> list[Load]:
     """The load of each process: every n-th request, and its share of the clients."""
     parts = []
     for idx in range(num_processes):
-        share = load.concurrency and load.concurrency // num_processes + (idx < load.concurrency % num_processes)
+        share = load.concurrency
+        if share is not None:
+            share = share // num_processes + (idx < share % num_processes)
         parts.append(msgspec.structs.replace(load, first=idx, stride=num_processes, concurrency=share))
     return parts
 
 
+class _ClientProcess(NamedTuple):
+    process: asyncio.subprocess.Process
+    stdin: asyncio.StreamWriter
+    stdout: asyncio.StreamReader
+
+    async def read_report(self) -> Report:
+        line = await self.stdout.readline()
+        if not line:
+            raise QuireError("a client process of the load generator ended early: see its messages above")
+        return msgspec.json.decode(line, type=Report)
+
+
 @contextlib.asynccontextmanager
-async def _process(load: Load) -> AsyncIterator[asyncio.subprocess.Process]:
+async def _client_process(load: Load) -> AsyncIterator[_ClientProcess]:
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", MODULE, stdin=pipe, stdout=pipe, limit=1 << 30)
     try:
+        if process.stdin is None or process.stdout is None:
+            raise QuireError("a client process of the load generator has no pipes")
         process.stdin.write(msgspec.json.encode(load) + b"\n")
-        yield process
+        yield _ClientProcess(process, process.stdin, process.stdout)
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -276,23 +318,14 @@ async def _process(load: Load) -> AsyncIterator[asyncio.subprocess.Process]:
             await process.wait()
 
 
-async def _report(process: asyncio.subprocess.Process) -> Report:
-    line = await process.stdout.readline()
-    if not line:
-        raise QuireError("a client process of the load generator ended early: see its messages above")
-    return msgspec.json.decode(line, type=Report)
-
-
-async def _follow(
-    process: asyncio.subprocess.Process, idx: int, done: list[int], progress: Callable[[int], None]
-) -> Report:
-    """Reads a process's reports to the last; `done` holds every process's count."""
+async def _follow(process: _ClientProcess, idx: int, num_done: list[int], progress: Callable[[int], None]) -> Report:
+    """Reads the reports of process `idx` and returns the last; `num_done` holds the count of every process."""
     while True:
-        report = await _report(process)
-        done[idx] = report.num_done
-        progress(sum(done))
+        report = await process.read_report()
+        num_done[idx] = report.num_done
+        progress(sum(num_done))
         if report.shots is not None:
-            await process.wait()
+            await process.process.wait()
             return report
 
 
@@ -301,15 +334,19 @@ async def _follow(
 
 def summary(load: Load, reports: list[Report]) -> dict[str, Any]:
     """The figures of a run; times in milliseconds, of requests that went well."""
-    shots = [shot for report in reports for shot in report.shots]
+    shots = [shot for report in reports for shot in report.shots or ()]
     good = [shot for shot in shots if shot.error is None]
-    duration_s = max(s.end_s for s in shots) - min(s.sent_s for s in shots)
-    num_input, num_output = sum(s.num_input_tokens for s in good), sum(s.num_output_tokens for s in good)
-    errors: dict[str, int] = {}
-    for shot in shots:
-        if shot.error is not None:
-            errors[shot.error] = errors.get(shot.error, 0) + 1
-    texts = [s for s in good if s.first_s is not None]
+    duration_s = max(shot.end_s for shot in shots) - min(shot.sent_s for shot in shots)
+    num_input = sum(shot.num_input_tokens for shot in good)
+    num_output = sum(shot.num_output_tokens for shot in good)
+    first_token_ms: list[float] = []
+    per_token_ms: list[float] = []  # after the first
+    for shot in good:
+        if shot.first_s is None or shot.last_s is None:
+            continue
+        first_token_ms.append((shot.first_s - shot.sent_s) * 1e3)
+        if shot.num_output_tokens > 1:
+            per_token_ms.append((shot.last_s - shot.first_s) / (shot.num_output_tokens - 1) * 1e3)
     return {
         "model": load.model,
         "workload": f"http-{load.concurrency or 'open'}-{load.num_prompts}-{load.input_len}-{load.output_len}",
@@ -317,22 +354,21 @@ def summary(load: Load, reports: list[Report]) -> dict[str, Any]:
         "duration_s": duration_s,
         "num_requests": len(shots),
         "num_errors": len(shots) - len(good),
-        "errors": errors,
+        "errors": dict(Counter(shot.error for shot in shots if shot.error is not None)),
         "num_input_tokens": num_input,
         "num_output_tokens": num_output,
-        "num_events": sum(s.num_events for s in good),
+        "num_events": sum(shot.num_events for shot in good),
         "req_s": len(good) / duration_s,
         "in_tok_s": num_input / duration_s,
         "out_tok_s": num_output / duration_s,
-        "ttft_ms": spread([(s.first_s - s.sent_s) * 1e3 for s in texts]),
-        "itl_ms": spread([gap / 1e3 for s in good for gap in s.gaps_us]),
-        "tpot_ms": spread(
-            [(s.last_s - s.first_s) / (s.num_output_tokens - 1) * 1e3 for s in texts if s.num_output_tokens > 1]
-        ),
-        "e2e_ms": spread([(s.end_s - s.sent_s) * 1e3 for s in good]),
+        "ttft_ms": spread(first_token_ms),
+        "itl_ms": spread([gap_us / 1e3 for shot in good for gap_us in shot.gaps_us]),
+        "tpot_ms": spread(per_token_ms),
+        "e2e_ms": spread([(shot.end_s - shot.sent_s) * 1e3 for shot in good]),
         "num_client_processes": len(reports),
         "client_cpu_s": sum(report.cpu_s for report in reports),
-        "client_cpu_share": max(report.cpu_s / report.wall_s for report in reports),  # of one core, the busiest process
+        # How much of one core the busiest process used.
+        "client_cpu_share": max(report.cpu_s / report.wall_s for report in reports),
     }
 
 
@@ -345,7 +381,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def percentile(ordered: list[float], percent: float) -> float:
-    """Between the two nearest ranks, in proportion."""
+    """By linear interpolation between the two nearest ranks, as numpy does."""
     position = (len(ordered) - 1) * percent / 100
     below = int(position)
     above = min(below + 1, len(ordered) - 1)

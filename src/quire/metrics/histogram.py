@@ -1,6 +1,7 @@
 """A histogram in which one call counts many equal observations, in O(log buckets) and without a lock.
 
-Used where a step says the same of hundreds of tokens at once; prometheus-client's own takes one observation a call. Knows numbers only.
+Used where one step makes the same observation for hundreds of tokens; prometheus-client's own histogram takes one
+observation per call. Knows numbers only.
 """
 
 from bisect import bisect_left
@@ -10,7 +11,7 @@ from itertools import accumulate
 
 class Histogram:
     def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(bounds)  # each bucket's highest value, ascending; one more bucket takes what is above
+        self.bounds = tuple(bounds)  # each bucket's highest value, ascending; one more bucket counts values above all
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
@@ -20,4 +21,5 @@ class Histogram:
 
     def cumulative(self) -> list[tuple[str, int]]:
         """Prometheus' buckets: how many observations are at most each bound."""
-        return list(zip([*(str(float(bound)) for bound in self.bounds), "+Inf"], accumulate(self.counts)))
+        names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
+        return list(zip(names, accumulate(self.counts)))

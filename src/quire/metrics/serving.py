@@ -1,7 +1,8 @@
 """What a serving engine tells its operators, with vLLM's metric names under the prefix `quire:`.
 
-Fed by the frontend once per step and a few times per request, never per token; read by the server's /metrics. Plain numbers until
-somebody looks: only then do they become prometheus-client's families. Has no global state, and knows neither text nor clients.
+Fed by the frontend once per step and a few times per request, never per token; read by the server's /metrics. Kept as
+plain numbers, which become prometheus-client's metric families when they are scraped. Has no global state, and knows
+neither text nor clients.
 """
 
 import functools
@@ -18,13 +19,19 @@ if TYPE_CHECKING:
 
 PREFIX = "quire:"
 
-# Bounds contain vLLM's, so that queries which name a bucket still find it; finer below, where small models live.
-STEP_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
-          1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)  # fmt: skip
-FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-                 160.0, 640.0, 2560.0)  # fmt: skip
-REQUEST_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
-             120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
+# Bounds include vLLM's, so that queries which name a bucket still find it; finer for short times, for small models.
+STEP_S = (
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+FIRST_TOKEN_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+REQUEST_S = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
+    120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
 REQUEST_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
 
@@ -45,7 +52,7 @@ LABELLED_COUNTERS = {  # name: (label, help)
     "admission_rejections": ("reason", "Requests turned away before they could wait."),
     "engine_restarts": ("reason", "Times the engine core was replaced."),
 }
-HISTOGRAMS = {
+HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {  # name: (help, bounds of its buckets)
     "time_to_first_token_seconds": ("From a request's arrival to its first token.", FIRST_TOKEN_S),
     "inter_token_latency_seconds": (
         "Between two tokens of a request; all tokens of a step count the step's time.",
@@ -62,25 +69,31 @@ HISTOGRAMS = {
     "iteration_tokens_total": ("Tokens computed in a step.", STEP_TOKENS),
     "engine_step_seconds": ("Time of one engine step.", STEP_S),
 }
-# Known from the start, so that a rate over them has a zero to grow from.
+# Values of labels that are shown as 0 from the start: a rate cannot be computed from a counter that first appears as 1.
 KNOWN_VALUES = {
     "request_success": ("stop", "length", "abort", "error"),
     "admission_rejections": ("queue_full",),
-    "engine_restarts": ("own", "outside", "stall"),  # it fell by itself, was killed, stood still
+    "engine_restarts": ("own", "outside", "stall"),  # the core crashed by itself, was killed, stopped making progress
 }
 
 
 class Choice(Protocol):
-    token_ids: Sequence[int]
     finish_reason: str | None
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
 
 
 class Request(Protocol):
     """What is read of the frontend's RequestState."""
 
-    prompt_token_ids: Sequence[int]
     metrics: RequestMetrics
-    choices: Sequence[Choice]
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def choices(self) -> Sequence[Choice]: ...
 
 
 class ServingMetrics:
@@ -92,22 +105,27 @@ class ServingMetrics:
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.labelled = {name: dict.fromkeys(values, 0) for name, values in KNOWN_VALUES.items()}
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
-        self._core = EngineStats()  # the last of this core: its counts begin at zero with every restart
-        self._num_first_tokens = 0  # since the last step: nobody waited for these between two tokens
+        self._core = EngineStats()  # as last reported by the core, whose counts start at zero with every restart
+        self._num_first_tokens = 0  # since the last step: these are no time between two tokens
 
     def first_token(self, request: Request) -> None:
         """A request got its first token; called before `step` for the step that brought it."""
-        times, histograms = request.metrics, self.histograms
+        times = request.metrics
+        histograms = self.histograms
         self._num_first_tokens += 1
         self.counters["prompt_tokens"] += len(request.prompt_token_ids)
-        first_token_s = times.first_token_time - times.arrival_time
+        first_token_time = times.first_token_time or times.arrival_time
+        first_token_s = first_token_time - times.arrival_time
         histograms["time_to_first_token_seconds"].observe(first_token_s)
         histograms["request_queue_time_seconds"].observe(times.queue_s)
         histograms["request_prefill_time_seconds"].observe(max(0.0, first_token_s - times.queue_s))
 
     def step(self, stats: EngineStats, step_s: float, num_new_tokens: int) -> None:
-        """A step brought `num_new_tokens`, to all requests together; `step_s` 0: an idle core's sign of life."""
-        gauges, counters, histograms, before = self.gauges, self.counters, self.histograms, self._core
+        """A step produced `num_new_tokens`, of all requests together. `step_s` is 0 in the reports of an idle core."""
+        gauges = self.gauges
+        counters = self.counters
+        histograms = self.histograms
+        before = self._core
         gauges["num_requests_running"] = stats.num_running
         gauges["num_requests_waiting"] = stats.num_waiting
         gauges["kv_cache_usage_perc"] = stats.kv_usage
@@ -125,7 +143,8 @@ class ServingMetrics:
 
     def finished(self, request: Request, reason: str | None = None) -> None:
         """A request ended: by itself, or for `reason` ("abort", "error")."""
-        times, histograms = request.metrics, self.histograms
+        times = request.metrics
+        histograms = self.histograms
         num_tokens = [len(choice.token_ids) for choice in request.choices]
         self._count("request_success", reason or request.choices[0].finish_reason or "abort")
         histograms["request_prompt_tokens"].observe(len(request.prompt_token_ids))
@@ -133,8 +152,9 @@ class ServingMetrics:
         histograms["request_params_n"].observe(len(num_tokens))
         if times.finished_time is not None:
             histograms["e2e_request_latency_seconds"].observe(times.finished_time - times.arrival_time)
-        if times.first_token_time is not None:
-            decode_s, longest = times.last_token_time - times.first_token_time, max(num_tokens)
+        if times.first_token_time is not None and times.last_token_time is not None:
+            decode_s = times.last_token_time - times.first_token_time
+            longest = max(num_tokens)
             histograms["request_decode_time_seconds"].observe(decode_s)
             if longest > 1:
                 histograms["request_time_per_output_token_seconds"].observe(decode_s / (longest - 1))
@@ -156,8 +176,8 @@ class ServingMetrics:
 
     @functools.cached_property
     def registry(self) -> "CollectorRegistry":
-        """These metrics and this process's own (memory, CPU, file descriptors), for a program that serves them in its own way."""
-        # Imported at the first scrape: 15 ms in a server, 90 ms in a program that has not loaded ssl.
+        """These metrics and the process's own (memory, CPU, file descriptors), for programs that serve them themselves."""
+        # Imported at the first scrape: that takes 15 ms in a server, 90 ms in a program that has not loaded ssl.
         from prometheus_client import CollectorRegistry, ProcessCollector
 
         registry = CollectorRegistry(auto_describe=False)
@@ -171,23 +191,23 @@ class ServingMetrics:
 
         model = [self.model_name]
         for name, text in GAUGES.items():
-            family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
-            family.add_metric(model, self.gauges[name])
-            yield family
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
+            gauge.add_metric(model, self.gauges[name])
+            yield gauge
         for name, text in COUNTERS.items():
-            family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
-            family.add_metric(model, self.counters[name])
-            yield family
+            counter = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
+            counter.add_metric(model, self.counters[name])
+            yield counter
         for name, (label, text) in LABELLED_COUNTERS.items():
-            family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", label])
+            counter = CounterMetricFamily(PREFIX + name, text, labels=["model_name", label])
             for value, count in list(self.labelled[name].items()):
-                family.add_metric([*model, value], count)
-            yield family
+                counter.add_metric([*model, value], count)
+            yield counter
         for name, (text, _) in HISTOGRAMS.items():
-            family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
-            histogram = self.histograms[name]
-            family.add_metric(model, histogram.cumulative(), histogram.sum)
-            yield family
+            histogram = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
+            counted = self.histograms[name]
+            histogram.add_metric(model, counted.cumulative(), counted.sum)
+            yield histogram
 
     def _count(self, name: str, value: str) -> None:
         counts = self.labelled[name]
