@@ -6,6 +6,8 @@ A file in `commands/` is a command: it has `HELP`, `OPTIONS` (classes whose fiel
 import importlib
 import logging
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from quire import __version__, env
 from quire.config.flags import Parser, add_flags
@@ -24,9 +26,8 @@ def main(argv: list[str] | None = None) -> None:
 def run(argv: list[str]) -> int:
     """Runs one command; the exit code. Errors meant for people are one line on stderr, others a traceback."""
     try:
-        logging.basicConfig(
-            level=env.log_level(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s", datefmt="%H:%M:%S"
-        )
+        line = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
+        logging.basicConfig(level=env.log_level(), format=line, datefmt="%H:%M:%S")
         args = parser(argv).parse_args(argv)
         if not hasattr(args, "run"):
             parser(argv).print_help()
@@ -48,7 +49,7 @@ def parser(argv: list[str]) -> Parser:
     top = Parser(prog="quire", description="Serve and run large language models.")
     top.add_argument("--version", action="version", version=f"quire {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
-    help_texts = literals(COMMANDS, "HELP")
+    help_texts: Mapping[str, Any] = literals(COMMANDS, "HELP")
     typed = next((word for word in argv if not word.startswith("-")), None)
     for name, text in help_texts.items():
         sub = commands.add_parser(name, help=text, description=text, add_help=True)

@@ -1,6 +1,7 @@
 """LLM: the engine in one object, for programs and notebooks.
 
-The public way in for offline use; the CLI is written on it. Knows prompts and outputs; how they are made is behind `frontend/`.
+The public entry point for offline use, on which the CLI is written. Knows prompts and outputs; how they are made is
+behind `frontend/`.
 """
 
 import itertools
@@ -16,6 +17,7 @@ from quire.frontend.inproc import InprocClient
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.model import ModelInfo
 from quire.frontend.requests import RequestState
+from quire.frontend.tokenizer import Tokenizer
 from quire.messages import Abort
 from quire.outputs import RequestOutput
 from quire.params import SamplingParams
@@ -40,7 +42,7 @@ class LLM:
         self.model = ModelInfo.open(config)
         self.inputs = InputProcessor(self.model)
         self.client: InprocClient | None = InprocClient(self.model.config)
-        self.is_running = False  # a generator of `_run` is not at its end
+        self.is_running = False  # whether a generator of `_run` has not reached its end
         self.request_ids = itertools.count()
 
     # -- asking --------------------------------------------------------------------------------------------------
@@ -53,13 +55,13 @@ class LLM:
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """One output per prompt, in their order. A prompt is text, token ids, or a dict with either."""
-        prompts = [prompts] if _is_one(prompts) else list(prompts)
-        params = self._params_for(len(prompts), sampling_params)
-        priorities = list(priority) if priority is not None else [0] * len(prompts)
-        if len(priorities) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts need as many priorities, not {len(priorities)}")
+        all_prompts = _as_list(prompts)
+        all_params = self._params_for(len(all_prompts), sampling_params)
+        priorities = list(priority) if priority is not None else [0] * len(all_prompts)
+        if len(priorities) != len(all_prompts):
+            raise RequestError(f"{len(all_prompts)} prompts need as many priorities, not {len(priorities)}")
         # All are checked before the first is started.
-        requests = [self._request(*each) for each in zip(prompts, params, priorities)]
+        requests = [self._request(*each) for each in zip(all_prompts, all_params, priorities)]
         bar = tqdm(total=len(requests), desc="Requests", unit="req", disable=not use_tqdm, dynamic_ncols=True)
         with bar:
             for request in self._run(requests, bar):
@@ -74,7 +76,7 @@ class LLM:
         **template_options: Any,
     ) -> list[RequestOutput]:
         """One output per conversation; `template_options` as for `encode_chat`."""
-        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+        conversations = _as_conversations(messages)
         prompts = [self.encode_chat(conversation, **template_options) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -92,7 +94,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """The token ids of a conversation, by the model's chat template; what a message spells is never a special token."""
+        """The token ids of a conversation, by the model's chat template. Text in a message never makes special tokens."""
         return encode_chat(
             self.model.need_tokenizer("a chat"),
             self.model.template,
@@ -103,7 +105,7 @@ class LLM:
             template_kwargs=chat_template_kwargs,
         )
 
-    def get_tokenizer(self):
+    def get_tokenizer(self) -> Tokenizer:
         return self.model.need_tokenizer("this")
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -138,8 +140,9 @@ class LLM:
         return self.inputs.request(str(next(self.request_ids)), prompt, params, priority)
 
     def _run(self, requests: list[RequestState], bar: tqdm | None = None) -> Iterator[RequestState]:
-        """Drives the core until all requests are finished, giving each one whenever it changed."""
-        if self.client is None:
+        """Drives the core until all requests are finished; yields a request whenever it changed."""
+        client = self.client
+        if client is None:
             raise RequestError("this LLM is closed: make a new one")
         if self.is_running:
             raise RequestError(
@@ -151,12 +154,12 @@ class LLM:
         try:
             with interrupts_deferred() as raise_if_interrupted:
                 for request in requests:
-                    self.client.prepare(request.message, lambda: self.model.vocabulary)
-                    self.client.send(request.message)
+                    client.prepare(request.message, lambda: self.model.vocabulary)
+                    client.send(request.message)
                 while live:
-                    outputs = self.client.step()
+                    outputs = client.step()
                     raise_if_interrupted()
-                    for change in self.client.apply_outputs(outputs, live.get):
+                    for change in client.apply_outputs(outputs, live.get):
                         if change.error is not None:
                             raise change.error
                         num_tokens += change.num_tokens
@@ -164,17 +167,23 @@ class LLM:
                             del live[change.request.request_id]
                         yield change.request
                     if bar is not None and num_tokens:
-                        bar.set_postfix_str(
-                            f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False
-                        )
+                        elapsed_s = max(bar.format_dict["elapsed"], 1e-9)
+                        bar.set_postfix_str(f"{num_tokens / elapsed_s:.0f} tok/s", refresh=False)
         finally:
             self.is_running = False
             for request_id in live:  # stopped early: by Ctrl-C, an error, or a stream nobody reads any more
-                self.client.send(Abort(request_id))
+                client.send(Abort(request_id))
 
 
-def _is_one(prompts: Any) -> bool:
-    """Whether this is a single prompt and not a list of them."""
+def _as_list(prompts: Any) -> list[Prompt]:
+    """One prompt, or a sequence of them, as a list."""
     if isinstance(prompts, (str, Mapping)):
-        return True
-    return isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
+        return [prompts]
+    is_token_ids = isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
+    return [prompts] if is_token_ids else list(prompts)
+
+
+def _as_conversations(messages: Any) -> list[Messages]:
+    """One conversation, or a sequence of them, as a list."""
+    is_one = not messages or isinstance(messages[0], Mapping)
+    return [messages] if is_one else list(messages)

@@ -26,13 +26,15 @@ class SamplingOptions:
     ignore_eos: bool = knob(False, "go on past the model's end-of-text token")
 
     def __post_init__(self) -> None:
-        SamplingParams(**self._given())  # wrong values are told before a model is loaded
+        SamplingParams(**self._given())  # wrong values are refused before a model is loaded
 
     def params(self, model: ModelInfo, max_tokens: int | None, seed: int | None, chat: bool) -> SamplingParams:
         """What was typed, else the model's own defaults, else this command's."""
-        calm = {"temperature": CHAT_TEMPERATURE} if chat and "temperature" not in model.sampling_defaults else {}
-        return model.default_params(**{"max_tokens": max_tokens, "seed": seed, **calm, **self._given()})
+        defaults: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed}
+        if chat and "temperature" not in model.sampling_defaults:
+            defaults["temperature"] = CHAT_TEMPERATURE
+        return model.default_params(**{**defaults, **self._given()})
 
     def _given(self) -> dict[str, Any]:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value not in (None, [])}

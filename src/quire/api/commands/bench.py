@@ -1,7 +1,7 @@
 """`quire bench`: one workload, timed; the last line is one JSON object.
 
-Workloads are defined in `bench/workloads.py`, for every engine alike, and `bench serve` loads a server from `bench/loadgen.py`;
-benchmarks/README.md says what they mean.
+Workloads are defined in `bench/workloads.py`, for every engine alike; `bench serve` sends a server the load of
+`bench/loadgen.py`. benchmarks/README.md says what they mean.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import math
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,9 +25,10 @@ from quire.frontend.model import machine
 from quire.params import SamplingParams
 
 HELP = "time a workload: latency, throughput or startup of an engine, or a server under load"
-USAGE = "quire bench {latency,throughput,startup} --workload W [flags]\n       quire bench serve --base-url URL --concurrency C [flags]"
+USAGE = """quire bench {latency,throughput,startup} --workload W [flags]
+       quire bench serve --base-url URL --concurrency C [flags]"""
 
-KINDS = {"latency": workloads.LATENCY_WORKLOADS, "throughput": workloads.THROUGHPUT_WORKLOADS, "startup": ()}
+WORKLOADS = {"latency": workloads.LATENCY_WORKLOADS, "throughput": workloads.THROUGHPUT_WORKLOADS}
 FIRST_PROMPT = 8  # tokens, for the first answer after a start
 BUSY = 0.8  # of a core: what a client process may use before it becomes part of what it measures
 
@@ -49,7 +51,7 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class BenchServeOptions:
-    """bench serve: what to send to a server that speaks OpenAI's protocol (of the flags below only --model and --seed count)"""
+    """bench serve: what to send to an OpenAI-compatible server (of the flags below only --model and --seed count)"""
 
     base_url: str = knob("http://127.0.0.1:8000", "the server's address")
     endpoint: Literal["completions", "chat"] = knob(
@@ -83,7 +85,10 @@ def run(args: Namespace) -> int:
     result = _rounded(result)
     if not options.json:
         for name, value in result.items():
-            shown = "  ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+            if isinstance(value, dict):
+                shown = "  ".join(f"{part} {number}" for part, number in value.items())
+            else:
+                shown = value
             print(f"{name:<20} {shown}", file=sys.stderr)
     print(json.dumps(result))
     return 1 if result.get("num_errors") else 0
@@ -95,19 +100,25 @@ def _serve(args: Namespace, options: BenchOptions) -> dict[str, Any]:
     from quire.bench.loadgen import Load, measure
 
     serve = from_args(BenchServeOptions, args)
+    default_concurrency = 1 if serve.request_rate is None else None
     load = Load(
-        base_url=serve.base_url, model=getattr(args, "model", ""), num_prompts=serve.num_prompts, input_len=serve.input_len,
-        output_len=serve.output_len, concurrency=serve.concurrency or (1 if serve.request_rate is None else None),
-        request_rate=serve.request_rate, endpoint=serve.endpoint, api_key=serve.api_key, ignore_eos=serve.ignore_eos,
+        base_url=serve.base_url,
+        model=getattr(args, "model", ""),
+        num_prompts=serve.num_prompts,
+        input_len=serve.input_len,
+        output_len=serve.output_len,
+        concurrency=serve.concurrency or default_concurrency,
+        request_rate=serve.request_rate,
+        endpoint=serve.endpoint,
+        api_key=serve.api_key,
+        ignore_eos=serve.ignore_eos,
         seed=getattr(args, "seed", 0),
-    )  # fmt: skip
+    )
     with tqdm(total=load.num_prompts, unit="req", disable=options.json) as bar:
         result = asyncio.run(measure(load, serve.num_client_processes, lambda num_done: bar.update(num_done - bar.n)))
     if result["client_cpu_share"] > BUSY:
-        print(
-            "quire: the clients were busy and may have slowed the measurement: raise --num-client-processes",
-            file=sys.stderr,
-        )
+        warning = "the clients were busy and may have slowed the measurement: raise --num-client-processes"
+        print(f"quire: {warning}", file=sys.stderr)
     return result
 
 
@@ -119,21 +130,22 @@ def _rounded(value: Any) -> Any:
 
 def _engine(args: Namespace, options: BenchOptions) -> dict[str, Any]:
     config = from_args(EngineConfig, args)
-    if options.kind != "startup" and options.workload not in KINDS[options.kind]:
-        raise ConfigError(f"bench {options.kind} needs --workload, one of {', '.join(KINDS[options.kind])}")
+    name = options.workload or ""
+    choices = WORKLOADS.get(options.kind or "", ())
+    if options.kind != "startup" and name not in choices:
+        raise ConfigError(f"bench {options.kind} needs --workload, one of {', '.join(choices)}")
     device = choose_device(config.device.device, machine())
-    workload = None if options.kind == "startup" else workloads.build(options.workload, device)
+    workload = None if options.kind == "startup" else workloads.build(name, device)
     config = config.replace(skip_tokenizer_init=True, enable_prefix_caching=False)
     if workload is not None and config.model.max_model_len is None:
         config = config.replace(max_model_len=workload.max_model_len)
     started = time.perf_counter()
     with LLM.from_config(config) as llm:
-        result = {"model": config.model.model, "workload": options.workload or "startup"}
+        result: dict[str, Any] = {"model": config.model.model, "workload": name or "startup"}
         result["startup_s"] = time.perf_counter() - started
         if workload is None:
-            llm.generate(
-                list(range(100, 100 + FIRST_PROMPT)), SamplingParams(temperature=0, max_tokens=1), use_tqdm=False
-            )
+            prompt = list(range(100, 100 + FIRST_PROMPT))
+            llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
             result["duration_s"] = time.perf_counter() - started  # to the first token
         else:
             result |= workloads.measure(workload, generator(llm, workload.temperature, show=not options.json))
@@ -141,12 +153,14 @@ def _engine(args: Namespace, options: BenchOptions) -> dict[str, Any]:
 
 
 def generator(llm: LLM, temperature: float, show: bool) -> workloads.Generate:
-    def generate(tasks) -> int:
-        params = [
-            SamplingParams(temperature=temperature, max_tokens=t.num_output_tokens, ignore_eos=True, detokenize=False)
-            for t in tasks
-        ]
-        outputs = llm.generate([t.prompt_token_ids for t in tasks], params, use_tqdm=show and len(tasks) > 1)
+    def params_of(task: workloads.Task) -> SamplingParams:
+        num_tokens = task.num_output_tokens
+        return SamplingParams(temperature=temperature, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+
+    def generate(tasks: Sequence[workloads.Task]) -> int:
+        prompts = [task.prompt_token_ids for task in tasks]
+        params = [params_of(task) for task in tasks]
+        outputs = llm.generate(prompts, params, use_tqdm=show and len(tasks) > 1)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
     return generate

@@ -33,7 +33,9 @@ OPTIONS = (ChatOptions, SamplingOptions, EngineConfig)
 
 
 def run(args: Namespace) -> int:
-    options, sampling, config = (from_args(cls, args) for cls in OPTIONS)
+    options = from_args(ChatOptions, args)
+    sampling = from_args(SamplingOptions, args)
+    config = from_args(EngineConfig, args)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (gives input() history and editing)
     print(f"Starting {config.model.model} …", file=sys.stderr)
@@ -72,23 +74,26 @@ def _converse(llm: LLM, params: SamplingParams, beginning: list[dict]) -> None:
 
 def _answer(llm: LLM, params: SamplingParams, messages: list[dict]) -> str | None:
     """Prints the answer as it comes; None when there was none to keep."""
-    text, started, tokens, first = "", time.monotonic(), 0, None
+    text = ""
+    num_tokens = 0
+    started = time.monotonic()
+    first: float | None = None  # when the first token came
     try:
         for output in llm.stream(llm.encode_chat(messages), params):
             choice = output.outputs[0]
             print(choice.text[len(text) :], end="", flush=True)
-            text, tokens = choice.text, len(choice.token_ids)
+            text = choice.text
+            num_tokens = len(choice.token_ids)
             first = first or time.monotonic()
     except KeyboardInterrupt:
         print(" [stopped]", end="")
     except RequestError as error:
         print(f"({error}; /reset starts anew)")
         return None
-    rate = (tokens - 1) / max(time.monotonic() - first, 1e-9) if first and tokens > 1 else 0.0
+    rate = (num_tokens - 1) / max(time.monotonic() - first, 1e-9) if first and num_tokens > 1 else 0.0
     first_s = (first or started) - started
-    print(
-        f"\n\033[2m[{tokens} tokens, first after {first_s:.2f} s, then {rate:.0f} tok/s]\033[0m\n"
-        if sys.stdout.isatty()
-        else "\n"
-    )
+    if sys.stdout.isatty():
+        print(f"\n\033[2m[{num_tokens} tokens, first after {first_s:.2f} s, then {rate:.0f} tok/s]\033[0m\n")
+    else:
+        print("\n")
     return text or None

@@ -9,6 +9,8 @@ from quire.api.llm import LLM
 from quire.config import EngineConfig, knob
 from quire.config.flags import from_args
 from quire.errors import RequestError
+from quire.frontend.inputs import Prompt
+from quire.params import SamplingParams
 
 HELP = "continue a text"
 USAGE = "quire generate [flags] [--] PROMPT"
@@ -31,16 +33,18 @@ OPTIONS = (GenerateOptions, SamplingOptions, EngineConfig)
 
 
 def run(args: Namespace) -> int:
-    options, sampling, config = (from_args(cls, args) for cls in OPTIONS)
+    options = from_args(GenerateOptions, args)
+    sampling = from_args(SamplingOptions, args)
+    config = from_args(EngineConfig, args)
     text = options.prompt
-    if text in (None, "-"):
+    if text is None or text == "-":
         if sys.stdin.isatty():
             raise RequestError('there is nothing to continue: quire generate "Once upon a time"')
         text = sys.stdin.read().removesuffix("\n")  # what `echo` adds
     with LLM.from_config(config) as llm:
         params = sampling.params(llm.model, DEFAULT_TOKENS, seed=getattr(args, "seed", None), chat=options.chat)
         params.n = options.n
-        prompt = llm.encode_chat([{"role": "user", "content": text}]) if options.chat else text
+        prompt: Prompt = llm.encode_chat([{"role": "user", "content": text}]) if options.chat else text
         if options.n == 1:
             _stream(llm, prompt, params)
         else:
@@ -49,10 +53,10 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _stream(llm: LLM, prompt, params) -> None:
-    shown = 0
+def _stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
+    num_shown = 0
     for output in llm.stream(prompt, params):
         text = output.outputs[0].text
-        print(text[shown:], end="", flush=True)
-        shown = len(text)
+        print(text[num_shown:], end="", flush=True)
+        num_shown = len(text)
     print()

@@ -28,7 +28,8 @@ OPTIONS = (InfoOptions, EngineConfig)
 
 
 def run(args: Namespace) -> int:
-    options, config = (from_args(cls, args) for cls in OPTIONS)
+    options = from_args(InfoOptions, args)
+    config = from_args(EngineConfig, args)
     typed = options.name or config.model.model
     model = ModelInfo.open(config.replace(model=typed, skip_tokenizer_init=True))
     facts = {"model": typed, **importlib.import_module(DESCRIBE).describe(model.config)}
@@ -38,11 +39,8 @@ def run(args: Namespace) -> int:
 
 
 def _table(facts: dict[str, Any]) -> str:
-    kept = (
-        "packed as in the file"
-        if facts["linear"] == "packed" and facts["quantization"] == "gguf"
-        else f"as {facts['dtype']}"
-    )
+    is_packed = facts["linear"] == "packed" and facts["quantization"] == "gguf"
+    kept = "packed as in the file" if is_packed else f"as {facts['dtype']}"
     types = ", ".join(f"{name} ×{count}" for name, count in facts["weight_types"].items()) or "none (config only)"
     requests = facts["kv_tokens"] / facts["max_model_len"]
     path = facts["model_file"] or "the fallback: transformers' own layers around our attention and cache"

@@ -15,8 +15,9 @@ USAGE = "quire models [--json]"
 DESCRIBE = "quire.worker.describe"
 
 FALLBACK = (
-    "Any other decoder of the installed transformers whose attention goes through its attention registry (StableLM, OPT, Nemotron, …) "
-    "runs through the fallback: transformers' own layers around our attention, cache, scheduler and sampler."
+    "Any other decoder of the installed transformers whose attention goes through its attention registry "
+    "(StableLM, OPT, Nemotron, …) runs through the fallback: transformers' own layers around our attention, cache, "
+    "scheduler and sampler."
 )
 LEGEND = "Parity: the largest difference of a logprob from transformers', tiny random weights in float32."
 
@@ -33,17 +34,19 @@ OPTIONS = (ModelsOptions,)
 
 def run(args: Namespace) -> int:
     models = importlib.import_module(DESCRIBE).library()
-    asked = from_args(ModelsOptions, args).json
-    print(
-        json.dumps({"models": models, "fallback": FALLBACK}) if asked else f"{_table(models)}\n\n{LEGEND}\n{FALLBACK}"
-    )
+    if from_args(ModelsOptions, args).json:
+        print(json.dumps({"models": models, "fallback": FALLBACK}))
+    else:
+        print(f"{_table(models)}\n\n{LEGEND}\n{FALLBACK}")
     return 0
 
 
 def _table(models: list[dict[str, Any]]) -> str:
     rows = [("architecture", "file", "KV cache", "GGUF", "parity")]
-    for m in sorted(models, key=lambda m: m["architecture"].lower()):
-        parity = "not measured" if m["parity"] is None else f"{m['parity']:.0e}"
-        rows.append((m["architecture"], m["file"], " + ".join(m["kv"]), "yes" if m["gguf"] else "no", parity))
+    for model in sorted(models, key=lambda model: model["architecture"].lower()):
+        gguf = "yes" if model["gguf"] else "no"
+        parity = "not measured" if model["parity"] is None else f"{model['parity']:.0e}"
+        rows.append((model["architecture"], model["file"], " + ".join(model["kv"]), gguf, parity))
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+    lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)

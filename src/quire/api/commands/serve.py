@@ -31,7 +31,9 @@ def run(args: Namespace) -> int:
     options = from_args(ServeOptions, args)
     if options.config is not None:
         args = Namespace(**{**read_options(options.config, OPTIONS[1:]), **vars(args)})
-    server, serving, engine = (from_args(cls, args) for cls in OPTIONS[1:])
+    server = from_args(ServerConfig, args)
+    serving = from_args(ServingConfig, args)
+    engine = from_args(EngineConfig, args)
     if options.name is not None:
         engine = engine.replace(model=options.name)
     return serve(engine, serving, server)
