@@ -239,7 +239,7 @@ def _whole(name: str, value: object, low: int, high: int) -> None:
 
 
 def shown(value: object) -> str:
-    """A value as an error message shows it, cut short. Python itself refuses to print numbers of thousands of digits."""
+    """A value as an error message shows it, cut short; Python refuses to print numbers of thousands of digits."""
     if isinstance(value, int) and abs(value) >= 10**30:
         return "a huge number"
     return f"{value!r:.40}"

@@ -94,7 +94,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """The token ids of a conversation, by the model's chat template. Text in a message never makes special tokens."""
+        """The token ids of a conversation, by the model's chat template. Text of a message makes no special tokens."""
         return encode_chat(
             self.model.need_tokenizer("a chat"),
             self.model.template,

@@ -20,7 +20,7 @@ IDLE_S = 2.0
 
 
 class Failure(Exception):
-    """A request that got no good answer. `kind` is a word or two by which failures are counted; people read the message."""
+    """A request that got no good answer: `kind` is a word or two by which failures are counted."""
 
     def __init__(self, kind: str, message: str = "") -> None:
         super().__init__(message or kind)

@@ -1,8 +1,8 @@
 """Load on a server that speaks OpenAI's protocol, and what its clients see of it: streams, times, errors.
 
-Called by `quire bench serve` and the serving benchmarks; `python -m quire.bench.loadgen` is one of its client processes,
-which gets a Load on standard input and answers with Reports on standard output, as lines of JSON. Knows nothing of
-Quire's insides.
+Called by `quire bench serve` and the serving benchmarks; `python -m quire.bench.loadgen` is one of its client
+processes, which gets a Load on standard input and answers with Reports on standard output, as lines of JSON. Knows
+nothing of Quire's insides.
 """
 
 import asyncio

@@ -21,16 +21,16 @@ PREFIX = "quire:"
 
 # Bounds include vLLM's, so that queries which name a bucket still find it; finer for short times, for small models.
 STEP_S = (
-    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
-    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075,
+    0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
 )  # fmt: skip
 FIRST_TOKEN_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
     1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
 )  # fmt: skip
 REQUEST_S = (
-    0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
-    120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0,
+    10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 REQUEST_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
@@ -176,7 +176,7 @@ class ServingMetrics:
 
     @functools.cached_property
     def registry(self) -> "CollectorRegistry":
-        """These metrics and the process's own (memory, CPU, file descriptors), for programs that serve them themselves."""
+        """These metrics and the process's own (memory, CPU, files), for programs that serve them themselves."""
         # Imported at the first scrape: that takes 15 ms in a server, 90 ms in a program that has not loaded ssl.
         from prometheus_client import CollectorRegistry, ProcessCollector
 

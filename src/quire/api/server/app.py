@@ -1,7 +1,8 @@
-"""The server's endpoints: one table from which routing, the key each path needs and the OpenAPI document all follow.
+"""The server's endpoints: one table that defines routing, the key each path needs and the OpenAPI document.
 
-`build_app` is called by `run.py`, which puts the guard around it; the guard asks `policy_of`. A plain ASGI application: the one
-lookup below serves both, so what the guard allowed is what runs. Must not know sockets, keys or limits on bytes.
+`build_app` is called by `run.py`, which puts the guard around it; the guard asks `policy_of`. A plain ASGI application.
+It and the guard look endpoints up by the same function, so what the guard allowed is what runs. Must not know sockets,
+keys or limits on bytes.
 """
 
 import secrets
@@ -26,7 +27,7 @@ class Endpoint(NamedTuple):
     policy: Policy
     summary: str
     body: type[msgspec.Struct] | None = None
-    answer: type[msgspec.Struct] | str = "application/json"  # what it gives: a struct, or text of some type
+    answer: type[msgspec.Struct] | str = "application/json"  # what it returns: a struct, or text of this content type
     streams: bool = False
 
 
@@ -36,21 +37,52 @@ ENDPOINTS = [
     Endpoint("GET", "/health", status.ready, "open", "The engine makes progress", None, status.Alive),
     Endpoint("GET", "/version", status.version, "user", "The server's version", None, status.Version),
     Endpoint("GET", "/metrics", status.metrics, "user", "Prometheus metrics", None, "text/plain"),
-    Endpoint("GET", "/admin/check", status.check, "admin", "Have the engine verify its books", None, status.CheckResult),
+    Endpoint(
+        "GET", "/admin/check", status.check, "admin", "Have the engine verify its books", None, status.CheckResult
+    ),
     Endpoint("GET", "/v1/models", models.list_models, "user", "The names of the model", None, models.ModelList),
     Endpoint("GET", "/v1/models/{model}", models.get_model, "user", "One name of the model", None, models.ModelCard),
     Endpoint(
-        "POST", "/v1/chat/completions", chat.chat, "user", "Answer a conversation", chat.ChatRequest, chat.ChatCompletion, True
+        "POST",
+        "/v1/chat/completions",
+        chat.chat,
+        "user",
+        "Answer a conversation",
+        body=chat.ChatRequest,
+        answer=chat.ChatCompletion,
+        streams=True,
     ),
     Endpoint(
-        "POST", "/v1/completions", completions.completions, "user", "Continue prompts",
-        completions.CompletionRequest, completions.Completion, True,
+        "POST",
+        "/v1/completions",
+        completions.completions,
+        "user",
+        "Continue prompts",
+        body=completions.CompletionRequest,
+        answer=completions.Completion,
+        streams=True,
     ),
-    Endpoint("POST", "/tokenize", tokens.tokenize, "user", "Token ids of text", tokens.TokenizeRequest, tokens.TokenizeAnswer),
-    Endpoint("POST", "/detokenize", tokens.detokenize, "user", "Text of token ids", tokens.DetokenizeRequest, tokens.DetokenizeAnswer),
+    Endpoint(
+        "POST",
+        "/tokenize",
+        tokens.tokenize,
+        "user",
+        "Token ids of text",
+        body=tokens.TokenizeRequest,
+        answer=tokens.TokenizeAnswer,
+    ),
+    Endpoint(
+        "POST",
+        "/detokenize",
+        tokens.detokenize,
+        "user",
+        "Text of token ids",
+        body=tokens.DetokenizeRequest,
+        answer=tokens.DetokenizeAnswer,
+    ),
     Endpoint("GET", "/openapi.json", openapi.document, "user", "This description, for programs"),
     Endpoint("GET", "/docs", openapi.page, "user", "This description, for people", None, "text/html"),
-]  # fmt: skip
+]
 
 _BY_PATH: dict[str, dict[str, Endpoint]] = {}
 _BY_PREFIX: dict[str, dict[str, Endpoint]] = {}
@@ -74,7 +106,8 @@ def _pick(methods: dict[str, Endpoint], method: str) -> Endpoint | None:
 
 
 def policy_of(method: str, path: str) -> Policy | None:
-    """Who may call; None where there is no such endpoint, which nobody without a key should learn."""
+    """Who may call; None where there is no such endpoint. The guard then asks for a key all the same, so that nobody
+    learns without one which paths exist."""
     endpoint = _pick(find(path)[0], method)
     return endpoint.policy if endpoint is not None else None
 
@@ -94,10 +127,11 @@ class App:
         elif scope["type"] == "http":
             methods, argument = find(scope["path"])
             endpoint = _pick(methods, scope["method"])
-            if endpoint is None:
-                await Answer.error(wrong_method(sorted(methods)) if methods else no_such_path())(receive, send)
-            else:
+            if endpoint is not None:
                 await self._answer(endpoint, argument, scope, receive, send)
+                return
+            refusal = wrong_method(sorted(methods)) if methods else no_such_path()
+            await Answer.error(refusal)(receive, send)
 
     async def _answer(self, endpoint: Endpoint, argument: str, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(receive) if endpoint.body is not None else b""
@@ -106,6 +140,7 @@ class App:
         state = scope.setdefault("state", {})
         request_id = state.get("request_id") or secrets.token_hex(16)
         call = Call(self.service, request_id, receive, body, argument, state)
+        answer: Answer | EventStream
         try:
             answer = await endpoint.handler(call)
         except Exception as error:
@@ -118,7 +153,7 @@ class App:
 
 
 async def _live(receive: Receive, send: Send) -> None:
-    """The protocol's way to say that the server starts and stops; the engine's life is `run.py`'s business."""
+    """Acknowledges ASGI's messages that the server starts and stops; `run.py` starts and stops the engine."""
     while (message := await receive())["type"] != "lifespan.shutdown":
         await send({"type": f"{message['type']}.complete"})
     await send({"type": "lifespan.shutdown.complete"})

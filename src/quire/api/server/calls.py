@@ -56,11 +56,11 @@ class Call:
     streams: list[Stream] = field(default_factory=list)  # what it asked of the engine
 
     def core_id(self) -> str:
-        """An id for the core, where two requests must never share one."""
+        """A new id for the core, in which no two requests may have the same."""
         return f"{self.request_id}-{secrets.token_hex(4)}"
 
     def abort(self) -> None:
-        """Ends what still runs for it."""
+        """Ends the streams that still run for this call."""
         for stream in self.streams:
             stream.abort()  # does nothing to a finished one
 
@@ -81,8 +81,10 @@ class Answer:
 
     @classmethod
     def large_json(cls, value: Any) -> "Answer":
-        """Encoded in pieces: a single call for all of it would let no other thread run meanwhile."""
-        bodies, pieces, size = [], [], 0
+        """Encoded in pieces: encoding all of it in a single call would let no other thread run meanwhile."""
+        bodies: list[bytes] = []
+        pieces: list[bytes] = []
+        size = 0
         for piece in json_pieces(value):
             pieces.append(piece)
             size += len(piece)
@@ -104,7 +106,7 @@ class Answer:
 
 
 async def send_body(send: Send, body: bytes, more: bool) -> None:
-    """Part of an answer's body, in pieces where it is large; `more` will follow, or this was the last."""
+    """Sends part of an answer's body, in pieces where it is large. `more`: other parts will follow."""
     last = max(0, (len(body) - 1) // PIECE_BYTES * PIECE_BYTES)
     for start in range(0, last, PIECE_BYTES):
         await send({"type": "http.response.body", "body": body[start : start + PIECE_BYTES], "more_body": True})
@@ -137,7 +139,7 @@ def json_pieces(value: Any) -> Iterator[bytes]:
 
 
 async def read_body(receive: Receive) -> bytes | None:
-    """The whole body, whose size the guard bounds; None when the client left while sending it."""
+    """The whole body, whose size the guard bounds; None if the client disconnected while sending it."""
     message = await receive()
     if message["type"] == "http.request" and not message.get("more_body"):
         return message.get("body", b"")
@@ -151,19 +153,19 @@ async def read_body(receive: Receive) -> bytes | None:
 
 
 class AbortOnDisconnect:
-    """`async with AbortOnDisconnect(receive, streams)`: inside, a disconnect ends the streams; after it none of them runs."""
+    """`async with AbortOnDisconnect(receive, streams)`: a disconnect or the end of the block ends the streams."""
 
     def __init__(self, receive: Receive, streams: Sequence[Stream]) -> None:
-        self.receive, self.streams = receive, streams
+        self.receive = receive
+        self.streams = streams
 
     async def __aenter__(self) -> None:
         self.watcher = asyncio.create_task(self._watch())
 
     async def __aexit__(self, *exception: object) -> None:
         self.watcher.cancel()
-        del (
-            self.watcher
-        )  # its CancelledError leads back here: a cycle would keep the whole request until the next collection
+        # Its CancelledError refers back to this object: that cycle would keep the request until the next collection.
+        del self.watcher
         self._abort()
 
     async def _watch(self) -> None:

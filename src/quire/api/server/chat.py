@@ -77,24 +77,26 @@ class ChatRequest(ChatFields, kw_only=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class HasMessages(Protocol):
-    messages: list[dict[str, Any]]
+class TemplateOptions(Protocol):
+    """Fields of a body that say how its messages become a prompt."""
+
     add_generation_prompt: bool | None
     continue_final_message: bool | None
     chat_template_kwargs: dict[str, Any] | None
     reasoning_effort: str | None
 
 
-async def encode(llm: AsyncLLM, body: HasMessages, tools: list[dict[str, Any]] = []) -> list[int]:
-    """The prompt that messages make."""
-    generation = (
-        body.add_generation_prompt if body.add_generation_prompt is not None else not body.continue_final_message
-    )
-    arguments = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        arguments.setdefault("reasoning_effort", body.reasoning_effort)
+async def encode(
+    llm: AsyncLLM, messages: list[dict[str, Any]], options: TemplateOptions, tools: list[dict[str, Any]] = []
+) -> list[int]:
+    """The token ids of the prompt that messages make."""
+    continues = bool(options.continue_final_message)
+    opens_answer = options.add_generation_prompt if options.add_generation_prompt is not None else not continues
+    arguments = dict(options.chat_template_kwargs or {})
+    if options.reasoning_effort is not None:
+        arguments.setdefault("reasoning_effort", options.reasoning_effort)
     try:
-        return await llm.encode_chat(body.messages, generation, bool(body.continue_final_message), arguments, tools)
+        return await llm.encode_chat(messages, opens_answer, continues, arguments, tools)
     except RequestError as error:
         raise FieldError("messages", str(error)) from None
 
@@ -121,10 +123,14 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 TEMPLATE_REFUSED: Refusals = {
     # A template is a program: the operator chooses it, with --chat-template.
-    "chat_template": given, "documents": given, "mm_processor_kwargs": given, "add_special_tokens": given,
-}  # fmt: skip
+    "chat_template": given,
+    "documents": given,
+    "mm_processor_kwargs": given,
+    "add_special_tokens": given,
+}
 CHAT_REFUSED: Refusals = {
-    **REFUSED, **TEMPLATE_REFUSED,
+    **REFUSED,
+    **TEMPLATE_REFUSED,
     "functions": given,
     "function_call": lambda value: value not in (None, "none"),
     "audio": given,
@@ -132,33 +138,33 @@ CHAT_REFUSED: Refusals = {
     "verbosity": lambda value: value not in (None, "medium"),
     "web_search_options": lambda value: value is not None,
     "echo": given,
-}  # fmt: skip
+}
 
 
 async def chat(call: Call) -> Answer | EventStream:
     body = decode(call.body, ChatRequest, CHAT_REFUSED)
-    llm, model = call.service.llm, call.service.model_name(body.model)
+    llm = call.service.llm
+    model_name = call.service.model_name(body.model)
     body.check(num_prompts=1)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    # Schemas are read here: that may take a while.
-    shape = (
-        await llm.off_loop(lambda: chat_constraint(body, llm.model))
-        if body.has_shape
-        else chat_constraint(body, llm.model)
-    )
+    if body.has_shape:  # reading a schema may take a while
+        shape = await llm.off_loop(lambda: chat_constraint(body, llm.model))
+    else:
+        shape = chat_constraint(body, llm.model)
     params = body.params(
         llm.model, max_tokens=max_tokens, logprobs=body.num_logprobs(), structured_outputs=shape.structured
     )
     if shows_special_tokens(llm.model, shape.tools):
         params.skip_special_tokens = False
-    prompt = await encode(llm, body, shape.tools)
+    prompt = await encode(llm, body.messages, body, shape.tools)
     streams = await submit(call, [prompt], params, body, thinks=llm.model.reasoning_format is not None)
     reading = Reading(parsers(llm.model, shape.tools, prompt), body.include_reasoning is not False, shape.is_named)
-    head = {"id": f"chatcmpl-{call.request_id}", "created": call.created_s, "model": model}
+    head: dict[str, Any] = {"id": f"chatcmpl-{call.request_id}", "created": call.created_s, "model": model_name}
     if body.stream:
         form = _format(head, body, streams[0], llm.model.tokenizer)
-        events = Events(form, streams, params.n) if reading.is_plain else ParsedEvents(form, streams, params.n, reading)
-        return EventStream(events, call)
+        if reading.is_plain:
+            return EventStream(Events(form, streams, params.n), call)
+        return EventStream(ParsedEvents(form, streams, params.n, reading), call)
     await finish(call, streams)
     return await built(call, lambda: _completion(head, body, streams[0], llm.model.tokenizer, reading))
 
@@ -183,7 +189,7 @@ def _completion(
         **head,
         choices=[written(choice) for choice in request.choices],
         usage=usage([stream]),
-        prompt_logprobs=UNSET if body.prompt_logprobs is None else prompt_logprobs(request.prompt_logprobs, tokenizer),
+        prompt_logprobs=prompt_logprobs(request.prompt_logprobs, tokenizer) if body.wants_prompt_logprobs else UNSET,
         prompt_token_ids=request.prompt_token_ids if body.return_token_ids else UNSET,
     )
 
@@ -193,7 +199,7 @@ def _format(head: dict[str, Any], body: ChatRequest, stream: Stream, tokenizer: 
         beside: dict[str, Any] = {}
         if idx == 0 and body.return_token_ids:
             beside["prompt_token_ids"] = stream.request.prompt_token_ids
-        if idx == 0 and body.prompt_logprobs is not None:
+        if idx == 0 and body.wants_prompt_logprobs:
             beside["prompt_logprobs"] = prompt_logprobs(stream.request.prompt_logprobs, tokenizer)
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}, beside
 
@@ -202,7 +208,7 @@ def _format(head: dict[str, Any], body: ChatRequest, stream: Stream, tokenizer: 
         before_text=b'"delta":{"content":',
         after_text=b"}",
         opening=opening,
-        slow_opening=body.prompt_logprobs is not None,
+        slow_opening=body.wants_prompt_logprobs,
         logprobs=(lambda update: chat_logprobs(update.logprobs, tokenizer)) if body.logprobs else None,
         token_ids=bool(body.return_token_ids),
         usage_at_end=body.usage_at_end,

@@ -1,4 +1,4 @@
-"""/v1/completions: raw prompts in OpenAI's older protocol: text or token ids, one or many, echoed when asked.
+"""/v1/completions: raw prompts in OpenAI's older protocol, as text or token ids, one or many, echoed when asked.
 
 Called by `app.py`. Choices are numbered prompt by prompt: choice `c` of prompt `p` is p × n + c.
 """
@@ -46,16 +46,16 @@ class CompletionRequest(SamplingFields, kw_only=True):
     add_special_tokens: bool | None = None
 
     def prompts(self) -> list[str | list[int]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        kinds = set(map(type, self.prompt))
+        prompt: Any = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        kinds = set(map(type, prompt))
         if kinds == {int}:
-            return [self.prompt]
+            return [prompt]
         if not kinds or int in kinds:
-            raise FieldError(
-                "prompt", "prompt must be text, a list of texts, a list of token ids or a list of such lists"
-            )
-        return self.prompt
+            message = "prompt must be text, a list of texts, a list of token ids or a list of such lists"
+            raise FieldError("prompt", message)
+        return prompt
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -83,20 +83,18 @@ COMPLETION_REFUSED: Refusals = {**REFUSED, "suffix": bool}
 
 async def completions(call: Call) -> Answer | EventStream:
     body = decode(call.body, CompletionRequest, COMPLETION_REFUSED)
-    llm, model = call.service.llm, call.service.model_name(body.model)
+    llm = call.service.llm
+    model_name = call.service.model_name(body.model)
     prompts = body.prompts()
     body.check(len(prompts))
     params = _params(body, llm)
     echoes = [await _as_text(llm, prompt) if body.echo else None for prompt in prompts]
     if body.add_special_tokens is False:
-        prompts = [
-            await llm.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
-            for prompt in prompts
-        ]
+        prompts = [await _without_special_tokens(llm, prompt) for prompt in prompts]
     streams = await submit(call, prompts, params, body)
     _check_echo(body, params, streams)
     written = [_Prompt(body, params, llm.model.tokenizer, stream, echo) for stream, echo in zip(streams, echoes)]
-    head = {"id": f"cmpl-{call.request_id}", "created": call.created_s, "model": model}
+    head: dict[str, Any] = {"id": f"cmpl-{call.request_id}", "created": call.created_s, "model": model_name}
     if body.stream:
         return EventStream(Events(_format(head, body, written), streams, params.n), call)
     await finish(call, streams)
@@ -105,7 +103,8 @@ async def completions(call: Call) -> Answer | EventStream:
         choices = [choice for prompt in written for choice in prompt.choices()]
         for idx, choice in enumerate(choices):
             choice.index = idx
-        return Completion(**head, choices=choices, usage=usage(streams, 0 if body.max_tokens == 0 else None))
+        num_completion_tokens = 0 if body.max_tokens == 0 else None
+        return Completion(**head, choices=choices, usage=usage(streams, num_completion_tokens))
 
     return await built(call, completion)
 
@@ -118,25 +117,33 @@ def _params(body: CompletionRequest, llm: AsyncLLM) -> SamplingParams:
         if body.stream:
             raise FieldError("max_tokens", "max_tokens of 0 with echo cannot be streamed: set stream to false")
         max_tokens = 1  # the engine always computes one token; it is left out of the answer
-    of_prompt = body.prompt_logprobs
+    num_prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
-        of_prompt = max(body.logprobs, of_prompt or 0)
+        num_prompt_logprobs = max(body.logprobs, num_prompt_logprobs or 0)
     return body.params(
         llm.model,
         max_tokens=max_tokens,
         logprobs=body.logprobs,
-        prompt_logprobs=of_prompt,
+        prompt_logprobs=num_prompt_logprobs,
         structured_outputs=answer_constraint(body),
     )
 
 
 def _check_echo(body: CompletionRequest, params: SamplingParams, streams: Sequence[Stream]) -> None:
-    """Every choice repeats its prompt where that is asked for: how much that makes is known when prompts are tokenized."""
-    repeated = bool(body.echo or body.return_token_ids) * params.n
-    num_tokens = repeated * sum(len(stream.request.prompt_token_ids) for stream in streams)
+    """Bounds the prompts that an answer repeats, one per choice; their size is known only after they are tokenized."""
+    if not (body.echo or body.return_token_ids):
+        return
+    num_tokens = params.n * sum(len(stream.request.prompt_token_ids) for stream in streams)
     if num_tokens > MAX_REPEATED_TOKENS:
-        text = f"prompts repeated in every choice make {num_tokens:,} tokens, the limit is {MAX_REPEATED_TOKENS:,}: lower n, or do "
-        raise FieldError("echo" if body.echo else "return_token_ids", text + "without echo and return_token_ids")
+        raise FieldError(
+            "echo" if body.echo else "return_token_ids",
+            f"prompts repeated in every choice make {num_tokens:,} tokens, the limit is {MAX_REPEATED_TOKENS:,}: "
+            "lower n, or do without echo and return_token_ids",
+        )
+
+
+async def _without_special_tokens(llm: AsyncLLM, prompt: str | list[int]) -> str | list[int]:
+    return await llm.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
 
 
 async def _as_text(llm: AsyncLLM, prompt: str | list[int]) -> str:
@@ -157,13 +164,14 @@ class _Prompt:
         stream: Stream,
         echo: str | None,
     ) -> None:
-        self.body, self.tokenizer, self.request = body, tokenizer, stream.request
+        self.body = body
+        self.tokenizer = tokenizer
+        self.request = stream.request
         self.echo = echo  # the prompt as text, where it begins the answer
-        self.writers: list[CompletionLogprobsWriter] = []
+        self.writers: list[CompletionLogprobsWriter] = []  # one per choice, where logprobs are asked for
         if body.logprobs is not None:
-            self.writers = [
-                CompletionLogprobsWriter(params, tokenizer, self.request.prompt_token_ids) for _ in range(params.n)
-            ]
+            token_ids = self.request.prompt_token_ids
+            self.writers = [CompletionLogprobsWriter(params, tokenizer, token_ids) for _ in range(params.n)]
 
     def choices(self) -> list[CompletionChoice]:
         return [self._choice(choice) for choice in self.request.choices]
@@ -198,7 +206,7 @@ class _Prompt:
 
     def extras(self) -> dict[str, Any]:
         extras: dict[str, Any] = {}
-        if self.body.prompt_logprobs is not None:
+        if self.body.wants_prompt_logprobs:
             extras["prompt_logprobs"] = prompt_logprobs(self.request.prompt_logprobs, self.tokenizer)
         if self.body.return_token_ids:
             extras["prompt_token_ids"] = self.request.prompt_token_ids
@@ -213,22 +221,23 @@ def _format(head: dict[str, Any], body: CompletionRequest, prompts: Sequence[_Pr
         return (fields, {}) if fields is not None else None
 
     def can_open(idx: int) -> bool:
-        """The first choice computes the logprobs of the prompt; others may be ahead of it."""
+        """Whether the prompt's logprobs are there: the first choice computes them, and others may be ahead of it."""
         request = prompts[idx // n].request
-        return (
-            request.params.prompt_logprobs is None or len(request.prompt_logprobs) >= len(request.prompt_token_ids) - 1
-        )
+        if request.params.prompt_logprobs is None:
+            return True
+        return len(request.prompt_logprobs) >= len(request.prompt_token_ids) - 1
 
     def logprobs(update: ChoiceUpdate) -> CompletionLogprobs:
         return prompts[update.index // n].writers[update.index % n].write(update.logprobs)
 
+    echoes_logprobs = bool(body.echo) and body.logprobs is not None
     return EventFormat(
         head={"id": head["id"], "object": "text_completion", "created": head["created"], "model": head["model"]},
         before_text=b'"text":',
         after_text=b"",
         opening=opening,
         can_open=can_open,
-        slow_opening=bool(body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)),
+        slow_opening=body.wants_prompt_logprobs or echoes_logprobs,
         logprobs=logprobs if body.logprobs is not None else None,
         token_ids=bool(body.return_token_ids),
         usage_at_end=body.usage_at_end,

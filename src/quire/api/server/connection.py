@@ -1,8 +1,8 @@
 """HTTP connections: a request is its head and its body, and every connection is always in one state with a deadline.
 
-Uvicorn's httptools protocol, with the bounds it lacks. `run.py` makes one `Connections` per server, which makes a
-`Connection` for each client and is asked ten times a second to end those that are late. Bodies themselves are bounded
-in `guard.py`, which also answers heads that are complete but too large.
+Uvicorn's httptools protocol, with the limits it lacks. `run.py` makes one `Connections` per server, which makes a
+`Connection` for each client; ten times a second `run.py` has it end the connections that are late. Bodies themselves
+are bounded in `guard.py`, which also answers heads that are complete but too large.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import ipaddress
 import uuid
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -25,15 +25,18 @@ MAX_HEAD_BYTES = 64 << 10  # request line and headers
 MAX_URL_BYTES = 16 << 10
 MAX_HEADER_LINES = 128
 MAX_TRAILER_LINES = 64
-FREE_OVERHEAD_BYTES = 64 << 10  # of a body: chunk sizes, extensions and trailers
-OVERHEAD_PER_BODY_BYTE = 8  # and of these for each byte beside: chunks of one byte have 5
-MAX_DROPPED_BYTES = 4 << 20  # after the last request that is read
+# Overhead of a chunked body: chunk sizes, extensions and trailers. Chunks of one byte have 5 bytes of it each.
+FREE_OVERHEAD_BYTES = 64 << 10
+OVERHEAD_PER_BODY_BYTE = 8
+MAX_DROPPED_BYTES = 4 << 20  # of what a client sends after the last request that is read
 MAX_PIPELINED = 16  # requests that wait while another is answered
-MAX_TURNED_AWAY = 256  # connections beyond the limit that are being told so; more are cut without a word
-SPARED_S = 5.0  # one that is idle for less is not closed for being one of too many: its client may be sending already
+MAX_TURNED_AWAY = 256  # connections beyond the limit that get an answer saying so; more are cut without one
+# Of too many idle connections, one that is idle for less than this is not closed: its client may be sending already.
+SPARED_S = 5.0
 PROGRESS_BYTES = 64 << 10  # a client that takes in this much is reading
-REFUSALS_LOGGED_S = 10.0
-SWEEP_PARTS = 10  # sweeps that look at all connections once: all of them at once would hold up the event loop
+REFUSALS_LOGGED_S = 10.0  # at least between two lines in the log
+# A sweep looks at one of so many parts of all connections: looking at all of them would hold up the event loop.
+SWEEP_PARTS = 10
 
 
 class State(enum.Enum):
@@ -49,11 +52,11 @@ class State(enum.Enum):
 
 
 def deadlines_s(config: ServerConfig) -> dict[State, float]:
-    """How long a connection may stay in a state; UNREAD and CLOSING begin anew with every PROGRESS_BYTES taken in."""
+    """How long a connection may stay in a state; in UNREAD and CLOSING, without taking in another PROGRESS_BYTES."""
     return {
         State.HEAD: 30.0,
         State.IDLE: config.keep_alive_s,
-        State.BODY: config.body_timeout_s + 30,  # the guard's own limit comes first, and answers
+        State.BODY: config.body_timeout_s + 30,  # the guard's own limit comes first, and sends an answer
         State.UNREAD: 120.0,
         State.LINGERING: 2.0,
         State.CLOSING: 30.0,
@@ -66,24 +69,26 @@ WITHOUT_DEADLINE: Mapping[State, str] = {
 
 
 class Connection(HttpToolsProtocol):
-    """One client's. Events only change what `state` reads; `Connections.sweep` looks at it."""
+    """The connection of one client. Events change the attributes that `state` is computed from, and set no timers:
+    `Connections.sweep` looks at the state."""
 
     def __init__(self, shared: "Connections", **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.shared = shared
-        self.address: str | None = None  # whom it counts for
+        self.address: str | None = None  # whose limit of connections it counts for
         self.admitted = False
         self.running: Any = None  # the request being answered, of uvicorn's class; `cycle` is the newest one read
-        self.in_head, self.in_body = True, False
+        self.in_head = True
+        self.in_body = False
         self.raw_bytes = 0  # received since the last head or body ended
         self.head_bytes = self.body_bytes = self.num_trailers = 0  # of this request
-        self.reads = True  # what comes is parsed, else dropped
+        self.reads = True  # whether what arrives is parsed, else it is dropped
         self.dropped_bytes = 0
         self.lingering = False
         self.refusal: Problem | None = None  # of a request that cannot be read; sent after the answers to those before
-        self.turn = 0  # counts what moves a connection on, so that staying in a state is told from coming back to it
-        self.seen: tuple[State, int, int] | None = None  # by the last sweep
-        self.since_s = 0.0
+        self.turn = 0  # counts events, so that staying in a state can be told from coming back to it
+        self.seen = (State.HEAD, -1, 0)  # by the last sweep: the state, its turn, and how much is still to be sent
+        self.since_s = 0.0  # when the last sweep saw that for the first time
 
     @property
     def state(self) -> State:
@@ -100,16 +105,18 @@ class Connection(HttpToolsProtocol):
         return State.HEAD if self.in_head else State.IDLE
 
     def is_late(self, now_s: float, deadlines_s: Mapping[State, float]) -> bool:
-        """Called by every sweep: whether the state of now has lasted for longer than it may."""
+        """Called by every sweep: whether the connection has been in its state for longer than it may."""
         state = self.state
-        sends = state in (State.UNREAD, State.CLOSING)
-        seen = (state, self.turn, self.transport.get_write_buffer_size() // PROGRESS_BYTES if sends else 0)
+        num_unsent = 0
+        if state in (State.UNREAD, State.CLOSING):
+            num_unsent = self.transport.get_write_buffer_size() // PROGRESS_BYTES
+        seen = (state, self.turn, num_unsent)
         if seen != self.seen:
             self.seen, self.since_s = seen, now_s
         return state in deadlines_s and now_s - self.since_s >= deadlines_s[state]
 
     def end(self) -> None:
-        """Where the client takes nothing in, closing would wait for ever to send the rest."""
+        """Closes it; cuts it where the client takes nothing in, since closing would wait for ever to send the rest."""
         if self.state in (State.HEAD, State.IDLE, State.BODY):
             self.transport.close()
         else:
@@ -117,8 +124,8 @@ class Connection(HttpToolsProtocol):
 
     # ---------------------------------------------------------------- the transport's events
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast(asyncio.Transport, transport))
         self.address = _address(self.client)
         if not self.shared.has_room_for(self):
             self._refuse(_TOO_MANY)
@@ -133,7 +140,7 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self.reads = False  # what follows is in no protocol spoken here
+            self.reads = False  # what follows is in a protocol that this server does not speak
         except httptools.HttpParserError:
             self._refuse(self.refusal or _INVALID)
         else:
@@ -151,7 +158,8 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.shared.forget(self)
         self.pipeline.clear()
-        if self.running is not None and self.running is not self.cycle:  # uvicorn tells the newest request only
+        # Uvicorn tells only the newest request that the client is gone.
+        if self.running is not None and self.running is not self.cycle:
             self._abandon(self.running)
         super().connection_lost(exc)
 
@@ -171,7 +179,7 @@ class Connection(HttpToolsProtocol):
             self._cannot_read(_URL_TOO_LONG)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.in_body:  # a trailer: never a header, and kept nowhere
+        if self.in_body:  # a trailer, which is not kept
             self.num_trailers += 1
             if self.num_trailers > MAX_TRAILER_LINES:
                 self._cannot_read(_TOO_MUCH_OVERHEAD)
@@ -198,7 +206,7 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self.parser.should_keep_alive():  # a trailer can say so, too: the parser reads nothing more
+        if not self.parser.should_keep_alive():  # a trailer can end the connection, too: the parser reads nothing more
             self.cycle.keep_alive = False
         super().on_message_complete()
         self.turn += 1
@@ -206,7 +214,8 @@ class Connection(HttpToolsProtocol):
         self.raw_bytes = 0
 
     def _why_unclear(self) -> str | None:
-        """Why a complete head leaves in doubt where its request ends; the parser itself refuses much before this."""
+        """Why a complete head leaves it unclear where its request ends; None if it does not. The parser itself has
+        refused other such heads before this."""
         version = self.parser.get_http_version()
         codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
         if version not in ("1.0", "1.1"):
@@ -216,14 +225,15 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():  # ends the message at its head, whatever the head says
             if self.parser.get_method() == b"CONNECT":
                 return "this server is no proxy: send requests to it with another method than CONNECT"
-            if codings or any(name == b"content-length" and value.strip(b" \t0") for name, value in self.headers):
+            lengths = [value.strip(b" \t0") for name, value in self.headers if name == b"content-length"]
+            if codings or any(lengths):
                 return "this server does not switch protocols: send the request as HTTP/1.1, without an Upgrade header"
         return None
 
     # ---------------------------------------------------------------- answers
 
     def on_response_complete(self) -> None:
-        """Instead of uvicorn's, which sets a timer of its own and reads on while requests wait."""
+        """Replaces uvicorn's, which sets a timer of its own and goes on reading while requests wait."""
         self.server_state.total_requests += 1
         self.turn += 1
         if self.transport.is_closing():
@@ -241,14 +251,14 @@ class Connection(HttpToolsProtocol):
         raise _Unreadable
 
     def _refuse(self, problem: Problem) -> None:
-        """Nothing more is read. The client is told why, after the answers to what it asked before."""
+        """Reads nothing more. The client is told why, after the answers to the requests it sent before."""
         self.reads = False
-        self.flow.resume_reading()  # to drop it, and to see when the client goes
+        self.flow.resume_reading()  # to drop what arrives, and to notice when the client hangs up
         self.refusal = problem
         if self.in_body and self.pipeline:
             self.pipeline.popleft()
             self.cycle = self.pipeline[0][0] if self.pipeline else self.running
-        elif self.in_body:  # and being answered, or waited for
+        elif self.in_body:  # of the request that is being answered, or whose body its endpoint waits for
             started = self.running.response_started
             self._abandon(self.running)
             self._tell(None if started else problem)
@@ -257,14 +267,15 @@ class Connection(HttpToolsProtocol):
             self._tell(problem)
 
     def _abandon(self, request: Any) -> None:
-        """To its endpoint, as if the client had gone."""
+        """Lets the request's endpoint see a disconnect, as if the client had gone."""
         if not request.response_complete:
             request.disconnected = True
             request.waiting_for_100_continue = False
         request.message_event.set()
 
     def _tell(self, problem: Problem | None) -> None:
-        """The last words. Closing at once would reset the connection while the client still sends, and lose them."""
+        """Sends the last answer, if any, and lingers: closing at once would reset the connection while the client still
+        sends, and the answer would be lost."""
         if self.transport.is_closing():
             return
         if problem is not None:
@@ -275,11 +286,12 @@ class Connection(HttpToolsProtocol):
 
 
 class Connections:
-    """All connections of one server: how many there may be, and the one clock for their deadlines."""
+    """All connections of one server: how many there may be, and the sweeps that enforce their deadlines."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.most = config.max_connections
-        self.most_per_address = config.max_connections_per_address or max(1, self.most * 3 // 4)  # a rest for others
+        # By default one address leaves a quarter of all connections to others.
+        self.most_per_address = config.max_connections_per_address or max(1, self.most * 3 // 4)
         self.most_idle = config.max_idle_connections
         self.most_idle_per_address = max(1, self.most_idle // 2)
         self.deadlines_s = deadlines_s(config)
@@ -294,15 +306,15 @@ class Connections:
         self.logged_s = float("-inf")
 
     def new(self, **kwargs: Any) -> Connection:
-        """For one client; the arguments are those of uvicorn's protocol."""
+        """A connection for one client; the arguments are those of uvicorn's protocol."""
         return Connection(self, **kwargs)
 
     def has_room_for(self, connection: Connection) -> bool:
         self.all.add(connection)
         min(self.parts, key=len).add(connection)
         address = connection.address
-        too_many_of_it = address is not None and self.by_address[address] >= self.most_per_address
-        if too_many_of_it or self.num_admitted >= self.most:
+        is_over_share = address is not None and self.by_address[address] >= self.most_per_address
+        if is_over_share or self.num_admitted >= self.most:
             self.num_refused += 1
             if len(self.all) - self.num_admitted > MAX_TURNED_AWAY:
                 connection.transport.abort()
@@ -316,28 +328,28 @@ class Connections:
         self.all.discard(connection)
         for part in self.parts:
             part.discard(connection)
-        self._is_idle(connection, False)
+        self._set_idle(connection, False)
         if connection.admitted:
             self.num_admitted -= 1
             _count_down(self.by_address, connection.address)
 
     def sweep(self, now_s: float) -> None:
-        """Ends what is late in one of SWEEP_PARTS parts of all connections, and idle ones where there are too many."""
+        """Ends the late ones in one of SWEEP_PARTS parts of all connections, and idle ones where there are too many."""
         self.num_sweeps += 1
         for connection in list(self.parts[self.num_sweeps % len(self.parts)]):
             if connection.is_late(now_s, self.deadlines_s):
                 connection.end()
-            elif connection.since_s == now_s:  # something happened since the last time
-                self._is_idle(connection, False)
-                self._is_idle(connection, connection.seen[0] is State.IDLE)
+            elif connection.since_s == now_s:  # its state is not what the last sweep saw
+                self._set_idle(connection, False)
+                self._set_idle(connection, connection.seen[0] is State.IDLE)
         self._close_idle(now_s)
         if self.num_refused and now_s - self.logged_s >= REFUSALS_LOGGED_S:
             text = "%d connections were refused: too many, in total or from one address; see --max-connections"
             logs.log.warning(text, self.num_refused)
             self.num_refused, self.logged_s = 0, now_s
 
-    def _is_idle(self, connection: Connection, idle: bool) -> None:
-        if idle:
+    def _set_idle(self, connection: Connection, is_idle: bool) -> None:
+        if is_idle:
             self.idle[connection] = None
             self.idle_by_address[connection.address] += 1
         elif connection in self.idle:
@@ -345,32 +357,33 @@ class Connections:
             _count_down(self.idle_by_address, connection.address)
 
     def _close_idle(self, now_s: float) -> None:
-        """Beyond the limits, the longest idle first."""
+        """Closes idle connections beyond the limits, the longest idle first."""
         if len(self.idle) <= self.most_idle_per_address:
             return
         for connection in list(self.idle):
             if now_s - connection.since_s < SPARED_S:
                 return
             address = connection.address
-            too_many_of_it = address is not None and self.idle_by_address[address] > self.most_idle_per_address
-            if too_many_of_it or len(self.idle) > self.most_idle:
-                self._is_idle(connection, False)
+            is_over_share = address is not None and self.idle_by_address[address] > self.most_idle_per_address
+            if is_over_share or len(self.idle) > self.most_idle:
+                self._set_idle(connection, False)
                 connection.transport.close()
 
 
 def _count_down(counts: Counter[str | None], address: str | None) -> None:
-    """One less of it; an address with none left is not kept."""
+    """Takes one off an address's count; an address with none left is not kept."""
     counts[address] -= 1
     if not counts[address]:
         del counts[address]
 
 
 class _Unreadable(Exception):
-    """Ends the parser's work from within; `refusal` says why."""
+    """Raised in the parser's events to end parsing; the connection's `refusal` says why."""
 
 
 def _address(client: tuple[str, int] | None) -> str | None:
-    """Whom a connection counts for: an IPv4 address, or the first half of an IPv6 address: the rest is its owner's."""
+    """Whose limit a connection counts for: an IPv4 address, or the first half of an IPv6 address, since one client
+    usually has all addresses that begin with the same half."""
     if client is None:  # a Unix socket
         return None
     try:
@@ -383,7 +396,7 @@ def _address(client: tuple[str, int] | None) -> str | None:
 
 
 def _answer(problem: Problem) -> bytes:
-    """For clients that no endpoint ever sees."""
+    """A whole HTTP answer, for requests that never reach an endpoint."""
     body = problem.body
     head = [
         (b"content-type", b"application/json"),
@@ -392,8 +405,9 @@ def _answer(problem: Problem) -> bytes:
         (b"connection", b"close"),
         *problem.headers,
     ]
-    lines = [b"HTTP/1.1 %d %s" % (problem.status, http.HTTPStatus(problem.status).phrase.encode())]
-    return b"\r\n".join([*lines, *(name + b": " + value for name, value in head), b"", body])
+    status_line = b"HTTP/1.1 %d %s" % (problem.status, http.HTTPStatus(problem.status).phrase.encode())
+    header_lines = [name + b": " + value for name, value in head]
+    return b"\r\n".join([status_line, *header_lines, b"", body])
 
 
 def _bad_request(message: str, status: int = 400, code: str = "invalid_http") -> Problem:
@@ -407,10 +421,7 @@ def _overloaded(message: str) -> Problem:
 _INVALID = _bad_request("this is no HTTP/1.1 request: send a request line, headers and body as RFC 9112 describes them")
 _TOO_MUCH_OVERHEAD = _bad_request("the body has too many chunk extensions or trailers: send it without them")
 _URL_TOO_LONG = _bad_request(f"the URL is longer than {MAX_URL_BYTES:,} bytes: send less", 414, "url_too_long")
-_HEAD_TOO_LARGE = _bad_request(
-    f"the headers are more than {MAX_HEADER_LINES} lines or {MAX_HEAD_BYTES:,} bytes: send less",
-    431,
-    "headers_too_large",
-)
+_HEAD_LIMITS = f"{MAX_HEADER_LINES} lines or {MAX_HEAD_BYTES:,} bytes"
+_HEAD_TOO_LARGE = _bad_request(f"the headers are more than {_HEAD_LIMITS}: send less", 431, "headers_too_large")
 _TOO_MANY = _overloaded("there are too many connections: close some, try again later, or raise --max-connections")
 _TOO_MANY_WAITING = _overloaded(f"more than {MAX_PIPELINED} requests wait on this connection: send them one by one")

@@ -1,6 +1,7 @@
 """Exceptions as HTTP answers in OpenAI's shape: one table from our exception tree to status, type and code.
 
-Used by `app.py` for whole answers and by `sse.py` for streams that broke. What nobody foresaw says nothing but the request's id.
+Used by `app.py` for whole answers and by `sse.py` for streams that broke. The answer to an exception that is not in the
+table says nothing but the request's id.
 """
 
 import logging
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE_CHARS = 400
 NO_RETRY = (b"x-should-retry", b"false")  # the openai client honours it; trying again would only cost more
 
+# Messages about these fields begin with the field's name.
 _NAMED_FIRST = {*SamplingParams.__struct_fields__, "messages", "priority", "cache_salt", "timeout_s"}
 
 
@@ -64,7 +66,7 @@ class Problem(msgspec.Struct):
 
 def problem(error: Exception, request_id: str) -> Problem:
     message = str(error)
-    if len(message) > MAX_MESSAGE_CHARS:  # some sentences repeat what was sent
+    if len(message) > MAX_MESSAGE_CHARS:  # some messages repeat what was sent
         message = message[:MAX_MESSAGE_CHARS] + "…"
     match error:
         case UnknownModelError():
@@ -85,22 +87,19 @@ def problem(error: Exception, request_id: str) -> Problem:
         case EngineError():
             return Problem(503, ErrorDetail(message, "server_error", code="engine_unavailable"))
     log.error("request %s failed", request_id, exc_info=error)
-    return Problem(
-        500, ErrorDetail(f"internal error; the server's log has more under request id {request_id}", "server_error")
-    )
+    unforeseen = f"internal error; the server's log has more under request id {request_id}"
+    return Problem(500, ErrorDetail(unforeseen, "server_error"))
 
 
 def _param(message: str) -> str | None:
-    """Sentences about a sampling parameter begin with its name."""
+    """The field that a message is about, if it begins with one."""
     first_word = message.partition(" ")[0]
     return first_word if first_word in _NAMED_FIRST else None
 
 
 def no_such_path() -> Problem:
-    return Problem(
-        404,
-        ErrorDetail("there is no such path: /docs lists those there are", "invalid_request_error", code="not_found"),
-    )
+    message = "there is no such path: /docs lists those there are"
+    return Problem(404, ErrorDetail(message, "invalid_request_error", code="not_found"))
 
 
 def wrong_method(allowed: list[str]) -> Problem:

@@ -1,8 +1,8 @@
 """Request bodies: from JSON to checked structs, and the fields that chat and completions have in common.
 
-Used by every handler with a body. Each field says in its declaration how much it may hold: `decode` refuses more, and the OpenAPI
-document tells. Fields nobody knows are ignored with one warning each; fields of the OpenAI protocol that would
-change the answer and are not built are refused by name, so that nobody gets an answer to another question.
+Used by every handler with a body. The declaration of a field says how much it may hold: `decode` refuses more, and the
+OpenAPI document states the limit. Unknown fields are ignored, with one warning each. Fields of the OpenAI protocol that
+would change the answer and are not implemented are refused by name, so that nobody gets an answer to another question.
 """
 
 import functools
@@ -36,30 +36,36 @@ MAX_TOKEN_ID = 2**31 - 1
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
-# How msgspec words a bound, and how it ends a sentence about a field.
+# How msgspec words that a bound is exceeded, and how it names the field at the end of a message.
 _NUMBER_BOUND = re.compile(r"Expected `(?:int|float)` (>=|<=) (\S+)")
 _LENGTH_BOUND = re.compile(r"Expected `(str|array|object)` of length (>=|<=) (\d+)")
+_BOUND_WORDS = {">=": "at least", "<=": "at most"}
 _PATH = re.compile(r" - at (`key` in )?`\$\.?(.*?)`$")
-_MAX_WARNINGS = 100  # names of unknown fields remembered: clients choose them
+_MAX_WARNINGS = 100  # names of unknown fields that are remembered: bounded, because clients choose them
 _warned: set[str] = set()
 
-# Accepted and without effect: they say something about the client, or ask for what is always so.
+# Accepted and without effect: they describe the client, or ask for what is always done.
 NO_EFFECT = {
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction",
-}  # fmt: skip
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prediction",
+}
 
-# name -> would this value change the answer?
+# name of a field -> whether a value of it would change the answer
 Refusals = Mapping[str, Callable[[Any], bool]]
 
 
 def given(value: Any) -> bool:
-    """Anything but a way to say no."""
+    """Whether a value is anything but null, false or empty."""
     return value not in (None, False, "", [], {})
 
 
-REFUSED: Refusals = {
-    "use_beam_search": given, "truncate_prompt_tokens": given, "prompt_embeds": given,
-}  # fmt: skip
+REFUSED: Refusals = {"use_beam_search": given, "truncate_prompt_tokens": given, "prompt_embeds": given}
 
 
 def decode(body: bytes, kind: type[Body], refused: Refusals = REFUSED) -> Body:
@@ -71,9 +77,8 @@ def decode(body: bytes, kind: type[Body], refused: Refusals = REFUSED) -> Body:
     if not isinstance(values, dict):
         raise FieldError(None, "the body must be a JSON object")
     if len(values) > MAX_FIELDS:
-        raise FieldError(
-            None, f"the body has {len(values)} fields, the limit is {MAX_FIELDS}: leave out what nobody knows"
-        )
+        message = f"the body has {len(values)} fields, the limit is {MAX_FIELDS}: leave out what nobody knows"
+        raise FieldError(None, message)
     for name, value in values.items():
         if name in kind.__struct_fields__ or name in NO_EFFECT:
             continue
@@ -95,17 +100,18 @@ def _field_error(message: str) -> FieldError:
     path = _PATH.search(message)
     if path is None:
         return FieldError(None, message)
-    param, sentence = path[2], message[: path.start()]
+    param = path[2]
+    sentence = message[: path.start()]
     name, _, inside = param.partition("[")
     if path[1]:
         name = f"a key of {name}"
     elif inside and name:
         name = f"an entry of {name}"
     if bound := _NUMBER_BOUND.fullmatch(sentence):
-        return FieldError(param, f"{name} must be at {'least' if bound[1] == '>=' else 'most'} {bound[2]}")
+        return FieldError(param, f"{name} must be {_BOUND_WORDS[bound[1]]} {bound[2]}")
     if bound := _LENGTH_BOUND.fullmatch(sentence):
         what = "characters" if bound[1] == "str" else "entries"
-        return FieldError(param, f"{name} must have at {'least' if bound[2] == '>=' else 'most'} {bound[3]} {what}")
+        return FieldError(param, f"{name} must have {_BOUND_WORDS[bound[2]]} {bound[3]} {what}")
     return FieldError(param, f"{param}: {sentence}")
 
 
@@ -116,7 +122,7 @@ def _warn_unknown(name: str) -> None:
 
 
 def check_vocabulary(name: str, token_ids: list[int], vocab_size: int) -> None:
-    """For ids that are decoded without being part of a request, which the frontend would check."""
+    """For token ids that are only decoded: those of a request are checked by the frontend."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         raise FieldError(name, f"{name} must hold token ids from 0 to {vocab_size - 1}")
 
@@ -126,8 +132,9 @@ Checker = Callable[[str, Any], None]  # of a field's name and value; raises Fiel
 
 @functools.cache
 def _free_checker(hint: Any) -> Checker | None:
-    """Checks what was declared `free` anywhere inside a type; None where nothing was."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    """What checks the values declared `free` anywhere inside a type; None where nothing was."""
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if origin is Annotated:
         for meta in arguments[1:]:
             if isinstance(meta, msgspec.Meta) and meta.extra:
@@ -139,7 +146,7 @@ def _free_checker(hint: Any) -> Checker | None:
         return functools.partial(_check_struct, hint, fields) if fields else None
     if origin in (typing.Union, types.UnionType):
         options = [checker for option in arguments if (checker := _free_checker(option)) is not None]
-        return functools.partial(_check_each_way, options) if options else None
+        return functools.partial(_check_options, options) if options else None
     if origin is list and (checker := _free_checker(arguments[0])) is not None:
         return functools.partial(_check_entries, checker)
     return None
@@ -159,7 +166,7 @@ def _check_struct(kind: type, fields: dict[str, Checker], name: str, value: Any)
             checker(f"{name}.{field}" if name else field, getattr(value, field))
 
 
-def _check_each_way(options: list[Checker], name: str, value: Any) -> None:
+def _check_options(options: list[Checker], name: str, value: Any) -> None:
     for checker in options:
         checker(name, value)
 
@@ -183,7 +190,8 @@ def at_most(max_entries: int) -> msgspec.Meta:
 
 def within(low: float, high: float | None = None, **more: Any) -> msgspec.Meta:
     """The range of a float, for the OpenAPI document. What is outside is refused by SamplingParams."""
-    return msgspec.Meta(extra_json_schema={"minimum": low, **({"maximum": high} if high is not None else {}), **more})
+    upper = {"maximum": high} if high is not None else {}
+    return msgspec.Meta(extra_json_schema={"minimum": low, **upper, **more})
 
 
 Penalty = Annotated[float, within(-2, 2)]
@@ -194,6 +202,8 @@ NumLogprobs = Annotated[int, whole(0, limits.MAX_LOGPROBS)]
 Name = Annotated[str, text(MAX_NAME_CHARS)]
 Text = Annotated[str, text(limits.MAX_TEXT_CHARS)]
 NonEmpty = Annotated[str, text(limits.MAX_STOP_CHARS, min_length=1)]
+LogitBias = Annotated[dict[TokenId, Annotated[float, within(-100, 100)]], at_most(limits.MAX_LOGIT_BIAS)]
+ExtraArguments = Annotated[dict[str, Any], free(limits.MAX_EXTRA_VALUES, maxProperties=limits.MAX_EXTRA_VALUES)]
 
 
 class StreamOptions(msgspec.Struct):
@@ -221,18 +231,13 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     bad_words: Annotated[list[NonEmpty], at_most(limits.MAX_BAD_WORDS)] | None = None
-    logit_bias: Annotated[dict[TokenId, Annotated[float, within(-100, 100)]], at_most(limits.MAX_LOGIT_BIAS)] | None = (
-        None
-    )
+    logit_bias: LogitBias | None = None
     allowed_token_ids: Annotated[list[TokenId], at_most(limits.MAX_ALLOWED_TOKENS)] | None = None
     prompt_logprobs: NumLogprobs | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     thinking_token_budget: Count | None = None
-    # For the operator's logits processors.
-    extra_args: (
-        Annotated[dict[str, Any], free(limits.MAX_EXTRA_VALUES, maxProperties=limits.MAX_EXTRA_VALUES)] | None
-    ) = None
+    extra_args: ExtraArguments | None = None  # for the operator's logits processors
 
     response_format: limits.GrammarObject | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -249,7 +254,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     timeout_s: Annotated[float, within(0, MAX_TIMEOUT_S, exclusiveMinimum=0)] | None = None
 
     def params(self, model: ModelInfo, **own: Any) -> SamplingParams:
-        """As asked, else the model's own defaults; `own` are the protocol's fields."""
+        """As asked, else the model's own defaults; `own`: what chat and completions each compute in their own way."""
         asked = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return model.default_params(**{**asked, **own})
 
@@ -258,23 +263,26 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             raise FieldError("stream_options", "stream_options needs stream set to true")
         num_choices = num_prompts * (self.n or 1)
         if num_choices > MAX_CHOICES:
-            param = "n" if num_prompts == 1 else "prompt"
-            raise FieldError(
-                param,
-                f"prompts times n are {num_choices} answers, one call may ask for {MAX_CHOICES}: make several calls",
+            message = (
+                f"prompts times n are {num_choices} answers, one call may ask for {MAX_CHOICES}: make several calls"
             )
+            raise FieldError("n" if num_prompts == 1 else "prompt", message)
         if self.timeout_s is not None and not 0 < self.timeout_s <= MAX_TIMEOUT_S:
-            raise FieldError(
-                "timeout_s", f"timeout_s must be greater than 0 and at most {MAX_TIMEOUT_S:g}, not {self.timeout_s:g}"
-            )
+            bounds = f"greater than 0 and at most {MAX_TIMEOUT_S:g}"
+            raise FieldError("timeout_s", f"timeout_s must be {bounds}, not {self.timeout_s:g}")
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.prompt_logprobs is not None
 
     @property
     def usage_at_end(self) -> bool:
-        return bool(self.stream_options is not None and self.stream_options.include_usage)
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def usage_always(self) -> bool:
-        return bool(self.usage_at_end and self.stream_options.continuous_usage_stats)
+        options = self.stream_options
+        return options is not None and bool(options.include_usage and options.continuous_usage_stats)
 
     def submit_options(self) -> dict[str, Any]:
         """What `AsyncLLM.submit` takes beside prompt and parameters."""

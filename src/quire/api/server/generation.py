@@ -30,7 +30,7 @@ class Usage(msgspec.Struct):
 
 
 def usage(streams: Sequence[Stream], num_completion_tokens: int | None = None) -> Usage:
-    """Of all streams together; as far as they have come where nobody counted."""
+    """Of all streams together. `num_completion_tokens`: None counts the tokens generated so far."""
     if num_completion_tokens is None:
         num_completion_tokens = sum(len(choice.token_ids) for stream in streams for choice in stream.request.choices)
     num_prompt_tokens = sum(len(stream.request.prompt_token_ids) for stream in streams)
@@ -47,32 +47,33 @@ async def submit(
     call: Call, prompts: Sequence[Prompt], params: SamplingParams, fields: SamplingFields, thinks: bool = False
 ) -> list[Stream]:
     """One stream per prompt. They are the call's: none runs on when it is over, or when one of them is refused."""
-    core_id, options, share, streams = call.core_id(), fields.submit_options(), LoopShare(), call.streams
-    options |= {"thinks": thinks, "owner": call.state.get("owner", "")}
+    core_id = call.core_id()
+    options = fields.submit_options() | {"thinks": thinks, "owner": call.state.get("owner", "")}
+    share = LoopShare()
+    streams = call.streams
     for idx, prompt in enumerate(prompts):
         streams.append(await call.service.llm.submit(prompt, params, request_id=f"{core_id}-{idx}", **options))
         await share.pause()
-    call.state["usage"] = lambda: usage(
-        streams
-    )  # not of the call, which holds the state: a cycle would keep both for a while
+    # Refers to the streams and not to the call, which holds the state: a cycle would keep both alive for a while.
+    call.state["usage"] = lambda: usage(streams)
     return streams
 
 
 async def finish(call: Call, streams: Sequence[Stream]) -> None:
-    """Waits until all is there, or the client left, who then gets nothing anyway."""
+    """Waits until all answers are complete, or the client disconnects."""
     async with AbortOnDisconnect(call.receive, streams):
         for stream in streams:
             await stream.wait()
 
 
 async def built(call: Call, make: Callable[[], msgspec.Struct]) -> Answer:
-    """A whole answer: written at once where it is short, else in a thread, so that nobody waits for it."""
-    size = sum(
-        len(choice.token_ids) + sum(len(entry.top_ids) for entry in choice.logprobs)
-        for stream in call.streams
-        for choice in stream.request.choices
-    )
-    size += sum(len(stream.request.prompt_logprobs) * stream.request.params.n for stream in call.streams)
+    """A whole answer: encoded at once where it is short, else in a thread, so that other calls do not wait for it."""
+    size = 0
+    for stream in call.streams:
+        request = stream.request
+        size += len(request.prompt_logprobs) * request.params.n
+        for choice in request.choices:
+            size += len(choice.token_ids) + sum(len(entry.top_ids) for entry in choice.logprobs)
     if size <= INLINE_TOKENS:
         return Answer.json(make())
     return await call.service.llm.off_loop(lambda: Answer.large_json(make()), size)

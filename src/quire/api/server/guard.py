@@ -1,7 +1,8 @@
-"""The one gate in front of every endpoint: who may call, how much they may send, and a request id and log line for each call.
+"""Checks every call before its endpoint: who may call and how much they may send; gives it a request id and a log line.
 
-A plain ASGI middleware that `run.py` puts around the app. Deny by default: what the table of endpoints (`policy_of`) does not know
-needs a key like any other. Knows nothing of models, and lets the messages of a stream pass untouched.
+A plain ASGI middleware that `run.py` puts around the app. Denies by default: a path that the table of endpoints
+(`policy_of`) does not have needs a key like any other. Knows nothing of models, and passes the messages of a stream on
+unchanged.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,22 +24,26 @@ from quire.errors import ConfigError
 from quire.utils.files import read_file
 
 Policy = Literal["open", "user", "admin"]
-Message = MutableMapping[str, Any]
+Scope = dict[str, Any]
+Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_HEADER_BYTES = 32 << 10
 MAX_KEY_FILE_BYTES = 1 << 20
-CLIENT_GONE = 499  # in the log: nobody was there to get a status
-LINGER_S, LINGER_BYTES = 2.0, 64 << 20  # how long and how much of a refused body is read and dropped
+CLIENT_GONE = 499  # status in the log of a call whose client disconnected before it got one
+# How long and how much of a refused body is read and dropped.
+LINGER_S = 2.0
+LINGER_BYTES = 64 << 20
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+# Headers that a request may have only once.
 _ONCE = {b"authorization", b"content-length", b"content-type", b"host", b"transfer-encoding", b"x-request-id"}
 
 
 class Refused(Exception):
-    """This call ends here, with a problem for an answer; where there is a body, `body_read` says that it was taken in."""
+    """Ends a call, with a problem for an answer. `body_read`: all of its body, where there is one, was received."""
 
     def __init__(
         self, status: int, code: str, message: str, kind: str = "invalid_request_error", body_read: bool = False
@@ -49,7 +54,7 @@ class Refused(Exception):
 
 
 class ClientGone(Exception):
-    """The client went away while sending."""
+    """The client disconnected while sending."""
 
 
 class Guard:
@@ -61,7 +66,7 @@ class Guard:
         self.cors = Cors(config.allowed_origins)
         self.held = HeldBytes(config.max_held_bytes)
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             await self._http(scope, receive, send)
         elif scope["type"] == "lifespan":
@@ -69,7 +74,7 @@ class Guard:
         else:  # no endpoint speaks WebSocket
             await send({"type": "websocket.close", "code": 1008})
 
-    async def _http(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.perf_counter()
         headers = dict(scope["headers"])
         request_id = _request_id(headers)
@@ -77,7 +82,9 @@ class Guard:
         reply = Reply(send, [(b"x-request-id", request_id), *self.cors.headers(headers)])
         policy = self.policy_of(scope["method"], scope["path"])
         has_body = b"content-length" in headers or b"transfer-encoding" in headers
-        body, share = b"", self.held.share((scope.get("client") or ("",))[0])
+        body = b""
+        address, *_ = scope.get("client") or ("",)
+        share = self.held.share(address)
         try:
             check_head(scope["headers"])
             if self.cors.is_preflight(scope, headers):
@@ -91,24 +98,26 @@ class Guard:
         except ClientGone:
             pass
         except Refused as refused:
-            await reply.problem(refused.problem, unread=receive if has_body and not refused.body_read else None)
+            is_unread = has_body and not refused.body_read
+            await reply.problem(refused.problem, unread=receive if is_unread else None)
         except Exception as error:
             unforeseen = problem(error, request_id.decode())
-            if not reply.status:  # else the stream ends short, which is all that can still be said
+            if not reply.status:  # else the answer has begun: it ends early, and the client sees that
                 await reply.problem(unforeseen)
         finally:
             share.give_back()
-            if self.config.access_log and (
-                policy != "open" or reply.status not in (200, 503)
-            ):  # probes come every second
+            is_probe = policy == "open" and reply.status in (200, 503)  # these come every second
+            if self.config.access_log and not is_probe:
                 shown = body if self.config.log_requests else None
                 logs.request(scope, reply.status or CLIENT_GONE, time.perf_counter() - started, shown)
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive, share: "Share") -> bytes:
         """The whole body, within the limits of size, time, depth and number of values."""
-        limit, declared = self.config.max_body_bytes, headers.get(b"content-length", b"0")
+        limit = self.config.max_body_bytes
+        declared = headers.get(b"content-length", b"0")
         too_large = f"the body is larger than {limit:,} bytes: send less, or raise --max-body-bytes"
-        if not declared.isdigit() or len(declared) > 15 or int(declared) > limit:
+        is_sane_length = declared.isdigit() and len(declared) <= 15
+        if not is_sane_length or int(declared) > limit:
             raise Refused(413, "body_too_large", too_large)
         body = bytearray()
         try:
@@ -123,13 +132,15 @@ class Guard:
                     if len(body) + len(part) > limit:
                         raise Refused(413, "body_too_large", too_large, body_read=not more)
                     if not share.hold(len(part)):
-                        text = "the bodies of the requests under way take all the memory there is for them: try again later"
+                        full = "the bodies of the requests under way take all the memory there is for them"
+                        text = f"{full}: try again later"
                         raise Refused(503, "overloaded", text, "overloaded_error", body_read=not more)
                     body += part
         except TimeoutError:
-            text = f"the body did not arrive within {self.config.body_timeout_s:g} s: send faster, or raise --body-timeout-s"
+            limit_s = self.config.body_timeout_s
+            text = f"the body did not arrive within {limit_s:g} s: send faster, or raise --body-timeout-s"
             raise Refused(408, "body_timeout", text, "timeout_error") from None
-        # A web page can send other types to a server on its visitor's machine without asking; JSON it must ask for.
+        # A web page can send other types to a server on its visitor's machine without a CORS preflight, but not JSON.
         if body and headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
             text = "the body must be JSON: send it with Content-Type: application/json"
             raise Refused(415, "unsupported_media_type", text, body_read=True)
@@ -137,7 +148,7 @@ class Guard:
         return bytes(body)
 
     async def _check_cost(self, body: bytearray) -> None:
-        """Refuses JSON that would take long to decode, which happens in one piece."""
+        """Refuses JSON that would take long to decode: decoding cannot be interrupted."""
         max_depth, max_values = self.config.max_json_depth, self.config.max_json_values
         if len(body) <= CHEAP_BYTES and body.count(b"[") + body.count(b"{") <= max_depth:
             return
@@ -154,7 +165,7 @@ class Guard:
 
 
 class Reply:
-    """What goes back to the client: knows the status, and adds headers where the answer starts."""
+    """Sends the answer to the client: remembers its status, and adds headers to its start."""
 
     def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self._send = send
@@ -162,15 +173,16 @@ class Reply:
         self.status = 0  # nothing sent yet
 
     def send(self, message: Message) -> Awaitable[None]:
-        """The `send` an app gets; not a coroutine itself, because it is called once per token."""
+        """The `send` that the app is given. Called once per token, so it is not a coroutine itself, to save time."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), *self.headers]
         return self._send(message)
 
     async def problem(self, problem: Problem, unread: Receive | None = None) -> None:
-        """Answers at once. A body still on the way is read and dropped for a while before the connection is closed: closing on it
-        would reset the connection, and a client that sends first and reads later would never see the answer."""
+        """Answers at once. `unread`: a body is still arriving, which is read and dropped for a while before the
+        connection is closed. Closing earlier would reset the connection, and a client that sends everything before it
+        reads would never see the answer."""
         body = problem.body
         head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *problem.headers]
         if problem.status == 401:
@@ -185,16 +197,19 @@ class Reply:
 
 
 class Keys:
-    """Who may call what. Keys are kept and compared as digests of equal length, all of them every time."""
+    """Who may call what. Keys are kept as digests of equal length, and a key is compared with all of them every time,
+    so that the time it takes tells nothing."""
 
     def __init__(self, config: ServerConfig) -> None:
-        users = [*config.api_key, *(_read_keys(config.api_key_file) if config.api_key_file else [])]
+        users = [*config.api_key]
+        if config.api_key_file:
+            users += _read_keys(config.api_key_file)
         admins = [config.admin_api_key] if config.admin_api_key else []
         self.admins = [_digest(key.encode()) for key in admins]
         self.users = [_digest(key.encode()) for key in [*users, *admins]] if users else []
 
     def check(self, policy: Policy | None, headers: dict[bytes, bytes]) -> str:
-        """Whose call it is, as a digest of the key; empty where none is needed. Refused: there is none, or a wrong one."""
+        """A digest of the caller's key; empty where no key is needed. Refused: the key is missing or wrong."""
         if policy == "open" or (not self.users and policy != "admin"):
             return ""
         if policy == "admin" and not self.admins:
@@ -202,7 +217,8 @@ class Keys:
             raise Refused(403, "no_admin_key", text, "permission_error")
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         digest = _digest(given.strip())
-        fits = [hmac.compare_digest(digest, key) for key in (self.admins if policy == "admin" else self.users)]
+        accepted = self.admins if policy == "admin" else self.users
+        fits = [hmac.compare_digest(digest, key) for key in accepted]
         if scheme.lower() != b"bearer" or not any(fits):
             which = "an operator's key" if policy == "admin" else "a valid API key"
             text = f"{which} is needed: send it as Authorization: Bearer KEY"
@@ -211,7 +227,7 @@ class Keys:
 
 
 class HeldBytes:
-    """How much the bodies of calls under way may take: together, and half of it those of one address."""
+    """Bounds the memory of the bodies of calls under way: all together, and those of one address to half of that."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -223,19 +239,23 @@ class HeldBytes:
 
 
 class Share:
-    """What one call has of it."""
+    """What one call takes of `HeldBytes`."""
 
     def __init__(self, held: HeldBytes, address: str) -> None:
-        self.held, self.address = held, address
+        self.held = held
+        self.address = address
         self.num_bytes = 0
 
     def hold(self, num_bytes: int) -> bool:
-        """False where there is not enough left. A lone body is bounded by its own limit, so it always fits."""
+        """Takes so many bytes more; False where there are not enough left.
+
+        The only body of an address may take more than the address's half: it has a limit of its own."""
         held = self.held
-        is_alone = held.by_address[self.address] == self.num_bytes
-        if held.total + num_bytes > held.limit or (
-            held.by_address[self.address] + num_bytes > held.limit // 2 and not is_alone
-        ):
+        held_by_address = held.by_address[self.address]
+        is_only_body = held_by_address == self.num_bytes
+        if held.total + num_bytes > held.limit:
+            return False
+        if held_by_address + num_bytes > held.limit // 2 and not is_only_body:
             return False
         held.total += num_bytes
         held.by_address[self.address] += num_bytes
@@ -252,7 +272,7 @@ class Share:
 
 
 class Cors:
-    """What browsers ask before a page of another origin may call. Without allowed origins nothing is answered."""
+    """Answers browsers that ask whether a page of another origin may call; not at all without allowed origins."""
 
     def __init__(self, origins: list[str]) -> None:
         self.any = "*" in origins
@@ -268,7 +288,7 @@ class Cors:
         allowed = b"*" if self.any else origin
         return [vary, (b"access-control-allow-origin", allowed), (b"access-control-expose-headers", b"X-Request-Id")]
 
-    def is_preflight(self, scope: MutableMapping[str, Any], headers: dict[bytes, bytes]) -> bool:
+    def is_preflight(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
         return bool(self.origins) and scope["method"] == "OPTIONS" and b"access-control-request-method" in headers
 
     async def preflight(self, headers: dict[bytes, bytes], reply: Reply) -> None:
@@ -308,7 +328,7 @@ async def drop(receive: Receive) -> None:
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body in one piece, then whatever comes next: the client's leaving."""
+    """A `receive` that returns the body in one piece, and then what the client's own returns: its disconnect."""
     given = False
 
     async def next_message() -> Message:
@@ -322,7 +342,7 @@ def replay(body: bytes, receive: Receive) -> Receive:
 
 
 def _request_id(headers: dict[bytes, bytes]) -> bytes:
-    """The client's own where it can be trusted in a log, else a new one."""
+    """The client's own where it is safe to log, else a new one."""
     given = headers.get(b"x-request-id", b"")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
 
@@ -332,17 +352,16 @@ def _digest(key: bytes) -> bytes:
 
 
 def _read_keys(path: str) -> list[str]:
-    """One key per line; empty lines and lines that begin with # are left out. No key at all is a mistake, not an open server."""
+    """One key per line; empty lines and lines that begin with # are ignored. A file without keys is an error: it would
+    make the server open to all."""
     try:
         lines = read_file(Path(path).expanduser(), MAX_KEY_FILE_BYTES).decode().splitlines()
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # RuntimeError: no such home; ValueError: bad UTF-8, a null character
+    # RuntimeError: no such home; ValueError: bad UTF-8, or a null character in the path.
+    except (OSError, RuntimeError, ValueError) as error:
         why = getattr(error, "strerror", None) or "it is not the path of a UTF-8 text"
         raise ConfigError(f"the key file {path!r} cannot be read: {why}") from None
-    keys = [check_key(line.strip()) for line in lines if line.strip() and not line.strip().startswith("#")]
+    lines = [line.strip() for line in lines]
+    keys = [check_key(line) for line in lines if line and not line.startswith("#")]
     if not keys:
         raise ConfigError(f"the key file {path!r} holds no key: write one per line")
     return keys

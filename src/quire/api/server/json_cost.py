@@ -1,6 +1,7 @@
-"""What decoding a body will cost, found out without decoding it: how deep its JSON nests, how many values it holds.
+"""Estimates what decoding a body will cost, without decoding it: how deep its JSON nests, how many values it holds.
 
-Used by `guard.py` before a body is decoded in one piece. Reads in pieces, so that nobody waits for a large body.
+Used by `guard.py` before a body is decoded, which cannot be interrupted. Reads in pieces, so that other calls do not
+wait for a large body.
 """
 
 import re
@@ -9,11 +10,11 @@ from itertools import accumulate
 
 from quire.utils.loop_share import LoopShare
 
-CHEAP_BYTES = 16_384  # bodies up to here hold few values, whatever they are
+CHEAP_BYTES = 16_384  # bodies up to this size hold few values, whatever they are
 PIECE_BYTES = 32_768  # read without a pause: a few milliseconds at worst
-LIST_VALUES = 3  # a list or object takes as long to decode as so many numbers
-MEMBER_VALUES = 8  # and a member of an object
-MAX_NUMBER_CHARS = 64  # no number needs more, and long ones take time squared
+LIST_VALUES = 3  # a list or object takes as long to decode as this many numbers
+MEMBER_VALUES = 8  # and so does a member of an object
+MAX_NUMBER_CHARS = 64  # no number needs more, and decoding takes time quadratic in the length
 
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _SIGNS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # as signed bytes: +1 and -1
@@ -21,7 +22,7 @@ _LONG_NUMBER = re.compile(rb"[0-9.eE+-]{%d}" % (MAX_NUMBER_CHARS + 1))
 
 
 class JsonCost:
-    """Fed with all of a body, piece by piece. What is no JSON gives some numbers too: decoding will tell."""
+    """Fed with all of a body, piece by piece. For what is not JSON the numbers mean nothing: decoding refuses it."""
 
     def __init__(self) -> None:
         self.max_depth = 0  # of lists and objects
@@ -40,11 +41,14 @@ class JsonCost:
         self.has_long_number |= _LONG_NUMBER.search(outside) is not None
         steps = array("b", outside.translate(_SIGNS, _NO_BRACKETS))
         depths = list(accumulate(steps, initial=self._depth))
-        self.max_depth, self._depth = max(self.max_depth, *depths), depths[-1]
+        self.max_depth = max(self.max_depth, *depths)
+        self._depth = depths[-1]
 
 
 async def json_cost(body: bytes | bytearray) -> JsonCost:
-    cost, share, start = JsonCost(), LoopShare(), 0
+    cost = JsonCost()
+    share = LoopShare()
+    start = 0
     while start < len(body):
         end = start + PIECE_BYTES
         num_backslashes = len(body[start:end]) - len(body[start:end].rstrip(b"\\"))

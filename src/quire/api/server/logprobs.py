@@ -21,7 +21,7 @@ def token_bytes(tokenizer: Tokenizer | None, token_id: int) -> bytes:
 
 
 def _encoded(value: Any) -> Any:
-    """The JSON of one position. Encoding thousands of them in one call would hold up everybody."""
+    """The JSON of one position, encoded now: encoding thousands in one call would hold up all other requests."""
     return msgspec.Raw(msgspec.json.encode(value))
 
 
@@ -100,13 +100,14 @@ class CompletionLogprobsWriter:
     def echo(self, text: str, entries: Sequence[TokenLogprobs]) -> CompletionLogprobs:
         """Columns of the prompt, which is `text`; its first token has no probability."""
         columns = CompletionLogprobs()
-        detokenizer = Detokenizer(self.tokenizer) if self.tokenizer is not None else None
+        tokenizer = self.tokenizer
+        detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
         for token_id, entry in zip(self.prompt_ids, [None, *entries]):
             self._add(columns, token_id, entry)
-            if detokenizer is None:
+            if tokenizer is None or detokenizer is None:
                 continue
             self.offset += len(detokenizer.feed((token_id,)))
-            spelling = token_text(self.tokenizer, token_id) if self.tokenizer.is_special(token_id) else ""
+            spelling = token_text(tokenizer, token_id) if tokenizer.is_special(token_id) else ""
             if text.startswith(spelling, self.offset):  # special tokens may be spelled out, or added by the tokenizer
                 self.offset += len(spelling)
         return columns
@@ -118,7 +119,7 @@ class CompletionLogprobsWriter:
         columns.top_logprobs.append(self._top(entry) if entry is not None else None)
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        """The likeliest by spelling, and the token itself."""
+        """The likeliest tokens and the token itself, by their text."""
         if not self.num_top:
             return {}
         top: dict[str, float] = {}
@@ -143,12 +144,13 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 def prompt_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer | None) -> PromptLogprobs:
     shown: PromptLogprobs = [None]  # nothing comes before the first token
     for entry in entries:
-        tops = [
+        ranks = range(1, len(entry.top_ids) + 1)
+        candidates = [
             (entry.token_id, entry.logprob, entry.rank),
-            *zip(entry.top_ids, entry.top_logprobs, range(1, len(entry.top_ids) + 1)),
+            *zip(entry.top_ids, entry.top_logprobs, ranks),
         ]
         by_id: dict[int, PromptLogprob] = {}
-        for token_id, logprob, rank in tops:
+        for token_id, logprob, rank in candidates:
             by_id.setdefault(token_id, PromptLogprob(max(logprob, LOWEST), rank, token_text(tokenizer, token_id)))
         shown.append(_encoded(by_id))
     return shown

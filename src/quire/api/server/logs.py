@@ -1,6 +1,6 @@
-"""What the server writes: one line per request, one of engine status while it is busy, for people or as JSON.
+"""What the server logs: one line per request, and one of engine status while it is busy, for people or as JSON.
 
-Called by `guard.py` and `run.py`. Prompts get here only with --log-requests, keys and query strings never.
+Called by `guard.py` and `run.py`. Prompts are logged only with --log-requests, keys and query strings never.
 """
 
 import datetime
@@ -25,7 +25,7 @@ def setup(log_format: str) -> None:
     handler.setFormatter(JsonFormatter() if log_format == "json" else human)
     logging.getLogger().handlers[:] = [handler]
     log.setLevel(logging.INFO)
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of every malformed request a stranger sends
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it would warn of every malformed request
 
 
 class JsonFormatter(logging.Formatter):
@@ -41,7 +41,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def announce(text: str) -> None:
-    """Something whoever started the server waits for: plain on standard output, or a record among the others."""
+    """Tells whoever started the server that it is ready: on standard output, or in the log where that is JSON."""
     handlers = logging.getLogger().handlers
     if handlers and isinstance(handlers[0].formatter, JsonFormatter):
         log.info("%s", text)
@@ -54,7 +54,7 @@ def write(message: str, fields: dict[str, Any], level: int = logging.INFO) -> No
 
 
 def request(scope: dict[str, Any], status: int, seconds: float, body: bytes | None = None) -> None:
-    """The line of a request that is over. `body` is given where requests are to be logged."""
+    """Writes the line of a request that is over. `body` is given where requests are to be logged."""
     state = scope["state"]
     fields = {
         "request_id": state["request_id"],
@@ -76,25 +76,27 @@ def request(scope: dict[str, Any], status: int, seconds: float, body: bytes | No
 
 
 def _printable(text: str, limit: int) -> str:
-    """One line whatever a client sent, so that nobody can forge another."""
+    """Text as one line, whatever a client sent, so that nobody can forge a line of the log."""
     cut = text[:limit]
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in cut)
     return shown + "…" if len(text) > limit else shown
 
 
 class StatusLine:
-    """Tells what the engine did since the last line, from the counters that /metrics shows."""
+    """Logs what the engine did since the last line, from the counters that /metrics shows."""
 
     def __init__(self, metrics: ServingMetrics) -> None:
         self.metrics = metrics
         self.before = dict(metrics.counters)
 
     def write(self, seconds: float) -> None:
-        """The line for the last `seconds`; nothing while the engine had nothing to do."""
-        gauges, counters = self.metrics.gauges, dict(self.metrics.counters)
+        """Writes the line for the last `seconds`; nothing while the engine had nothing to do."""
+        gauges = self.metrics.gauges
+        counters = dict(self.metrics.counters)
         gained = {name: counters[name] - self.before[name] for name in counters}
         self.before = counters
-        if not (gauges["num_requests_running"] or gauges["num_requests_waiting"] or gained["generation_tokens"]):
+        num_requests = gauges["num_requests_running"] + gauges["num_requests_waiting"]
+        if not num_requests and not gained["generation_tokens"]:
             return
         fields = {
             "running": int(gauges["num_requests_running"]),

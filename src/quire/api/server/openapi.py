@@ -1,6 +1,7 @@
 """/openapi.json and /docs: the table of endpoints and the structs of their bodies, for programs and for people.
 
-Built once by `app.py` from its table. The page needs no script and nothing from elsewhere: keys are typed into the same browser.
+Built once by `app.py` from its table. The page has no scripts and loads nothing from other servers, which could read
+the keys that are typed into the same browser.
 """
 
 import html
@@ -33,8 +34,10 @@ ERRORS = {
 
 def build(endpoints: Sequence["Endpoint"]) -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
-    structs = {kind for endpoint in endpoints for kind in (endpoint.body, endpoint.answer) if isinstance(kind, type)}
-    kinds = sorted({*structs, ErrorBody, TextPart}, key=lambda kind: kind.__name__)
+    structs: set[type] = {ErrorBody, TextPart}
+    for endpoint in endpoints:
+        structs |= {kind for kind in (endpoint.body, endpoint.answer) if isinstance(kind, type)}
+    kinds = sorted(structs, key=lambda kind: kind.__name__)
     references, components = msgspec.json.schema_components(kinds, ref_template=REF)
     schema_of = dict(zip(kinds, references))
     paths: dict[str, dict[str, Any]] = {}
@@ -65,14 +68,14 @@ def _operation(endpoint: "Endpoint", schema_of: dict[type, Any]) -> dict[str, An
     if endpoint.streams:
         content["text/event-stream"] = {}
     failed = {"application/json": {"schema": schema_of[ErrorBody]}}
+    errors = {code: {"description": text, "content": failed} for code, text in ERRORS.items()}
+    is_open = endpoint.policy == "open"
+    name = endpoint.handler.__name__
     operation: dict[str, Any] = {
-        "operationId": endpoint.handler.__name__ + ("_" + endpoint.path[1:] if endpoint.policy == "open" else ""),
+        "operationId": f"{name}_{endpoint.path[1:]}" if is_open else name,  # open endpoints share handlers
         "summary": endpoint.summary,
-        "responses": {
-            "200": {"description": endpoint.summary, "content": content},
-            **{code: {"description": text, "content": failed} for code, text in ERRORS.items()},
-        },
-        "security": [] if endpoint.policy == "open" else [{"key": []}],
+        "responses": {"200": {"description": endpoint.summary, "content": content}, **errors},
+        "security": [] if is_open else [{"key": []}],
     }
     if endpoint.body is not None:
         operation["requestBody"] = {

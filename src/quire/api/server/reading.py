@@ -1,7 +1,7 @@
-"""A chat's answers taken apart: content, thinking and tool calls, whole or as events.
+"""Splits a chat's answers into content, thinking and tool calls, whole or as events.
 
-Used by `chat.py` where the model thinks or has tools; everybody else's text goes out as it is. How text is read is the business of
-`frontend/parse.py` and the formats.
+Used by `chat.py` where the model thinks or has tools; other answers are sent as they are. How text is read is the
+business of `frontend/parse.py` and the formats.
 """
 
 import secrets
@@ -39,33 +39,40 @@ class ChatMessage(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Reading:
-    """How answers are read before they are shown."""
+    """How answers are read before they are sent."""
 
-    make_parser: Callable[[], OutputParser] | None
+    make_parser: Callable[[], OutputParser] | None  # None: an answer is plain text
     shows_reasoning: bool
-    is_named: bool
+    is_named: bool  # the request names the tool to call
 
     @property
     def is_plain(self) -> bool:
         return self.make_parser is None
 
     def message(self, text: str) -> ChatMessage:
-        return ChatMessage(text) if self.is_plain else _read(self.make_parser(), self.shows_reasoning, text)
+        return ChatMessage(text) if self.is_plain else _read(self.parser(), self.shows_reasoning, text)
+
+    def parser(self) -> OutputParser:
+        """A parser for one answer."""
+        return self.make_parser() if self.make_parser is not None else OutputParser(None, None)
 
     def finish_reason(self, reason: str | None, has_calls: bool) -> str | None:
         return "tool_calls" if reason == "stop" and has_calls and not self.is_named else reason
 
 
 def _read(parser: OutputParser, shows_reasoning: bool, text: str) -> ChatMessage:
-    deltas = parser.feed(text), parser.finish()
+    body, end = parser.feed(text), parser.finish()
     calls: list[ToolCall] = []
-    for news in (news for delta in deltas for news in delta.calls):
-        if news.name is not None:
-            calls.append(ToolCall(_call_id(), CalledFunction(news.name)))
-        calls[news.index].function.arguments += news.arguments
-    content, thoughts = ("".join(parts) for parts in zip(*((delta.content, delta.reasoning) for delta in deltas)))
+    for call_delta in (*body.calls, *end.calls):
+        if call_delta.name is not None:
+            calls.append(ToolCall(_call_id(), CalledFunction(call_delta.name)))
+        calls[call_delta.index].function.arguments += call_delta.arguments
+    content: str | None = body.content + end.content
+    if not content and calls:
+        content = None
+    thoughts = body.reasoning + end.reasoning
     return ChatMessage(
-        content or (None if calls else ""),
+        content,
         reasoning_content=(thoughts or None) if shows_reasoning else UNSET,
         tool_calls=calls or UNSET,
     )
@@ -76,22 +83,22 @@ def _call_id() -> str:
 
 
 def _without_content(form: EventFormat) -> Callable[[int], tuple[dict[str, Any], dict[str, Any]]]:
-    """Opens a choice that may have no content: put together, its events are the same message as the whole answer."""
+    """Opens a choice with null for its content, as the whole answer has where there is none but calls."""
 
     def opening(idx: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        fields, beside = form.opening(idx)
+        fields, beside = form.opening(idx) or ({}, {})
         return {**fields, "delta": {"role": "assistant", "content": None}}, beside
 
     return opening
 
 
 class ParsedEvents(Events):
-    """Answers in which thinking and calls are told from content, as they come."""
+    """Events of answers in which thinking and calls are told from content."""
 
     def __init__(self, form: EventFormat, streams: Sequence[Stream], n: int, reading: Reading) -> None:
         super().__init__(replace(form, opening=_without_content(form)), streams, n)
         self.reading = reading
-        self.parsers = [reading.make_parser() for _ in self.before]
+        self.parsers = [reading.parser() for _ in self.before]
         self.has_calls = [False] * len(self.parsers)
 
     def encode(self, updates: list[ChoiceUpdate]) -> bytes:
@@ -103,18 +110,21 @@ class ParsedEvents(Events):
         return b"".join(events)
 
     def _parsed(self, update: ChoiceUpdate) -> Iterator[bytes]:
-        """One event per kind of news, so that every client finds each; none for text whose meaning is not certain yet."""
-        parser, is_last = self.parsers[update.index], update.finish_reason is not None
-        deltas = [parser.feed(update.text), *([parser.finish()] if is_last else [])]
-        news = [fields for delta in deltas for fields in self._shown(update.index, delta)]
-        if is_last:  # a message without calls has content, if empty
-            news.append({} if self.has_calls[update.index] else {"content": ""})
-        elif not news and not self.plain:
-            news.append({})  # what goes with tokens that make no text yet
-        for idx, fields in enumerate(news):
-            yield self._event(update, fields, is_first=idx == 0, is_end=is_last and idx == len(news) - 1)
+        """An event each for thinking, content and calls; none for text that may yet turn out to be any of them."""
+        parser = self.parsers[update.index]
+        is_last = update.finish_reason is not None
+        deltas = self._shown(update.index, parser.feed(update.text))
+        if is_last:
+            deltas += self._shown(update.index, parser.finish())
+            # A message without calls has content, if empty.
+            deltas.append({} if self.has_calls[update.index] else {"content": ""})
+        elif not deltas and not self.plain:
+            deltas.append({})  # for the logprobs or ids of tokens that make no text yet
+        for idx, fields in enumerate(deltas):
+            yield self._event(update, fields, is_first=idx == 0, is_end=is_last and idx == len(deltas) - 1)
 
     def _shown(self, choice_idx: int, delta: Delta) -> list[dict[str, Any]]:
+        """What a parser found, as the `delta` of an event each."""
         shown: list[dict[str, Any]] = []
         if delta.reasoning and self.reading.shows_reasoning:
             shown.append({"reasoning_content": delta.reasoning})
@@ -124,11 +134,8 @@ class ParsedEvents(Events):
             self.has_calls[choice_idx] = True
             fields: dict[str, Any] = {"index": call.index, "function": {"arguments": call.arguments}}
             if call.name is not None:
-                fields |= {
-                    "id": _call_id(),
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
+                function = {"name": call.name, "arguments": call.arguments}
+                fields |= {"id": _call_id(), "type": "function", "function": function}
             shown.append({"tool_calls": [fields]})
         return shown
 

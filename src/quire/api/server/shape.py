@@ -1,7 +1,7 @@
-"""What a call asks of its answer's shape: response_format, structured_outputs and tools, as one constraint and one parser.
+"""The shape a call asks for: response_format, structured_outputs and tools, as one constraint and one parser.
 
-Used by `chat.py` and `completions.py`. The grammars of tool calls and how calls are read are the formats' business, in
-`frontend/tools/`; thinking is `frontend/reasoning/`'s.
+Used by `chat.py` and `completions.py`. The grammars of tool calls and how calls are read are defined by the formats in
+`frontend/tools/`; how thinking is read, by those in `frontend/reasoning/`.
 """
 
 import json
@@ -22,7 +22,7 @@ from quire.params import GrammarObject, StructuredOutputs
 
 MAX_TOOLS = 512
 MAX_TOOLS_BYTES = 120_000  # in one grammar, whose own limit is a little higher
-TOOL_BYTES = 128  # what a format writes around each, roughly
+TOOL_BYTES = 128  # roughly what a format adds to each tool
 _NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,64}")
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -54,7 +54,7 @@ class NamedTool(msgspec.Struct):
 
 
 class ChatFields(SamplingFields, kw_only=True):
-    """What a chat may say of its answer."""
+    """What a chat may ask of its answer, beside sampling."""
 
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -63,34 +63,45 @@ class ChatFields(SamplingFields, kw_only=True):
 
     @property
     def has_shape(self) -> bool:
-        """Whether there is more to its answer's shape than plain text."""
-        asked = self.tools, self.response_format, self.structured_outputs, self.guided_json, self.guided_regex
-        return any(value is not None for value in (*asked, self.guided_choice, self.guided_grammar))
+        """Whether its answer may be anything but plain text."""
+        asked = (
+            self.tools,
+            self.response_format,
+            self.structured_outputs,
+            self.guided_json,
+            self.guided_regex,
+            self.guided_choice,
+            self.guided_grammar,
+        )
+        return any(value is not None for value in asked)
 
 
 @dataclass(frozen=True)
 class AnswerShape:
     structured: StructuredOutputs | None = None
     tools: list[dict[str, Any]] = field(default_factory=list)  # as the template and the parser see them
-    is_named: bool = False  # one tool must be called, and the protocol calls that an ordinary end
+    is_named: bool = False  # the request names the tool to call; such an answer ends with "stop", not "tool_calls"
 
 
 def answer_constraint(fields: SamplingFields) -> StructuredOutputs | None:
     """From OpenAI's response_format, structured_outputs, or the older names of the same things."""
-    asked = {
-        "response_format": _of_format(fields.response_format),
-        "structured_outputs": fields.structured_outputs,
-        "guided_json": StructuredOutputs(json=fields.guided_json) if fields.guided_json is not None else None,
-        "guided_regex": StructuredOutputs(regex=fields.guided_regex) if fields.guided_regex is not None else None,
-        "guided_choice": StructuredOutputs(choice=fields.guided_choice) if fields.guided_choice is not None else None,
-        "guided_grammar": StructuredOutputs(grammar=fields.guided_grammar)
-        if fields.guided_grammar is not None
-        else None,
-    }
-    given = [name for name, value in asked.items() if value is not None]
-    if len(given) > 1:
-        raise FieldError(given[1], f"{given[0]} and {given[1]} exclude each other: give one")
-    return asked[given[0]] if given else None
+    asked: dict[str, StructuredOutputs] = {}
+    if (of_format := _of_format(fields.response_format)) is not None:
+        asked["response_format"] = of_format
+    if fields.structured_outputs is not None:
+        asked["structured_outputs"] = fields.structured_outputs
+    if fields.guided_json is not None:
+        asked["guided_json"] = StructuredOutputs(json=fields.guided_json)
+    if fields.guided_regex is not None:
+        asked["guided_regex"] = StructuredOutputs(regex=fields.guided_regex)
+    if fields.guided_choice is not None:
+        asked["guided_choice"] = StructuredOutputs(choice=fields.guided_choice)
+    if fields.guided_grammar is not None:
+        asked["guided_grammar"] = StructuredOutputs(grammar=fields.guided_grammar)
+    names = list(asked)
+    if len(names) > 1:
+        raise FieldError(names[1], f"{names[0]} and {names[1]} exclude each other: give one")
+    return asked[names[0]] if names else None
 
 
 def _of_format(form: dict[str, Any] | None) -> StructuredOutputs | None:
@@ -102,21 +113,18 @@ def _of_format(form: dict[str, Any] | None) -> StructuredOutputs | None:
         case {"type": "json_schema", "json_schema": {"schema": dict(schema) | bool(schema)}}:
             return StructuredOutputs(json=schema)
         case {"type": "json_schema"}:
-            raise FieldError(
-                "response_format",
-                "response_format of type json_schema needs json_schema with a name and a schema in it",
-            )
+            message = "response_format of type json_schema needs json_schema with a name and a schema in it"
         case {"type": "structural_tag"}:
             return StructuredOutputs(structural_tag=form)
-    raise FieldError(
-        "response_format", "response_format must have the type text, json_object, json_schema or structural_tag"
-    )
+        case _:
+            message = "response_format must have the type text, json_object, json_schema or structural_tag"
+    raise FieldError("response_format", message)
 
 
 def chat_constraint(asked: ChatFields, model: ModelInfo) -> AnswerShape:
-    """Of a chat's answer: a JSON schema or a grammar, calls of tools, or either of the two."""
+    """What a chat's answer must be: text of a format, calls of tools, or either of the two."""
     structured = answer_constraint(asked)
-    choice = asked.tool_choice if asked.tool_choice is not None else "auto" if asked.tools else "none"
+    choice = asked.tool_choice or ("auto" if asked.tools else "none")
     if not asked.tools:
         if choice not in ("none", "auto"):
             raise FieldError("tool_choice", "tool_choice needs tools to choose from")
@@ -127,37 +135,45 @@ def chat_constraint(asked: ChatFields, model: ModelInfo) -> AnswerShape:
     if choice == "none":
         return _of_text(structured, model)
     if model.tool_format is None:
-        raise FieldError(
-            "tools",
-            "this model is not known to call tools: choose a format with --tool-call-parser, or leave tools out",
-        )
-    is_named, is_free = isinstance(choice, NamedTool), choice == "auto"
+        advice = "choose a format with --tool-call-parser, or leave tools out"
+        raise FieldError("tools", f"this model is not known to call tools: {advice}")
+    is_free = choice == "auto"
     if structured is not None and not is_free:
-        raise FieldError(
-            "tool_choice", "an answer cannot be a call and have a format at once: leave response_format out"
-        )
-    callable_tools = [tool for tool in tools if tool["function"]["name"] == choice.function.name] if is_named else tools
-    if not callable_tools:
-        raise FieldError("tool_choice", f"tool_choice names {choice.function.name!r:.80}, which is none of the tools")
+        message = "an answer cannot be a call and have a format at once: leave response_format out"
+        raise FieldError("tool_choice", message)
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    callable_tools = _callable(tools, named)
     if len(msgspec.json.encode(callable_tools)) + TOOL_BYTES * len(callable_tools) > MAX_TOOLS_BYTES:
-        if is_free and structured is None and not any(tool["function"].get("strict") for tool in tools):
-            return AnswerShape(None, tools)  # told to the model, and its calls are read, but no grammar is that large
-        raise FieldError(
-            "tools",
-            f"the tools have over {MAX_TOOLS_BYTES} characters, too many for a grammar: send fewer or shorter ones",
+        must_hold = structured is not None or any(tool["function"].get("strict") for tool in tools)
+        if is_free and not must_hold:
+            return AnswerShape(None, tools)  # the model is told of them and its calls are read, without a grammar
+        message = (
+            f"the tools have over {MAX_TOOLS_BYTES} characters, too many for a grammar: send fewer or shorter ones"
         )
+        raise FieldError("tools", message)
     form = model.tool_format.structure(
         [_honoured(tool, is_free) for tool in callable_tools],
         required=not is_free or structured is not None,
-        parallel=asked.parallel_tool_calls is not False and not is_named,  # a tool that is named is called once
+        parallel=asked.parallel_tool_calls is not False and named is None,  # a tool that is named is called once
     )
     if structured is not None:
         form = {"type": "or", "elements": [form, _answer(structured, model)]}
-    return AnswerShape(_tag(form), tools, is_named)
+    return AnswerShape(_tag(form), tools, is_named=named is not None)
+
+
+def _callable(tools: list[dict[str, Any]], named: str | None) -> list[dict[str, Any]]:
+    """The tools that may be called: the one that is named, or all."""
+    if named is None:
+        return tools
+    found = [tool for tool in tools if tool["function"]["name"] == named]
+    if not found:
+        raise FieldError("tool_choice", f"tool_choice names {named!r:.80}, which is none of the tools")
+    return found
 
 
 def _checked(tool: Tool) -> dict[str, Any]:
-    name, parameters = tool.function.name, tool.function.parameters or ANY_OBJECT
+    name = tool.function.name
+    parameters = tool.function.parameters or ANY_OBJECT
     if not _NAME.fullmatch(name):
         raise FieldError("tools", f"a tool is named {name!r:.80}: names have up to 64 letters, digits, and . _ : -")
     if parameters.get("type", "object") != "object":
@@ -166,7 +182,8 @@ def _checked(tool: Tool) -> dict[str, Any]:
 
 
 def _honoured(tool: dict[str, Any], is_free: bool) -> dict[str, Any]:
-    """With a schema that grammars can take. Where a call is the model's own idea, another may stay a hint, unless it is strict."""
+    """The tool with a schema that grammars can express. Where the model is free to call it or not, a schema that they
+    cannot express is replaced by that of any object, unless the tool is strict."""
     function = tool["function"]
     parameters = function.get("parameters") or ANY_OBJECT
     try:
@@ -179,31 +196,30 @@ def _honoured(tool: dict[str, Any], is_free: bool) -> dict[str, Any]:
 
 
 def _of_text(structured: StructuredOutputs | None, model: ModelInfo) -> AnswerShape:
-    """Without tools. Some models write a header before their answer, which is part of the grammar then."""
-    if structured is None or not hasattr(model.reasoning_format, "answer") or structured.structural_tag is not None:
+    """The shape of an answer without calls. Some models write a header before it, which is then part of the grammar."""
+    has_header = hasattr(model.reasoning_format, "answer")
+    if structured is None or structured.structural_tag is not None or not has_header:
         return AnswerShape(structured)
     return AnswerShape(_tag(_answer(structured, model)))
 
 
 def _answer(structured: StructuredOutputs, model: ModelInfo) -> dict[str, Any]:
-    """As part of a structural tag."""
+    """The format of an answer as part of a structural tag."""
     spec = grammar_spec(structured)
+    form: dict[str, Any]
     match spec.kind:
         case "json":
             form = {"type": "json_schema", "json_schema": json.loads(spec.text)}
         case "regex":
             form = {"type": "regex", "pattern": spec.text}
         case "choice":
-            form = {
-                "type": "or",
-                "elements": [{"type": "const_string", "value": choice} for choice in json.loads(spec.text)],
-            }
+            choices = [{"type": "const_string", "value": choice} for choice in json.loads(spec.text)]
+            form = {"type": "or", "elements": choices}
         case "grammar" if "::=" in spec.text:
             form = {"type": "grammar", "grammar": spec.text}
         case _:
-            raise FieldError(
-                "guided_grammar", "here an answer's format can be a JSON schema, regex, choice or GBNF grammar only"
-            )
+            message = "here an answer's format can be a JSON schema, regex, choice or GBNF grammar only"
+            raise FieldError("guided_grammar", message)
     wrap = getattr(model.reasoning_format, "answer", None)
     return wrap(form) if wrap is not None else form
 
@@ -220,8 +236,9 @@ def _tag(form: dict[str, Any]) -> StructuredOutputs:
 def parsers(
     model: ModelInfo, tools: list[dict[str, Any]], prompt_token_ids: list[int]
 ) -> Callable[[], OutputParser] | None:
-    """Makes the parser of one answer; None where an answer is plain text."""
-    reasoning, calls = model.reasoning_format, model.tool_format if tools else None
+    """What makes the parser of one answer; None where an answer is plain text."""
+    reasoning = model.reasoning_format
+    calls = model.tool_format if tools else None
     if reasoning is None and calls is None:
         return None
     is_open = reasoning is not None and model.thinking_is_open(prompt_token_ids)
@@ -237,6 +254,6 @@ def parsers(
 
 
 def shows_special_tokens(model: ModelInfo, tools: list[dict[str, Any]]) -> bool:
-    """Whether text must spell special tokens, because a format is made of them."""
+    """Whether special tokens must be part of the text, because a format is made of them."""
     formats = [model.reasoning_format, model.tool_format if tools else None]
     return any(form is not None and form.NEEDS_SPECIAL_TOKENS for form in formats)

@@ -1,7 +1,7 @@
 """Answers as server-sent events: the hot path, run once per token and stream.
 
-Used by `chat.py` and `completions.py`, which say how a choice is written. An event is bytes put together from pieces made once per
-request and the JSON of the new text: nothing is built per token that could be built before.
+Used by `chat.py` and `completions.py`, which say how a choice is written. An event is made of bytes that are encoded
+once per request and the JSON of the new text: nothing is encoded per token that could be encoded before.
 """
 
 import asyncio
@@ -19,7 +19,10 @@ from quire.frontend.async_llm import Stream
 from quire.frontend.requests import ChoiceUpdate
 from quire.utils.loop_share import LoopShare
 
-PART_TOKENS = 32  # with logprobs, written in one event
+PART_TOKENS = 32  # with logprobs, encoded in one event
+
+# (fields of the choice, fields beside the choices) of the first event of a choice; None: it has none of its own.
+Opening = tuple[dict[str, Any], dict[str, Any]] | None
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -38,11 +41,9 @@ class EventFormat:
     head: dict[str, Any]  # id, object, created, model
     before_text: bytes  # of a choice, from its index to its text
     after_text: bytes
-    opening: Callable[
-        [int], tuple[dict[str, Any], dict[str, Any]] | None
-    ]  # first event of a choice: fields of its choice and beside it
-    can_open: Callable[[int], bool] = lambda idx: True  # is all there that its first event tells?
-    slow_opening: bool = False  # does it tell so much that a thread must write it?
+    opening: Callable[[int], Opening]  # by the index of the choice
+    can_open: Callable[[int], bool] = lambda idx: True  # whether everything in the first event of a choice is known
+    slow_opening: bool = False  # whether the first event is so long that a thread must encode it
     logprobs: Callable[[ChoiceUpdate], Any] | None = None  # None: not asked for
     token_ids: bool = False
     usage_at_end: bool = False
@@ -53,7 +54,9 @@ class Events:
     """Updates of all choices as bytes."""
 
     def __init__(self, form: EventFormat, streams: Sequence[Stream], n: int) -> None:
-        self.form, self.streams, self.n = form, streams, n
+        self.form = form
+        self.streams = streams
+        self.n = n
         self.head = b"data: " + to_json(form.head)[:-1] + b',"choices":['
         count = len(streams) * n
         self.before = [self.head + b'{"index":%d,' % idx + form.before_text for idx in range(count)]
@@ -63,8 +66,8 @@ class Events:
         self.held: list[ChoiceUpdate] = []  # of choices whose opening is not known yet
 
     def encode(self, updates: list[ChoiceUpdate]) -> bytes:
-        """Called once per step and request: every line here is paid for by every token."""
-        events = []
+        """Called once per step and request: what this costs, every token costs."""
+        events: list[bytes] = []
         if self.held:
             updates, self.held = self.held + updates, []
         for update in updates:
@@ -97,11 +100,9 @@ class Events:
     def _full(self, update: ChoiceUpdate) -> bytes:
         """An event with more to say than text."""
         logprobs = self.form.logprobs(update) if self.form.logprobs is not None and update.token_ids else None
-        parts = [
-            self.before[update.index], to_json(update.text), self.form.after_text,
-            b',"logprobs":', to_json(logprobs),
-            b',"finish_reason":', to_json(update.finish_reason),
-        ]  # fmt: skip
+        parts = [self.before[update.index], to_json(update.text), self.form.after_text]
+        parts += b',"logprobs":', to_json(logprobs)
+        parts += b',"finish_reason":', to_json(update.finish_reason)
         if update.finish_reason is not None:
             parts += b',"stop_reason":', to_json(update.stop_reason)
         if self.form.token_ids:
@@ -117,14 +118,17 @@ class Events:
 
 
 class EventStream:
-    """The answer: events as they come. Its head waits for the first token, so that what fails before it has a status of its own."""
+    """An answer sent as events. Its head waits for the first token, so that an earlier failure has its own status."""
 
     def __init__(self, events: Events, call: Call) -> None:
-        self.events, self.request_id = events, call.request_id
+        self.events = events
+        self.request_id = call.request_id
         self.off_loop = call.service.llm.off_loop
 
     async def __call__(self, receive: Receive, send: Send) -> None:
-        events, begun, share = self.events, False, LoopShare()
+        events = self.events
+        begun = False
+        share = LoopShare()
         async with AbortOnDisconnect(receive, events.streams):
             try:
                 async for updates in merged(events.streams, events.n):
@@ -132,9 +136,8 @@ class EventStream:
                         begun = True
                         await _start(send)
                     if events.form.slow_opening and events.unopened:
-                        await send_body(
-                            send, await self.off_loop(partial(events.encode, updates), len(updates)), more=True
-                        )
+                        body = await self.off_loop(partial(events.encode, updates), len(updates))
+                        await send_body(send, body, more=True)
                     elif events.form.logprobs is None:
                         await send({"type": "http.response.body", "body": events.encode(updates), "more_body": True})
                     else:
@@ -153,7 +156,8 @@ class EventStream:
 
 
 def in_parts(updates: list[ChoiceUpdate]) -> Iterator[ChoiceUpdate]:
-    """Each update as several, where a slow reader left many tokens with logprobs to be written: in one piece that takes long."""
+    """Each update as several of at most PART_TOKENS tokens: a slow reader may have left many, and encoding all of their
+    logprobs at once would take long."""
     for update in updates:
         num_tokens = len(update.logprobs)
         if num_tokens <= PART_TOKENS:
@@ -176,7 +180,7 @@ async def _start(send: Send) -> None:
 
 
 def merged(streams: Sequence[Stream], n: int) -> AsyncIterator[list[ChoiceUpdate]]:
-    """What the streams gain, as it comes, choices numbered through."""
+    """The updates of all streams as they come, with choices numbered across streams."""
     return aiter(streams[0]) if len(streams) == 1 else _merged(streams, n)
 
 

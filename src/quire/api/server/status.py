@@ -1,7 +1,7 @@
 """/live, /ready, /health, /version, /metrics, /admin/check: what machines ask about the server.
 
-Called by `app.py`. `/live` says the process is up; `/ready` and `/health` say that the engine makes progress; `/admin/check` has the
-core verify its books, which takes as long as a step or two.
+Called by `app.py`. `/live` says the process is up; `/ready` and `/health` say that the engine makes progress;
+`/admin/check` has the core verify its bookkeeping, which takes as long as a step or two.
 """
 
 import msgspec
@@ -30,9 +30,8 @@ async def live(call: Call) -> Answer:
 async def ready(call: Call) -> Answer:
     trouble = call.service.llm.health()
     if trouble is not None:
-        return Answer.error(
-            Problem(503, ErrorDetail(trouble, "server_error", code="not_ready"), [(b"retry-after", b"1")])
-        )
+        detail = ErrorDetail(trouble, "server_error", code="not_ready")
+        return Answer.error(Problem(503, detail, [(b"retry-after", b"1")]))
     return Answer.json(Alive("ok"))
 
 

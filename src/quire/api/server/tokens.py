@@ -51,12 +51,12 @@ async def tokenize(call: Call) -> Answer:
     body = decode(call.body, TokenizeRequest, TEMPLATE_REFUSED)
     llm = call.service.llm
     call.service.model_name(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise FieldError("prompt", "give either prompt or messages")
-    if body.messages is not None:
-        tokens = await encode(llm, body, msgspec.to_builtins(body.tools or []))
-    else:
+    if body.messages is not None and body.prompt is None:
+        tokens = await encode(llm, body.messages, body, msgspec.to_builtins(body.tools or []))
+    elif body.prompt is not None and body.messages is None:
         tokens = await llm.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    else:
+        raise FieldError("prompt", "give either prompt or messages")
     answer = functools.partial(_tokenized, llm.model, tokens, bool(body.return_token_strs))
     return await llm.off_loop(answer, len(tokens)) if len(tokens) > INLINE_TOKENS else answer()
 
