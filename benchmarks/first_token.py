@@ -1,7 +1,7 @@
-"""From the command typed to the first of its answer, with the model and the disk's cache warm.
+"""Times a command from its start to its first answer, with the model's files in the disk's cache.
 
-    python benchmarks/first_token.py [--runs 5] [-- arguments of quire generate]     to the first character
-    python benchmarks/first_token.py --serve [--runs 5] [-- arguments of quire serve]    to a whole chat answer over HTTP
+    python benchmarks/first_token.py [--runs 5] [-- arguments of quire generate]       to the first character
+    python benchmarks/first_token.py --serve [--runs 5] [-- arguments of quire serve]  to a whole chat answer over HTTP
 
 Run it with the environment Quire is installed in. Exit status 1 when the median is over the bar.
 """
@@ -54,9 +54,8 @@ def time_serve_s(command: list[str]) -> float:
                     if ask(f"http://127.0.0.1:{port}/v1/chat/completions"):
                         return time.perf_counter() - start
                 time.sleep(POLL_S)
-            raise SystemExit(
-                f"{' '.join(command)} failed with status {process.returncode}:\n{process.stdout.read().decode()}"
-            )
+            said = process.stdout.read().decode()
+            raise SystemExit(f"{' '.join(command)} failed with status {process.returncode}:\n{said}")
         finally:
             process.terminate()
 
@@ -64,7 +63,9 @@ def time_serve_s(command: list[str]) -> float:
 def ask(url: str) -> bool:
     request = urllib.request.Request(url, json.dumps(QUESTION).encode(), {"Content-Type": "application/json"})
     try:
-        return bool(json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["message"]["content"])
+        with urllib.request.urlopen(request, timeout=60) as response:
+            answer = json.load(response)
+        return bool(answer["choices"][0]["message"]["content"])
     except urllib.error.HTTPError as error:  # 503 while the engine starts
         error.close()
         return False
@@ -76,8 +77,11 @@ def main() -> None:
     parser.add_argument("--serve", action="store_true", help="time quire serve instead of quire generate")
     parser.add_argument("arguments", nargs="*", help="for the command, after --")
     args = parser.parse_args()
-    name, measure, arguments = ("serve", time_serve_s, SERVE) if args.serve else ("generate", time_generate_s, GENERATE)
-    script = Path(sys.executable).with_name("quire")  # what a person types; -m where Quire is run from its sources
+    if args.serve:
+        name, measure, arguments = "serve", time_serve_s, SERVE
+    else:
+        name, measure, arguments = "generate", time_generate_s, GENERATE
+    script = Path(sys.executable).with_name("quire")  # there where Quire is installed; else it is run from its sources
     quire = [str(script)] if script.exists() else [sys.executable, "-m", "quire"]
     command = [*quire, name, *(args.arguments or arguments)]
 

@@ -42,36 +42,20 @@ from benchmarks.server_process import QUIRE, ServerProcess, memory_bytes, num_fi
 KINDS = ["http", "json", "grammars", "folders"]
 SLICE_S = 150.0  # of one kind, with a server of its own
 AT_ONCE = 4
-KEY, ADMIN_KEY = "k1", "fuzz-admin-key"  # the first is what raw cases send
-WATCHER = ("127.0.0.2", 0)  # where those who watch come from: limits per address are for those who attack
+KEY = "k1"  # also written in the raw HTTP cases
+ADMIN_KEY = "fuzz-admin-key"
+WATCHER = ("127.0.0.2", 0)  # the watchers' address: the attackers use up the limits of theirs
 
 LATE_S = 2.0  # of the bystander's next token, over its pace, and of /live
 FIRST_S = 15.0  # of the bystander's first token: it may have to wait in line
 BACK_S = 10.0  # for requests, memory and file descriptors to come back
-MORE_BYTES = {"api": 150 << 20, "core": 150 << 20}
+MORE_BYTES = {"api": 150 << 20, "core": 150 << 20}  # that memory may grow by
 MORE_FILES = 32
 
-ECHO = [
-    "--executor",
-    "echo:50",
-    "--max-model-len",
-    "4096",
-    "--num-gpu-blocks-override",
-    "16384",
-]  # with few blocks they are soon checked
-REAL = [
-    "smollm2",
-    "--dtype",
-    "float32",
-    "--max-model-len",
-    "512",
-    "--max-num-seqs",
-    "8",
-    "--num-threads",
-    "1",
-    "--kv-cache-memory-bytes",
-    "64M",
-]
+ECHO = "--executor echo:50 --max-model-len 4096 --num-gpu-blocks-override 16384".split()  # few blocks are soon checked
+REAL = (
+    "smollm2 --dtype float32 --max-model-len 512 --max-num-seqs 8 --num-threads 1 --kv-cache-memory-bytes 64M".split()
+)
 SHAPES = [
     {"guided_json": {"type": "object"}},
     {"guided_grammar": 'root ::= "x"'},
@@ -126,7 +110,7 @@ class Watcher(ABC):
 
 
 class Metronome(Watcher):
-    """How late this very process is: nobody else is to blame for that much."""
+    """Measures how late this process itself is, which is not the server's fault."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,14 +176,10 @@ class Bystander(Watcher):
         connection = http.client.HTTPConnection(
             "127.0.0.1", self.port, timeout=self.limits.first_s, source_address=WATCHER
         )
+        headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
         try:
             self.running = True
-            connection.request(
-                "POST",
-                "/v1/completions",
-                json.dumps(self.body),
-                {"authorization": f"Bearer {KEY}", "content-type": "application/json"},
-            )
+            connection.request("POST", "/v1/completions", json.dumps(self.body), headers)
             response = connection.getresponse()
             if response.status == 503:  # the line is full, as it may be
                 self.ending.wait(0.2)
@@ -325,18 +305,12 @@ class Target:
         return [*found, *self._logged(), *self.prober.take_findings(), *self.bystander.take_findings()]
 
     def _honest(self) -> list[str]:
-        """/ready says whether a request is answered; the engine's books are in order."""
+        """What is wrong with /ready, which must say whether requests are answered, and with the engine's bookkeeping."""
         found = []
         try:
             ready, said = ask(self.port, "GET", "/ready")
-            status, content = ask(
-                self.port,
-                "POST",
-                "/v1/completions",
-                {"prompt": PROMPT[:4], "max_tokens": 2, "ignore_eos": True},
-                KEY,
-                self.limits.first_s,
-            )
+            body = {"prompt": PROMPT[:4], "max_tokens": 2, "ignore_eos": True}
+            status, content = ask(self.port, "POST", "/v1/completions", body, KEY, self.limits.first_s)
             if ready != 200:
                 found.append(f"/ready answers {ready}: {said[:200]!r}")
             elif status != 200:
@@ -354,13 +328,9 @@ class Target:
             text = ask(self.port, "GET", "/metrics")[1].decode()
         except OSError as error:
             return f"/metrics does not answer: {type(error).__name__}"
-        running, waiting = (
-            sum(map(float, re.findall(rf"^quire:num_requests_{name}{{.*}} (\S+)$", text, re.M)))
-            for name in ("running", "waiting")
-        )
-        return (
-            f"{running + waiting - 1:g} requests nobody waits for are still there" if running + waiting > 1 else ""
-        )  # one is the bystander's
+        counts = re.findall(r"^quire:num_requests_(?:running|waiting){.*} (\S+)$", text, re.M)
+        num_left = sum(map(float, counts)) - 1  # one is the bystander's
+        return f"{num_left:g} requests nobody waits for are still there" if num_left > 0 else ""
 
     def _size(self) -> dict[str, float]:
         core = self._core() or self.server.pid
@@ -377,13 +347,14 @@ class Target:
         except (OSError, KeyError):  # a process that ended has no files, one nobody waited for no memory
             return ""
         for name, value in now.items():
-            more = self.limits.more_bytes["core" if "core" in name else "api"] if "memory" in name else MORE_FILES
-            if value - self.usual[name] > more:
-                shown = (
-                    f"{(value - self.usual[name]) / 2**20:.0f} MB"
-                    if "memory" in name
-                    else f"{value - self.usual[name]:.0f}"
-                )
+            grown = value - self.usual[name]
+            if "memory" in name:
+                allowed = self.limits.more_bytes["core" if "core" in name else "api"]
+                shown = f"{grown / 2**20:.0f} MB"
+            else:
+                allowed = MORE_FILES
+                shown = f"{grown:.0f}"
+            if grown > allowed:
                 return f"{name} grew by {shown}"
         return ""
 
@@ -399,10 +370,9 @@ class Target:
         new, self.log_read = text[self.log_read :], len(text)
         found = UNFORESEEN.findall(new)
         if any(line.startswith("Traceback") for line in found):
-            last = [line for line in new.splitlines() if re.match(r"\w[\w.]*(Error|Exception|Interrupt|Exit)\b", line)]
-            found = [line for line in found if not line.startswith("Traceback")] + [
-                f"a traceback in the log: {' / '.join(last[-2:]) or 'of unknown end'}"
-            ]
+            ends = [line for line in new.splitlines() if re.match(r"\w[\w.]*(Error|Exception|Interrupt|Exit)\b", line)]
+            found = [line for line in found if not line.startswith("Traceback")]
+            found.append(f"a traceback in the log: {' / '.join(ends[-2:]) or 'of unknown end'}")
         return [f"the log: {line[:300]}" for line in found]
 
     def end(self) -> list[str]:
@@ -486,17 +456,15 @@ def play_grammar(target: Target, case: Any) -> str:
     return fuzz_json.judge(answer)
 
 
+def play_folder(folder: Path, case: Any) -> str:
+    return fuzz_folders.play(case, folder)
+
+
 ALL = [
     Kind("http", echo_server, lambda target: fuzz_http.raw_cases(), play_http, 32),
     Kind("json", echo_server, lambda target: fuzz_json.json_cases(document(target)), play_json, 16),
     Kind("grammars", real_server, lambda target: fuzz_grammars.grammar_cases(), play_grammar, 8),
-    Kind(
-        "folders",
-        sound_folder,
-        lambda folder: fuzz_folders.folder_cases(),
-        lambda folder, case: fuzz_folders.play(case, folder),
-        2,
-    ),
+    Kind("folders", sound_folder, lambda folder: fuzz_folders.folder_cases(), play_folder, 2),
 ]
 
 
@@ -507,9 +475,8 @@ ALL = [
 class Report:
     cases: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
-    findings: dict[tuple[str, str], dict[str, Any]] = field(
-        default_factory=dict
-    )  # (kind, what was wrong without numbers) -> the first
+    # (kind, what was wrong without numbers) -> the first of them
+    findings: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
 
     def add(self, kind: str, what: str, cases: list[Any]) -> bool:
         """Whether this is new."""
@@ -526,12 +493,9 @@ class Report:
         for kind in self.cases:
             found = sum(1 for name, _ in self.findings if name == kind)
             lines.append(f"{kind:<10} {self.cases[kind]:>7} {self.seconds[kind]:>8.0f} {found:>9}")
-        return "\n".join(
-            [
-                *lines,
-                *(f"{finding['times']} × {finding['kind']}: {finding['what']}" for finding in self.findings.values()),
-            ]
-        )
+        for finding in self.findings.values():
+            lines.append(f"{finding['times']} × {finding['kind']}: {finding['what']}")
+        return "\n".join(lines)
 
 
 def plain(what: str) -> str:
@@ -549,8 +513,10 @@ def fuzz(kind: Kind, seconds: float, number: int, report: Report, limits: Limits
 
 def _fuzz(kind: Kind, target: Any, seconds: float, number: int, report: Report) -> tuple[float, int]:
     """Until the time is up or a finding asks for a fresh server; (seconds left, number of the next batch)."""
-    started, strategy = time.monotonic(), kind.strategy(target)
-    watched, used = isinstance(target, Target), 0.0
+    started = time.monotonic()
+    strategy = kind.strategy(target)
+    watched = isinstance(target, Target)
+    used = 0.0
     while used < seconds:
         number += 1
         cases = make_cases(strategy, number, kind.batch)
@@ -560,7 +526,7 @@ def _fuzz(kind: Kind, target: Any, seconds: float, number: int, report: Report) 
             if what:
                 report.add(kind.name, what, [case])
         if watched and not target.usual:
-            target.settle()  # what the first requests make grow stays
+            target.settle()  # after the first requests, whose growth stays
         if watched and (trouble := target.trouble()):
             report_all(kind, target, report, cases, trouble)
             break
@@ -652,9 +618,8 @@ def main() -> int:
         traceback.print_exc()
         report.add("fuzzer", "it failed itself: see above", [])
     if args.json:
-        print(
-            json.dumps({"cases": report.cases, "seconds": report.seconds, "findings": list(report.findings.values())})
-        )
+        findings = list(report.findings.values())
+        print(json.dumps({"cases": report.cases, "seconds": report.seconds, "findings": findings}))
     else:
         print(report.table(), file=sys.stderr)
     return 1 if report.findings else 0

@@ -13,9 +13,8 @@ import time
 
 from hypothesis import strategies as st
 
-QUIET_S = 0.1  # a server that says nothing for so long after the last action has nothing more to say
-ENOUGH_BYTES = 64 << 20  # of answers
-
+QUIET_S = 0.1  # a server that sends nothing for this long after the last action has nothing more to send
+ENOUGH_BYTES = 64 << 20  # of answers, after which reading stops
 
 # One thing a client does: ("send", bytes), ("pause", milliseconds), ("read",), ("half_close",) or ("reset",).
 Action = tuple[str] | tuple[str, bytes] | tuple[str, int]
@@ -23,12 +22,34 @@ Case = list[Action]  # plain values, which can be written down and read again
 
 # ---------------------------------------------------------------- what is sent
 
-# HEAD is left out: its answers look cut to whoever does not know the question.
+# HEAD is left out: without knowing the request, its answers look as if their bodies were cut off.
 METHODS = [b"GET", b"POST", b"OPTIONS", b"PUT", b"DELETE", b"CONNECT", b"PRI", b"SOURCE", b"get", b"G\0T", b"", b"FOO"]
+ORDINARY_TARGETS = [
+    b"/live",
+    b"/ready",
+    b"/v1/models",
+    b"/v1/completions",
+    b"/v1/chat/completions",
+    b"/tokenize",
+    b"/metrics",
+    b"/nothing",
+]
 TARGETS = [
-    b"/live", b"/ready", b"/v1/models", b"/v1/completions", b"/v1/chat/completions", b"/tokenize", b"/metrics", b"/nothing", b"*", b"", b"//",
-    b"http://x/live", b"http://x", b"x:80", b"/%00", b"/%ff%fe", b"/live?a=b&a", b"/live#x", b"/\xff", b"/" + b"a" * 17_000, b"/ live",
-]  # fmt: skip
+    *ORDINARY_TARGETS,
+    b"*",
+    b"",
+    b"//",
+    b"http://x/live",
+    b"http://x",
+    b"x:80",
+    b"/%00",
+    b"/%ff%fe",
+    b"/live?a=b&a",
+    b"/live#x",
+    b"/\xff",
+    b"/" + b"a" * 17_000,
+    b"/ live",
+]
 VERSIONS = [b"HTTP/1.1"] * 8 + [
     b"HTTP/1.0",
     b"HTTP/0.9",
@@ -41,22 +62,72 @@ VERSIONS = [b"HTTP/1.1"] * 8 + [
     b"",
 ]
 LINE_ENDS = [b"\r\n"] * 12 + [b"\n", b"\r", b"\r\r\n", b"\n\r", b""]
+ORDINARY_HEADERS = [
+    b"host: y",
+    b"authorization: Bearer wrong",
+    b"x-request-id: a b",
+    b"x-request-id: abc",
+    b"content-type: text/plain",
+    b"accept: */*",
+    b"origin: http://evil",
+    b"expect: 100-continue",
+    b"connection: close",
+    b"connection: keep-alive",
+    b"a: \xff\xfe",
+    b"te: trailers",
+]
 HEADERS = [
-    b"host: y", b"authorization: Bearer wrong", b"x-request-id: a b", b"x-request-id: abc", b"content-type: text/plain", b"accept: */*",
-    b"origin: http://evil", b"expect: 100-continue", b"connection: close", b"connection: keep-alive", b"a: \xff\xfe", b"te: trailers",
-    b"authorization: Bearer k1", b"content-type: application/json", b"connection: upgrade", b"connection: upgrade, close", b"upgrade: h2c",
-    b"upgrade: websocket", b"sec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==", b"http2-settings: AAMAAABkAAQAAP__",
-    b"content-length: 0", b"content-length: 5", b"content-length: -1", b"content-length: +5", b"content-length: 5, 5", b"content-length:",
-    b"content-length: 99999999999", b"content-length: 18446744073709551615", b"content-length: 99999999999999999999999",
-    b"content-length : 5", b"transfer-encoding: chunked", b"transfer-encoding: gzip, chunked", b"transfer-encoding: chunked, gzip",
-    b"transfer-encoding: identity", b"transfer-encoding: \x0bchunked", b"transfer-encoding:", b"Transfer-Encoding: CHUNKED ",
-    b"trailer: authorization", b" folded", b"\tfolded", b": nameless", b"no colon", b"a: b\0c", b"a\0: b",
-    b"a: b\rc: d", b"a: b\nc: d", b"x: " + b"y" * 40_000, b"x: " + b"y" * 70_000, b"\r\n".join([b"x: y"] * 130),
-]  # fmt: skip
+    *ORDINARY_HEADERS,
+    b"authorization: Bearer k1",
+    b"content-type: application/json",
+    b"connection: upgrade",
+    b"connection: upgrade, close",
+    b"upgrade: h2c",
+    b"upgrade: websocket",
+    b"sec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==",
+    b"http2-settings: AAMAAABkAAQAAP__",
+    b"content-length: 0",
+    b"content-length: 5",
+    b"content-length: -1",
+    b"content-length: +5",
+    b"content-length: 5, 5",
+    b"content-length:",
+    b"content-length: 99999999999",
+    b"content-length: 18446744073709551615",
+    b"content-length: 99999999999999999999999",
+    b"content-length : 5",
+    b"transfer-encoding: chunked",
+    b"transfer-encoding: gzip, chunked",
+    b"transfer-encoding: chunked, gzip",
+    b"transfer-encoding: identity",
+    b"transfer-encoding: \x0bchunked",
+    b"transfer-encoding:",
+    b"Transfer-Encoding: CHUNKED ",
+    b"trailer: authorization",
+    b" folded",
+    b"\tfolded",
+    b": nameless",
+    b"no colon",
+    b"a: b\0c",
+    b"a\0: b",
+    b"a: b\rc: d",
+    b"a: b\nc: d",
+    b"x: " + b"y" * 40_000,
+    b"x: " + b"y" * 70_000,
+    b"\r\n".join([b"x: y"] * 130),
+]
 BODIES = [
-    b"", b"{}", b"hello", b"\0", b"[" * 70, b'{"prompt": "a", "max_tokens": 2}', b'{"prompt": "a", "max_tokens": 2, "stream": true}',
-    b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}', b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n", b"a" * 70_000,
-]  # fmt: skip
+    b"",
+    b"{}",
+    b"hello",
+    b"\0",
+    b"[" * 70,
+    b'{"prompt": "a", "max_tokens": 2}',
+    b'{"prompt": "a", "max_tokens": 2, "stream": true}',
+    b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}',
+    b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"a" * 70_000,
+]
 CHUNK_SIZES = [b"%x"] * 8 + [
     b"%X",
     b"000%x",
@@ -71,9 +142,19 @@ CHUNK_SIZES = [b"%x"] * 8 + [
     b"%x;" + b"e" * 70_000,
 ]
 TRAILERS = [
-    b"authorization: Bearer k1", b"x-request-id: trailer", b"content-length: 3", b"transfer-encoding: chunked", b"connection: close",
-    b"connection: upgrade", b"upgrade: h2c", b"host: z", b"no colon", b"a: b\0", b"t: " + b"v" * 70_000, b"\r\n".join([b"t: v"] * 70),
-]  # fmt: skip
+    b"authorization: Bearer k1",
+    b"x-request-id: trailer",
+    b"content-length: 3",
+    b"transfer-encoding: chunked",
+    b"connection: close",
+    b"connection: upgrade",
+    b"upgrade: h2c",
+    b"host: z",
+    b"no colon",
+    b"a: b\0",
+    b"t: " + b"v" * 70_000,
+    b"\r\n".join([b"t: v"] * 70),
+]
 JUNK = [
     b"\r\n",
     b"\n",
@@ -89,16 +170,13 @@ JUNK = [
 
 @st.composite
 def _heads(draw: st.DrawFn, framing: list[bytes], has_body: bool) -> bytes:
-    if draw(st.booleans()):  # every other head is an ordinary one, so that what follows it is looked at
-        lines = [
-            b"%s %s HTTP/1.1" % (b"POST" if has_body else b"GET", draw(st.sampled_from(TARGETS[:8]))),
-            b"host: x",
-            *framing,
-        ]
-        lines += [b"authorization: Bearer k1", b"content-type: application/json"] if draw(st.booleans()) else []
-        return b"".join(
-            line + b"\r\n" for line in [*lines, *draw(st.lists(st.sampled_from(HEADERS[:12]), max_size=2)), b""]
-        )
+    if draw(st.booleans()):  # every other head is an ordinary one, so that the server goes on to what follows it
+        method = b"POST" if has_body else b"GET"
+        lines = [b"%s %s HTTP/1.1" % (method, draw(st.sampled_from(ORDINARY_TARGETS))), b"host: x", *framing]
+        if draw(st.booleans()):
+            lines += [b"authorization: Bearer k1", b"content-type: application/json"]
+        lines += draw(st.lists(st.sampled_from(ORDINARY_HEADERS), max_size=2))
+        return b"".join(line + b"\r\n" for line in [*lines, b""])
     request_line = [draw(st.sampled_from(METHODS)), draw(st.sampled_from(TARGETS)), draw(st.sampled_from(VERSIONS))]
     lines = [b" ".join(request_line), b"host: x", *framing, *draw(st.lists(st.sampled_from(HEADERS), max_size=5))]
     return b"".join(line + draw(st.sampled_from(LINE_ENDS)) for line in [*lines, b""])
@@ -117,14 +195,17 @@ def _chunks(draw: st.DrawFn) -> bytes:
 @st.composite
 def _requests(draw: st.DrawFn) -> bytes:
     kind = draw(st.sampled_from(["bare", "length", "wrong length", "chunked", "upgrade"]))
-    body = (
-        b"" if kind in ("bare", "upgrade") else draw(_chunks()) if kind == "chunked" else draw(st.sampled_from(BODIES))
-    )
-    off = draw(st.integers(-2, 2)) if kind == "wrong length" else 0
+    if kind in ("bare", "upgrade"):
+        body = b""
+    elif kind == "chunked":
+        body = draw(_chunks())
+    else:
+        body = draw(st.sampled_from(BODIES))
+    error = draw(st.integers(-2, 2)) if kind == "wrong length" else 0
     framing = {
         "bare": [],
         "length": [b"content-length: %d" % len(body)],
-        "wrong length": [b"content-length: %d" % max(0, len(body) + off)],
+        "wrong length": [b"content-length: %d" % max(0, len(body) + error)],
         "chunked": [b"transfer-encoding: chunked"],
         "upgrade": [b"connection: upgrade", b"upgrade: h2c"],
     }[kind]
@@ -133,7 +214,8 @@ def _requests(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def raw_cases(draw: st.DrawFn) -> Case:
-    """What one client does on one connection: requests, good and bad, cut anywhere, pauses, reading, and its leaving."""
+    """What one client does on one connection: good and bad requests, cut anywhere, with pauses and reads between, and
+    how it leaves."""
     kinds = st.one_of(_requests(), _requests(), st.sampled_from(JUNK), st.binary(max_size=40))
     parts = draw(st.lists(kinds, min_size=1, max_size=4))
     if draw(st.integers(0, 9)) == 0:
@@ -156,7 +238,7 @@ def raw_cases(draw: st.DrawFn) -> Case:
 
 
 def play(address: tuple[str, int], case: Case, timeout_s: float = 5.0) -> bytes:
-    """Does it on a connection of its own; what came back until the server closed, fell silent, or the time was over."""
+    """Plays a case on a connection of its own; what came back until the server closed, fell silent, or time was up."""
     deadline_s = time.monotonic() + timeout_s
     received = bytearray()
     with socket.socket() as sock:
@@ -220,15 +302,16 @@ _LEAKS = re.compile(rb"Traceback|object at 0x|\.py\"|site-packages")
 
 def check_answers(received: bytes) -> str:
     """What is wrong with this as a sequence of HTTP/1.1 answers, the last of which may be cut; "" when nothing is."""
-    rest, last = received, False
+    rest = received
+    is_last = False
     while rest:
-        if last:
+        if is_last:
             return f"something follows an answer that said connection: close: {rest[:100]!r}"
         head, end, rest = rest.partition(b"\r\n\r\n")
         lines = head.split(b"\r\n")
         if not end:
-            begins = b"HTTP/1.1 "
-            fits = lines[0].startswith(begins) or begins.startswith(lines[0])
+            beginning = b"HTTP/1.1 "
+            fits = lines[0].startswith(beginning) or beginning.startswith(lines[0])
             return "" if fits else f"no answer begins like this: {head[:100]!r}"
         if not (status_line := _STATUS_LINE.fullmatch(lines[0])):
             return f"no status line: {lines[0][:100]!r}"
@@ -238,7 +321,7 @@ def check_answers(received: bytes) -> str:
         headers = [(field[1].lower(), field[2]) for field in fields if field]
         status = int(status_line[1])
         problem, body, rest = _body_of(status, headers, rest)
-        last = (b"connection", b"close") in headers
+        is_last = (b"connection", b"close") in headers
         problem = problem or _wrong_with(status, dict(headers), body)
         if problem:
             return problem
@@ -266,7 +349,8 @@ def _chunked_body(rest: bytes) -> tuple[str, bytes | None, bytes]:
     while True:
         line, end, after = rest.partition(b"\r\n")
         if not end:
-            return ("" if re.fullmatch(rb"[0-9a-fA-F]*\r?", line) else f"no chunk size: {line[:50]!r}"), None, b""
+            is_cut = re.fullmatch(rb"[0-9a-fA-F]*\r?", line)
+            return "" if is_cut else f"no chunk size: {line[:50]!r}", None, b""
         if not re.fullmatch(rb"[0-9a-fA-F]{1,16}", line):
             return f"no chunk size: {line[:50]!r}", None, b""
         size = int(line, 16)

@@ -27,7 +27,9 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """`with ServerProcess([*QUIRE, "smollm2"], "/ready") as server:` runs a command with `--port P` and waits until it answers."""
+    """Runs a command with `--port P` and waits until its server answers.
+
+    `with ServerProcess([*QUIRE, "smollm2"], "/ready") as server: …`"""
 
     def __init__(
         self, command: list[str], probe: str, stdin: bytes = b"", environment: Mapping[str, str] | None = None
@@ -35,14 +37,16 @@ class ServerProcess:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.probe = self.url + probe
-        self.folder = tempfile.TemporaryDirectory(prefix="q-")  # the server's TMPDIR: what it leaves there, it forgot
+        # The server's TMPDIR: a server that has ended should have left nothing there.
+        self.folder = tempfile.TemporaryDirectory(prefix="q-")
         self.log = tempfile.NamedTemporaryFile(prefix="server-", suffix=".log")
+        variables = {**os.environ, **(environment or {}), "TMPDIR": self.folder.name, "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
             [*command, "--port", str(self.port)],
             stdin=subprocess.PIPE,
             stdout=self.log,
             stderr=self.log,
-            env={**os.environ, **(environment or {}), "TMPDIR": self.folder.name, "PYTHONUNBUFFERED": "1"},
+            env=variables,
         )
         self.process.stdin.write(stdin)
         self.process.stdin.close()
@@ -71,7 +75,7 @@ class ServerProcess:
             return False
 
     def stop(self, timeout_s: float = 60.0) -> int | None:
-        """Asks it to end; its exit status, None when it does not come."""
+        """Asks it to end; its exit status, None if it does not end in time."""
         self.process.send_signal(signal.SIGTERM)
         try:
             return self.process.wait(timeout_s)
@@ -95,7 +99,7 @@ class ServerProcess:
 
     @property
     def core_pid(self) -> int:
-        """The engine at work: the child that holds a flight recorder, where another may stand by; else the only child."""
+        """The engine at work: the child that has a flight recorder, where another stands by; else the only child."""
         living = [pid for pid in children(self.pid) if state(pid) not in "ZX"]
         (pid,) = [pid for pid in living if "/flight-" in maps(pid)] or living
         return pid
@@ -132,7 +136,7 @@ def cpu_s(pid: int) -> float:
 
 
 def memory_bytes(pid: int) -> int:
-    """What is resident and its own: pages of mapped files come and go with what else the machine does."""
+    """Resident memory of its own, without the pages of mapped files, which depend on what else the machine does."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return sum(int(status[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024
 
@@ -143,4 +147,5 @@ def num_files(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # after the name, which may hold anything
+    """The fields of /proc/PID/stat after the process's name, which may hold anything."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,8 +1,9 @@
-"""Does a busy server say what the engine says alone? 256 streaming clients, 2,000 requests, compared with `LLM` in this process.
+"""Whether a busy server answers what the engine answers alone: 256 streaming clients, 2,000 requests, against `LLM`.
 
     python benchmarks/serving_exact.py [--requests 2000] [--clients 256] [--input-len 32] [--output-len 16]
 
-In float32, where a request's logits do not depend on its company. Exit status 1 when a request failed or its text differs.
+In float32, where a request's logits do not depend on the others in its batch. Exit status 1 when a request failed or
+its text differs.
 """
 
 import argparse
@@ -30,7 +31,7 @@ def main() -> int:
     args = parser.parse_args()
     numbers = random.Random(0)
     prompts = [[numbers.randrange(1000, 40_000) for _ in range(args.input_len)] for _ in range(args.requests)]
-    flags = [part for name, value in ENGINE.items() for part in ("--" + name.replace("_", "-"), str(value))]
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items()]
     with ServerProcess([*QUIRE, "smollm2", *flags], "/ready") as server:
         started = time.monotonic()
         texts, errors = asyncio.run(ask(server, prompts, args))
@@ -40,27 +41,22 @@ def main() -> int:
         params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
         truth = [output.outputs[0].text for output in llm.generate(prompts, params)]
     differing = sum(text != expected for text, expected in zip(texts, truth))
-    print(
-        f"{args.requests} requests, {args.clients} clients, {duration_s:.1f} s: {len(errors)} errors, {differing} texts differ, exit {exit_code}"
-    )
+    result = f"{len(errors)} errors, {differing} texts differ, exit {exit_code}"
+    print(f"{args.requests} requests, {args.clients} clients, {duration_s:.1f} s: {result}")
     for error in errors[:5]:
         print(" ", error)
     return 1 if errors or differing or exit_code else 0
 
 
 async def ask(server: ServerProcess, prompts: list[list[int]], args: argparse.Namespace) -> tuple[list[str], list[str]]:
-    texts, errors = [""] * len(prompts), []
+    texts = [""] * len(prompts)
+    errors: list[str] = []
+    options = {"max_tokens": args.output_len, "temperature": 0, "ignore_eos": True, "stream": True}
     todo = iter(range(len(prompts)))
 
     async def work(client: HttpClient) -> None:
         for idx in todo:
-            body = {
-                "prompt": prompts[idx],
-                "max_tokens": args.output_len,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-            }
+            body = {"prompt": prompts[idx], **options}
             answer = StreamedReply()
             try:
                 await client.post("/v1/completions", msgspec.json.encode(body), answer)

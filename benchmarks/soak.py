@@ -1,9 +1,10 @@
-"""Hours of mixed load on a real server: streams, whole answers, mistakes, deadlines, and clients that leave at any moment.
+"""Hours of mixed load on a real server: streams, whole answers, mistakes, deadlines, and clients that disconnect.
 
     python benchmarks/soak.py --seconds 3600 [--clients 24] [-- more flags of quire serve]
 
-Between rounds the clients fall silent and the server must be as it was: no request left, KV books clean, no zombie, no more memory
-or file descriptors than after the warm-up. At the end it is told to stop amid streams and must leave nothing. Exit status 1 if not.
+Between rounds the clients pause and the server must be as it was: no request left, the KV cache's bookkeeping in
+order, no zombie, no more memory or file descriptors than after the warm-up. At the end it is told to stop amid streams
+and must leave nothing behind. Exit status 1 if any of this does not hold.
 """
 
 import argparse
@@ -28,25 +29,18 @@ from quire.bench.http_client import Failure, HttpClient, HttpReply, StreamedRepl
 from quire.bench.loadgen import WORDS  # noqa: E402
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-CHECK = "/admin/check"  # {"problem": ""} while the core's books are in order
+CHECK = "/admin/check"  # {"problem": ""} while the core's bookkeeping is in order
 ADMIN_KEY = "soak"
 MAX_GROWTH = 0.05
 WARM_UP = 1 / 3  # of the rounds
 QUIET_S = 30.0  # the server may take to finish what clients left behind
 # A small cache is soon touched everywhere, and makes requests wait, be preempted and evict each other's prefixes.
-FLAGS = [
-    "--max-model-len",
-    "512",
-    "--kv-cache-memory-bytes",
-    "64M",
-    "--max-num-seqs",
-    "16",
-    "--max-queued-requests",
-    "64",
-    "--no-access-log",
-]
-# Torch keeps a compiled product for each number of rows it has met (two caches of 1,024), and glibc the memory freed between
-# them: hundreds of MiB on CPUs without bfloat16 instructions, which would hide a leak. These limits are reached in the warm-up.
+CACHE_FLAGS = "--max-model-len 512 --kv-cache-memory-bytes 64M"
+QUEUE_FLAGS = "--max-num-seqs 16 --max-queued-requests 64"
+FLAGS = [*CACHE_FLAGS.split(), *QUEUE_FLAGS.split(), "--no-access-log"]
+# Torch keeps a compiled matrix product for each number of rows it has met (two caches of 1,024), and glibc the memory
+# freed between them: hundreds of MiB on CPUs without bfloat16 instructions, which would hide a leak. These limits are
+# reached in the warm-up.
 ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
@@ -77,9 +71,8 @@ class Soak:
                     until_s = time.monotonic() + seconds / num_rounds
                     await asyncio.gather(*(self.client(client, until_s) for _ in range(num_clients)))
                     samples.append(await self.rest(client))
-                bar.set_postfix_str(
-                    f"{sum(self.outcomes.values())} requests, {samples[-1].api_bytes >> 20} + {samples[-1].core_bytes >> 20} MiB"
-                )
+                memory = f"{samples[-1].api_bytes >> 20} + {samples[-1].core_bytes >> 20} MiB"
+                bar.set_postfix_str(f"{sum(self.outcomes.values())} requests, {memory}")
                 bar.update()
         return samples
 
@@ -129,9 +122,8 @@ class Soak:
         return "ok"
 
     async def mistake(self, client: HttpClient) -> str:
-        path, body = self.request(
-            **self.rng.choice([{"temperature": -1}, {"n": 0}, {"max_tokens": "many"}, {"prompt": self.words(2000)}])
-        )
+        mistakes = [{"temperature": -1}, {"n": 0}, {"max_tokens": "many"}, {"prompt": self.words(2000)}]
+        path, body = self.request(**self.rng.choice(mistakes))
         if self.rng.random() < 0.2:
             body = body[:-5]
         reply = await client.post(path, body, HttpReply())
@@ -144,10 +136,8 @@ class Soak:
 
     async def half_a_request(self, client: HttpClient) -> str:
         _, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
-        request = (
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"
-            + b" " * 300
-        )
+        headers = b"Host: x\r\nContent-Type: application/json\r\nContent-Length: 500\r\n"
+        request = b"POST /v1/completions HTTP/1.1\r\n" + headers + b"\r\n{" + b" " * 300
         writer.write(request[: self.rng.randrange(len(request))])
         await asyncio.sleep(self.rng.uniform(0, 0.05))
         writer.transport.abort()
@@ -160,9 +150,8 @@ class Soak:
         body: dict[str, Any] = {"max_tokens": rng.choice([1, 4, 16, 16, 48]), "temperature": rng.choice([0, 1])}
         is_chat = rng.random() < 0.5 and "prompt" not in options
         body |= {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
-        body |= rng.choice(
-            [{}, {}, {"n": 2}, {"stop": ["e"]}, {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2}]
-        )
+        logprobs = {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2}
+        body |= rng.choice([{}, {}, {"n": 2}, {"stop": ["e"]}, logprobs])
         return CHAT if is_chat else COMPLETIONS, json.dumps(body | options).encode()
 
     def words(self, num_words: int) -> str:
@@ -189,9 +178,8 @@ class Soak:
         await asyncio.sleep(0.5)  # for the server to see them go
         server = self.server
         self.problems += [f"process {pid} is a zombie" for pid in children(server.pid) if state(pid) == "Z"]
-        return Sample(
-            memory_bytes(server.pid), memory_bytes(server.core_pid), num_files(server.pid), num_files(server.core_pid)
-        )
+        api_pid, core_pid = server.pid, server.core_pid
+        return Sample(memory_bytes(api_pid), memory_bytes(core_pid), num_files(api_pid), num_files(core_pid))
 
     async def gauges(self, client: HttpClient) -> dict[str, float]:
         text = (await client.get("/metrics")).content.decode()
@@ -200,10 +188,11 @@ class Soak:
             "waiting": "num_requests_waiting",
             "restarts": "engine_restarts_total",
         }
-        return {
-            short: sum(map(float, re.findall(rf"^quire:{name}{{.*}} (\S+)$", text, re.M)))
-            for short, name in names.items()
-        }
+        found = {}
+        for short, name in names.items():
+            values = re.findall(rf"^quire:{name}{{.*}} (\S+)$", text, re.M)
+            found[short] = sum(map(float, values))
+        return found
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
