@@ -305,7 +305,7 @@ class Target:
         return [*found, *self._logged(), *self.prober.take_findings(), *self.bystander.take_findings()]
 
     def _honest(self) -> list[str]:
-        """What is wrong with /ready, which must say whether requests are answered, and with the engine's bookkeeping."""
+        """What is wrong with /ready, which must say whether requests are answered, and with the engine's books."""
         found = []
         try:
             ready, said = ask(self.port, "GET", "/ready")

@@ -12,12 +12,11 @@ from quire.registry import names
 
 
 def quire(*argv: str, stdin: str = "", timeout: float = 120) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "quire", *argv], capture_output=True, text=True, input=stdin, timeout=timeout
-    )
+    command = [sys.executable, "-m", "quire", *argv]
+    return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=timeout)
 
 
-TINY_FLAGS = ["--dtype", "float32", "--skip-tokenizer-init", "--num-threads", "1", "--kv-cache-memory-bytes", "64M"]
+TINY_FLAGS = "--dtype float32 --skip-tokenizer-init --num-threads 1 --kv-cache-memory-bytes 64M".split()
 
 
 def test_every_command_has_help_from_its_options(capsys):
@@ -55,17 +54,15 @@ def test_errors_are_one_line_and_an_exit_code(argv, code, words, capsys):
 
 
 def test_generate_streams_a_continuation(smollm2):
-    done = quire(
-        "generate", "--temperature", "0", "--max-tokens", "8", "--max-model-len", "512", "The capital of France is"
-    )
+    flags = "--temperature 0 --max-tokens 8 --max-model-len 512"
+    done = quire("generate", *flags.split(), "The capital of France is")
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
 
 
 def test_generate_reads_standard_input_and_speaks_the_template(smollm2):
-    done = quire(
-        "generate", "--chat", "--temperature", "0", "--max-tokens", "30", stdin="What is the capital of France?"
-    )
+    flags = "--chat --temperature 0 --max-tokens 30"
+    done = quire("generate", *flags.split(), stdin="What is the capital of France?")
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
 
@@ -77,9 +74,8 @@ def test_a_prompt_too_long_is_one_line(smollm2):
 
 
 def test_chat_answers_and_remembers(smollm2):
-    done = quire(
-        "chat", "--temperature", "0", "--max-tokens", "20", stdin="What is the capital of France?\n/reset\n/exit\n"
-    )
+    typed = "What is the capital of France?\n/reset\n/exit\n"
+    done = quire("chat", "--temperature", "0", "--max-tokens", "20", stdin=typed)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout and "(forgotten)" in done.stdout
 
@@ -115,9 +111,9 @@ def test_workloads_are_the_published_ones():
     stream = workloads.build("stream-128", "cpu").tasks
     assert len(stream) == 1 and len(stream[0].prompt_token_ids) == 128 and stream[0].num_output_tokens == 129
     mixed = workloads.build("mixed64", "cpu").tasks
-    assert len(mixed) == 64 and all(
-        32 <= len(t.prompt_token_ids) <= 256 and 32 <= t.num_output_tokens <= 128 for t in mixed
-    )
+    assert len(mixed) == 64
+    assert all(32 <= len(task.prompt_token_ids) <= 256 for task in mixed)
+    assert all(32 <= task.num_output_tokens <= 128 for task in mixed)
     assert workloads.build("mixed256", "cuda").max_model_len <= 2048
     assert len(workloads.build("p1024d128", "cuda").tasks) == 1000
 

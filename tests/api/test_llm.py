@@ -82,14 +82,11 @@ def test_the_progress_bar_shows_tokens_per_second(tiny, capsys):
 
 
 def test_a_chat_uses_the_models_template(smol):
-    outputs = smol.chat(
-        [{"role": "user", "content": "What is the capital of France?"}],
-        SamplingParams(temperature=0, max_tokens=30),
-        use_tqdm=False,
-    )
-    assert "Paris" in outputs[0].outputs[0].text
-    assert outputs[0].outputs[0].finish_reason == "stop"
-    assert not outputs[0].outputs[0].text.endswith("<|im_end|>")
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    output = smol.chat(question, SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)[0].outputs[0]
+    assert "Paris" in output.text
+    assert output.finish_reason == "stop"
+    assert not output.text.endswith("<|im_end|>")
     two = smol.chat([[{"role": "user", "content": "Hi"}], [{"role": "user", "content": "Bye"}]], GREEDY, use_tqdm=False)
     assert len(two) == 2
 
@@ -131,10 +128,8 @@ def test_n_answers_differ_and_are_repeatable(tiny):
 def test_requests_without_a_seed_differ_but_an_engine_repeats_itself(tiny_llama):
     def run():
         with LLM(str(tiny_llama), **TINY, seed=11) as llm:
-            return [
-                ids(o)
-                for o in llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=12, ignore_eos=True), use_tqdm=False)
-            ]
+            outputs = llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=12, ignore_eos=True), use_tqdm=False)
+            return [ids(output) for output in outputs]
 
     first, second = run(), run()
     assert first == second
@@ -145,11 +140,8 @@ def test_a_stop_string_ends_the_text_before_it(smol):
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     whole = smol.generate("Count: one, two, three,", params, use_tqdm=False)[0].outputs[0].text
     stop = whole[len(whole) // 2 : len(whole) // 2 + 4]
-    cut = smol.generate(
-        "Count: one, two, three,",
-        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, stop=[stop]),
-        use_tqdm=False,
-    )[0].outputs[0]
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, stop=[stop])
+    cut = smol.generate("Count: one, two, three,", params, use_tqdm=False)[0].outputs[0]
     assert cut.text == whole[: whole.index(stop)]
     assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
     assert not smol.client.engine.has_work
@@ -158,32 +150,29 @@ def test_a_stop_string_ends_the_text_before_it(smol):
 def test_a_stop_token_is_reported_and_is_no_text(smol):
     whole = smol.generate("The sea is", GREEDY, use_tqdm=False)[0].outputs[0]
     stop = whole.token_ids[4]
-    cut = smol.generate(
-        "The sea is", SamplingParams(temperature=0, max_tokens=8, stop_token_ids=[stop]), use_tqdm=False
-    )[0].outputs[0]
+    params = SamplingParams(temperature=0, max_tokens=8, stop_token_ids=[stop])
+    cut = smol.generate("The sea is", params, use_tqdm=False)[0].outputs[0]
     assert cut.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
     assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
     assert cut.text == smol.get_tokenizer().decode(cut.token_ids[:-1])
 
 
 def test_logprobs_hold_the_chosen_token_and_the_likeliest(tiny):
-    output = tiny.generate(
-        [1, 2, 3], SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True, logprobs=3), use_tqdm=False
-    )[0].outputs[0]
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True, logprobs=3)
+    output = tiny.generate([1, 2, 3], params, use_tqdm=False)[0].outputs[0]
     assert len(output.logprobs) == 6
     for token, entry in zip(output.token_ids, output.logprobs):
         assert 3 <= len(entry) <= 4 and token in entry
-        assert all(math.isfinite(e.logprob) and e.logprob <= 0 for e in entry.values())
-        assert sorted(entry.values(), key=lambda e: e.rank)[0].rank == 1
-    assert output.cumulative_logprob == pytest.approx(
-        sum(e[t].logprob for t, e in zip(output.token_ids, output.logprobs))
-    )
+        assert all(math.isfinite(each.logprob) and each.logprob <= 0 for each in entry.values())
+        assert min(each.rank for each in entry.values()) == 1
+    chosen = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs)]
+    assert output.cumulative_logprob == pytest.approx(sum(chosen))
 
 
 def test_prompt_logprobs_start_with_none_and_cover_the_prompt(tiny):
     output = tiny.generate([1, 2, 3, 4], SamplingParams(max_tokens=1, prompt_logprobs=2, n=2), use_tqdm=False)[0]
     assert output.prompt_logprobs[0] is None
-    assert [t in e for t, e in zip([2, 3, 4], output.prompt_logprobs[1:])] == [True] * 3
+    assert [token in entry for token, entry in zip([2, 3, 4], output.prompt_logprobs[1:])] == [True] * 3
 
 
 @pytest.mark.parametrize(
@@ -196,11 +185,10 @@ def test_prompt_logprobs_start_with_none_and_cover_the_prompt(tiny):
     ],
 )
 def test_parameters_have_their_effect(tiny, changes, holds):
-    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, **changes)
-    assert not holds(
-        ids(tiny.generate([3, 1, 4], SamplingParams(temperature=0, max_tokens=10, ignore_eos=True), use_tqdm=False)[0])
-    )
-    assert holds(ids(tiny.generate([3, 1, 4], params, use_tqdm=False)[0]))
+    plain = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    changed = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, **changes)
+    assert not holds(ids(tiny.generate([3, 1, 4], plain, use_tqdm=False)[0]))
+    assert holds(ids(tiny.generate([3, 1, 4], changed, use_tqdm=False)[0]))
 
 
 def test_min_tokens_forbids_what_would_end_the_answer(tiny):
@@ -224,9 +212,8 @@ def test_sampling_defaults_come_from_generation_config(tiny_llama, tmp_path):
     import shutil
 
     shutil.copytree(tiny_llama, tmp_path / "m")
-    (tmp_path / "m" / "generation_config.json").write_text(
-        json.dumps({"temperature": 0.3, "top_k": 7, "eos_token_id": [3, 5]})
-    )
+    defaults = {"temperature": 0.3, "top_k": 7, "eos_token_id": [3, 5]}
+    (tmp_path / "m" / "generation_config.json").write_text(json.dumps(defaults))
     with LLM(str(tmp_path / "m"), **TINY) as llm:
         params = llm.get_default_sampling_params()
         assert (params.temperature, params.top_k) == (0.3, 7)
@@ -241,11 +228,19 @@ def test_sampling_defaults_come_from_generation_config(tiny_llama, tmp_path):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([], None), ([[]], "empty"), ([999], "0 to 255"), ([-1], "0 to 255"), ([1.5], "token ids|text"), ([True], "token ids"),
-        (list(range(128)), "limit is 128"), ({"text": 1}, "prompt_token_ids"), ("text", "needs a tokenizer"), ([b"x"], "text"),
+        ([], None),
+        ([[]], "empty"),
+        ([999], "0 to 255"),
+        ([-1], "0 to 255"),
+        ([1.5], "token ids|text"),
+        ([True], "token ids"),
+        (list(range(128)), "limit is 128"),
+        ({"text": 1}, "prompt_token_ids"),
+        ("text", "needs a tokenizer"),
+        ([b"x"], "text"),
         ({"prompt_token_ids": [1], "cache_salt": "x" * 300}, "cache_salt"),
     ],
-)  # fmt: skip
+)
 def test_bad_prompts_are_refused_in_a_sentence(tiny, prompt, message):
     if message is None:
         assert tiny.generate(prompt, GREEDY, use_tqdm=False) == []
@@ -258,13 +253,32 @@ def test_bad_prompts_are_refused_in_a_sentence(tiny, prompt, message):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"temperature": math.nan}, {"temperature": -1.0}, {"temperature": math.inf}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -2},
-        {"min_p": 2.0}, {"n": 0}, {"n": 10**6}, {"max_tokens": 0}, {"min_tokens": 5, "max_tokens": 4}, {"logprobs": 10**6},
-        {"seed": 2**80}, {"stop": [""]}, {"stop": ["x"] * 1000}, {"stop": ["x"], "detokenize": False}, {"logit_bias": {1: math.nan}},
-        {"allowed_token_ids": []}, {"presence_penalty": 3.0}, {"repetition_penalty": 0.0}, {"bad_words": [3]},
-        {"stop_token_ids": [-1]}, {"temperature": "hot"}, {"n": True},
+        {"temperature": math.nan},
+        {"temperature": -1.0},
+        {"temperature": math.inf},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -2},
+        {"min_p": 2.0},
+        {"n": 0},
+        {"n": 10**6},
+        {"max_tokens": 0},
+        {"min_tokens": 5, "max_tokens": 4},
+        {"logprobs": 10**6},
+        {"seed": 2**80},
+        {"stop": [""]},
+        {"stop": ["x"] * 1000},
+        {"stop": ["x"], "detokenize": False},
+        {"logit_bias": {1: math.nan}},
+        {"allowed_token_ids": []},
+        {"presence_penalty": 3.0},
+        {"repetition_penalty": 0.0},
+        {"bad_words": [3]},
+        {"stop_token_ids": [-1]},
+        {"temperature": "hot"},
+        {"n": True},
     ],
-)  # fmt: skip
+)
 def test_bad_parameters_are_refused(fields):
     with pytest.raises(RequestError):
         SamplingParams(**fields)

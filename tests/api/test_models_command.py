@@ -6,7 +6,8 @@ from quire import registry
 from quire.api.cli import run
 from tests.models.report import PAGE
 
-ARCHITECTURES = {a for names in registry.literals("quire.models", "ARCHITECTURES").values() for a in names}
+LISTED = registry.literals("quire.models", "ARCHITECTURES").values()
+ARCHITECTURES = {architecture for names in LISTED for architecture in names}
 
 
 def test_every_architecture_is_listed_with_its_file_cache_and_proof(capsys):

@@ -1,4 +1,4 @@
-"""A real server for the real `openai` client: AsyncLLM with its core process, the app, the guard and uvicorn, on a thread."""
+"""A real server for the real `openai` client: AsyncLLM with its core process, app, guard and uvicorn, on a thread."""
 
 import asyncio
 import threading
@@ -23,22 +23,22 @@ NAMES = ["smol", "smol-alias"]
 
 class Server:
     def __init__(self, url: str, llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
-        self.url, self.llm, self.loop = url, llm, loop
+        self.url = url
+        self.llm = llm
+        self.loop = loop
+        self.options = {"base_url": url + "/v1", "api_key": "none", "max_retries": 0, "timeout": 60}
 
     def client(self, **options) -> openai.OpenAI:
-        return openai.OpenAI(
-            **{"base_url": self.url + "/v1", "api_key": "none", "max_retries": 0, "timeout": 60, **options}
-        )
+        return openai.OpenAI(**{**self.options, **options})
 
     def async_client(self, **options) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(
-            **{"base_url": self.url + "/v1", "api_key": "none", "max_retries": 0, "timeout": 60, **options}
-        )
+        return openai.AsyncOpenAI(**{**self.options, **options})
 
 
 @contextmanager
 def serving(model: str, **options) -> Iterator[Server]:
-    started, failure = threading.Event(), []
+    started = threading.Event()
+    failure = []
     http = None
 
     async def live() -> None:
@@ -76,9 +76,8 @@ def serving(model: str, **options) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def smol(smollm2) -> Iterator[Server]:
     """The default model in float32: greedy text does not depend on who else runs."""
-    with serving(
-        "smollm2", dtype="float32", max_model_len=512, kv_cache_memory_bytes=256 << 20, num_threads=1
-    ) as server:
+    options = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 256 << 20, "num_threads": 1}
+    with serving("smollm2", **options) as server:
         yield server
 
 
@@ -99,7 +98,9 @@ def with_bos(smollm2, tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def echo(smollm2, with_bos) -> Iterator[Server]:
-    """A model that repeats its prompt, 100 tokens a second, one request at a time, by priority; its template takes arguments."""
+    """A model that repeats its prompt, 100 tokens a second, one request at a time, by priority.
+
+    Its template takes arguments."""
     template = "{{ style }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ reasoning_effort }}"
     options = {"executor": "echo:100", "max_num_seqs": 1, "scheduling_policy": "priority", "max_model_len": 2048}
     serving_options = ServingConfig(max_queued_requests=4)

@@ -24,11 +24,11 @@ def ask(client, messages=QUESTION, **options):
     return client.chat.completions.create(model="smol", messages=messages, extra_body=extra, **known)
 
 
-EXTRA = {
-    "top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "bad_words",
-    "allowed_token_ids", "prompt_logprobs", "priority", "cache_salt", "chat_template_kwargs", "continue_final_message",
-    "add_generation_prompt", "return_token_ids", "skip_special_tokens", "timeout_s", "chat_template", "zzz",
-}  # fmt: skip
+EXTRA = """
+    top_k min_p repetition_penalty min_tokens stop_token_ids include_stop_str_in_output ignore_eos bad_words
+    allowed_token_ids prompt_logprobs priority cache_salt chat_template_kwargs continue_final_message
+    add_generation_prompt return_token_ids skip_special_tokens timeout_s chat_template zzz
+""".split()
 
 
 def text(client, messages=QUESTION, **options) -> str:
@@ -76,9 +76,8 @@ def test_a_stream_ends_with_done(smol):
 
 def test_the_async_client_streams_many_answers_at_once(smol):
     async def one(client):
-        stream = await client.chat.completions.create(
-            model="smol", messages=QUESTION, temperature=0, max_tokens=16, stream=True
-        )
+        options = {"model": "smol", "messages": QUESTION, "temperature": 0, "max_tokens": 16}
+        stream = await client.chat.completions.create(**options, stream=True)
         return "".join([event.choices[0].delta.content async for event in stream])
 
     async def all_of_them():
@@ -99,10 +98,8 @@ def test_raw_responses_show_the_request_id(client):
 def test_two_calls_may_bring_the_same_request_id(smol):
     async def both():
         async with smol.async_client(default_headers={"X-Request-Id": "twin"}) as client:
-            calls = [
-                client.chat.completions.create(model="smol", messages=QUESTION, temperature=0, max_tokens=16)
-                for _ in "ab"
-            ]
+            options = {"model": "smol", "messages": QUESTION, "temperature": 0, "max_tokens": 16}
+            calls = [client.chat.completions.create(**options) for _ in range(2)]
             return [answer.choices[0].message.content for answer in await asyncio.gather(*calls)]
 
     assert asyncio.run(both()) == [ANSWER] * 2
@@ -244,18 +241,13 @@ def test_logprobs_tell_how_likely_tokens_were(client):
         tops = [top.logprob for top in entry.top_logprobs]
         assert len(tops) == 3 and tops == sorted(tops, reverse=True) and sum(map(math.exp, tops)) <= 1
         assert entry.top_logprobs[0].token == entry.token and entry.logprob == tops[0]  # greedy
-    streamed = [
-        e
-        for event in ask(client, logprobs=True, top_logprobs=3, stream=True)
-        for e in (event.choices[0].logprobs or NONE).content
-    ]
+    streamed = []
+    for event in ask(client, logprobs=True, top_logprobs=3, stream=True):
+        if event.choices[0].logprobs is not None:
+            streamed += event.choices[0].logprobs.content
     assert [entry.token for entry in streamed] == [entry.token for entry in content]
     assert ask(client).choices[0].logprobs is None
     assert ask(client, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
-
-
-class NONE:
-    content = ()
 
 
 def test_prompt_logprobs_cover_the_prompt(client):
@@ -272,7 +264,8 @@ def test_token_ids_are_returned_when_asked(smol, client):
     assert "What is the capital of France?" in prompt_of(smol, answer)
     events = list(ask(client, return_token_ids=True, stream=True))
     assert events[0].prompt_token_ids == answer.prompt_token_ids
-    assert [i for event in events[1:] for i in event.choices[0].token_ids] == answer.choices[0].token_ids
+    streamed = [token_id for event in events[1:] for token_id in event.choices[0].token_ids]
+    assert streamed == answer.choices[0].token_ids
 
 
 def test_usage_comes_at_the_end_of_a_stream(client):
@@ -309,24 +302,15 @@ def test_a_final_message_can_be_continued(smol, client):
 
 
 def test_the_template_gets_arguments(echo):
-    answer = ask(
-        echo.client(),
-        chat_template_kwargs={"style": "terse "},
-        return_token_ids=True,
-        max_tokens=1,
-        reasoning_effort="low",
-    )
+    options = {"chat_template_kwargs": {"style": "terse "}, "reasoning_effort": "low"}
+    answer = ask(echo.client(), **options, return_token_ids=True, max_tokens=1)
     assert prompt_of(echo, answer) == "terse user: What is the capital of France?\nlow"
 
 
 def test_text_parts_are_text(smol, client):
-    parts = [
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "What is the capital"}, {"type": "text", "text": "of France?"}],
-        }
-    ]
-    assert "What is the capital\nof France?" in prompt_of(smol, ask(client, parts, return_token_ids=True, max_tokens=1))
+    parts = [{"type": "text", "text": "What is the capital"}, {"type": "text", "text": "of France?"}]
+    answer = ask(client, [{"role": "user", "content": parts}], return_token_ids=True, max_tokens=1)
+    assert "What is the capital\nof France?" in prompt_of(smol, answer)
 
 
 def test_special_tokens_in_messages_stay_text(client):
@@ -465,10 +449,8 @@ def test_a_body_that_is_no_json_object_is_refused(smol, body):
 
 def test_fields_without_effect_are_welcome(client):
     quiet = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "parallel_tool_calls": False}
-    assert (
-        text(client, tool_choice="none", tools=[], response_format={"type": "text"}, modalities=["text"], **quiet)
-        == ANSWER
-    )
+    usual = {"tool_choice": "none", "tools": [], "response_format": {"type": "text"}, "modalities": ["text"]}
+    assert text(client, **usual, **quiet) == ANSWER
 
 
 def test_an_unknown_field_is_ignored_with_one_warning(client, caplog, monkeypatch):

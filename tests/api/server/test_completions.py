@@ -48,9 +48,8 @@ def test_choices_are_numbered_prompt_by_prompt(client):
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     for prompt, first in ((SEA, 0), (HILL, 2)):
         alone = complete(client, prompt, **options)
-        assert [choice.text for choice in alone.choices] == [
-            choice.text for choice in answer.choices[first : first + 2]
-        ]
+        together = answer.choices[first : first + 2]
+        assert [choice.text for choice in alone.choices] == [choice.text for choice in together]
     assert len({choice.text for choice in answer.choices}) == 4
 
 
@@ -77,9 +76,8 @@ def test_echo_begins_with_the_prompt(smol, client, sea):
 def test_logprobs_line_up_with_the_text(client, sea):
     columns = complete(client, logprobs=2).choices[0].logprobs
     assert "".join(columns.tokens) == sea
-    for token, logprob, offset, top in zip(
-        columns.tokens, columns.token_logprobs, columns.text_offset, columns.top_logprobs
-    ):
+    rows = zip(columns.tokens, columns.token_logprobs, columns.text_offset, columns.top_logprobs)
+    for token, logprob, offset, top in rows:
         assert sea[offset:].startswith(token)
         assert len(top) == 2 and top[token] == logprob == max(top.values())  # greedy
         assert sum(map(math.exp, top.values())) <= 1
@@ -142,9 +140,8 @@ def test_token_ids_and_prompt_logprobs_are_returned_when_asked(smol, client, sea
     (choice,) = complete(client, extra_body=body).choices
     assert choice.prompt_token_ids == tokens(smol, SEA)
     assert choice.token_ids == tokens(smol, sea)
-    assert [None, *choice.prompt_token_ids[1:]] == [
-        next(iter(e)) and int(next(iter(e))) if e else None for e in choice.prompt_logprobs
-    ]
+    nothing, *entries = choice.prompt_logprobs
+    assert nothing is None and [int(next(iter(entry))) for entry in entries] == choice.prompt_token_ids[1:]
     first, *events = complete(client, extra_body=body, stream=True)
     assert first.choices[0].prompt_token_ids == choice.prompt_token_ids
     assert [token for event in events for token in event.choices[0].token_ids] == choice.token_ids
@@ -152,11 +149,11 @@ def test_token_ids_and_prompt_logprobs_are_returned_when_asked(smol, client, sea
 
 def test_the_tokenizers_own_tokens_can_be_left_out(echo):
     client = echo.client()
-    ids = [
-        complete(client, extra_body={"return_token_ids": True, **extra}).choices[0].prompt_token_ids
-        for extra in ({}, {"add_special_tokens": False})
-    ]
-    assert ids[0] == [1, *ids[1]]
+
+    def prompt_ids(**extra) -> list[int]:
+        return complete(client, extra_body={"return_token_ids": True, **extra}).choices[0].prompt_token_ids
+
+    assert prompt_ids() == [1, *prompt_ids(add_special_tokens=False)]
 
 
 def test_usage_of_a_stream_counts_all_prompts(client):
@@ -167,14 +164,34 @@ def test_usage_of_a_stream_counts_all_prompts(client):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"prompt": []}, {"prompt": ""}, {"prompt": [[]]}, {"prompt": [1, "a"]}, {"prompt": {"a": 1}}, {"prompt": [-1]},
-        {"prompt": [10**6]}, {"prompt": [10**30]}, {"prompt": [1.5]}, {"prompt": [True]}, {"prompt": None}, {"prompt": "a\0"},
-        {"prompt": ["a"] * 300}, {"prompt": ["a"] * 100, "n": 3}, {"prompt": list(range(600))}, {"prompt": [-1], "echo": True},
-        {"suffix": "end"}, {"best_of": 3}, {"logprobs": 1000}, {"logprobs": True}, {"logprobs": -1}, {"max_tokens": 0},
-        {"prompt_embeds": "AAAA"}, {"response_format": {"type": "xml"}}, {"guided_choice": []},
+        {"prompt": []},
+        {"prompt": ""},
+        {"prompt": [[]]},
+        {"prompt": [1, "a"]},
+        {"prompt": {"a": 1}},
+        {"prompt": [-1]},
+        {"prompt": [10**6]},
+        {"prompt": [10**30]},
+        {"prompt": [1.5]},
+        {"prompt": [True]},
+        {"prompt": None},
+        {"prompt": "a\0"},
+        {"prompt": ["a"] * 300},
+        {"prompt": ["a"] * 100, "n": 3},
+        {"prompt": list(range(600))},
+        {"prompt": [-1], "echo": True},
+        {"suffix": "end"},
+        {"best_of": 3},
+        {"logprobs": 1000},
+        {"logprobs": True},
+        {"logprobs": -1},
+        {"max_tokens": 0},
+        {"prompt_embeds": "AAAA"},
+        {"response_format": {"type": "xml"}},
+        {"guided_choice": []},
     ],
     ids=lambda fields: str(fields)[:30],
-)  # fmt: skip
+)
 def test_what_cannot_be_served_is_refused(smol, fields):
     answer = httpx.post(smol.url + "/v1/completions", json={"prompt": SEA, "max_tokens": 1, **fields})
     assert answer.status_code == 400 and answer.json()["error"]["message"], answer.text

@@ -45,7 +45,8 @@ async def app(scope, receive, send):
     served.append(path)
     headers = [(b"content-length", b"2")]
     if path == b"/read":
-        body, message = b"", {"more_body": True}
+        body = b""
+        message = {"more_body": True}
         while message.get("more_body"):
             message = await receive()
             body += message.get("body", b"")
@@ -291,9 +292,8 @@ def test_a_slow_reader_is_not_late_while_it_reads():
 
 
 def test_a_reader_slower_than_its_stream_is_not_late_while_it_reads(monkeypatch):
-    monkeypatch.setattr(
-        connection, "PROGRESS_BYTES", 1 << 40
-    )  # it takes in what was sent so far, and there is more at once
+    # The client takes in what was sent so far, and more is sent at once: what is left unsent never shows progress.
+    monkeypatch.setattr(connection, "PROGRESS_BYTES", 1 << 40)
     with running(UNREAD=0.4) as server, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
         sock.connect(server.address)
@@ -325,6 +325,7 @@ def test_a_tls_client_that_says_nothing_is_not_waited_for(monkeypatch):
 
 # -- what ends a request -----------------------------------------------------------------------------------------------
 
+UPGRADE = POST + b"connection: upgrade\r\n"
 UNCLEAR = {
     "content-length and transfer-encoding": POST + b"content-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
     "transfer-encoding and content-length": POST + b"transfer-encoding: chunked\r\ncontent-length: 3\r\n\r\n0\r\n\r\n",
@@ -338,8 +339,7 @@ UNCLEAR = {
     "a length no integer holds": POST + b"content-length: 99999999999999999999999\r\n\r\n",
     "another coding": POST + b"transfer-encoding: gzip\r\n\r\nabc",
     "another coding first": POST + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
-    "another coding first, in a line of its own": POST
-    + b"transfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    "two lines of codings": POST + b"transfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
     "another coding last": POST + b"transfer-encoding: chunked, gzip\r\n\r\n0\r\n\r\n",
     "chunked twice": POST + b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
     "no coding": POST + b"transfer-encoding:\r\n\r\n0\r\n\r\n",
@@ -368,9 +368,8 @@ UNCLEAR = {
     "a line feed in a chunk extension": CHUNKED + b"3;a=\nb\r\nabc\r\n0\r\n\r\n",
     "no end of a chunk": CHUNKED + b"3\r\nabc0\r\n\r\n",
     "content-length in a trailer": CHUNKED + b"0\r\ncontent-length: 5\r\n\r\nhello",
-    "an upgrade with a body": POST + b"connection: upgrade\r\nupgrade: h2c\r\ncontent-length: 3\r\n\r\nabc",
-    "an upgrade with chunks": POST
-    + b"connection: upgrade\r\nupgrade: websocket\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    "an upgrade with a body": UPGRADE + b"upgrade: h2c\r\ncontent-length: 3\r\n\r\nabc",
+    "an upgrade with chunks": UPGRADE + b"upgrade: websocket\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
 }
 
 
@@ -573,11 +572,10 @@ def test_of_too_many_idle_connections_the_longest_idle_are_closed(monkeypatch, m
 
 def test_whom_a_connection_counts_for():
     assert connection._address(("10.0.0.1", 5)) == connection._address(("::ffff:10.0.0.1", 6)) == "10.0.0.1"
-    assert (
-        connection._address(("2001:db8::1", 5))
-        == connection._address(("2001:db8::ffff:2", 6))
-        != connection._address(("2001:db9::1", 5))
+    first, second, other = (
+        connection._address((host, 5)) for host in ("2001:db8::1", "2001:db8::ffff:2", "2001:db9::1")
     )
+    assert first == second != other
     assert connection._address(("fe80::1%eth0", 5)) and connection._address(("", 0)) == ""
     assert connection._address(None) is None
 

@@ -1,4 +1,5 @@
-"""Requests that are over are gone at once: one in a reference cycle stays, with all its tokens, until the garbage collector comes by."""
+"""A request that is over is freed at once. In a reference cycle it would stay, with all its tokens, until the garbage
+collector runs."""
 
 import gc
 

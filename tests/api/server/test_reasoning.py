@@ -1,7 +1,7 @@
-"""Thinking told from answers, through the real `openai` client: SmolLM2 behind a template that opens the thinking when asked to.
+"""Thinking told from answers, through the real `openai` client: SmolLM2 with a template that can open the thinking.
 
-SmolLM2 was not taught to think. Where the prompt opens it, whatever it writes up to the closing tag counts; where the model must
-open it itself, a pattern makes it.
+SmolLM2 was not trained to think. Where the prompt opens the thinking, all it writes up to the closing tag is thinking;
+where the model must open it itself, a pattern forces it to.
 """
 
 import json
@@ -40,15 +40,7 @@ UNTHINKING = {"chat_template_kwargs": {"enable_thinking": False}}
 @pytest.fixture(scope="module")
 def server(smollm2) -> Iterator[ServerProcess]:
     """Without prefix cache, so that the same question alone is computed the same way twice."""
-    flags = [
-        "--max-model-len",
-        "512",
-        "--num-threads",
-        "1",
-        "--kv-cache-memory-bytes",
-        "64M",
-        "--no-enable-prefix-caching",
-    ]
+    flags = "--max-model-len 512 --num-threads 1 --kv-cache-memory-bytes 64M --no-enable-prefix-caching".split()
     formats = ["--reasoning-parser", "think", "--tool-call-parser", "hermes", "--chat-template", TEMPLATE]
     with ServerProcess("smollm2", *flags, *formats) as process:
         yield process
@@ -146,7 +138,8 @@ def test_a_stream_put_together_is_the_whole_answer(client, extra):
 def test_thinking_can_be_left_out(client, stream):
     shown = {**LONG, "thinking_token_budget": 8}
     extra = {**shown, "include_reasoning": False}
-    answer = ask(client, extra, stream=stream, **({"stream_options": {"include_usage": True}} if stream else {}))
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    answer = ask(client, extra, stream=stream, **options)
     if stream:
         *answer, last = answer
     thoughts, content = streamed(answer) if stream else parts(answer.choices[0].message)
@@ -155,9 +148,8 @@ def test_thinking_can_be_left_out(client, stream):
 
 
 def test_thinking_is_free_and_the_answer_has_its_format(client):
-    answer = ask(
-        client, {"thinking_token_budget": 10}, response_format=IN_FORMAT, n=2, temperature=1, seed=1, max_tokens=90
-    )
+    options = {"response_format": IN_FORMAT, "n": 2, "temperature": 1, "seed": 1, "max_tokens": 90}
+    answer = ask(client, {"thinking_token_budget": 10}, **options)
     for choice in answer.choices:
         thoughts, content = parts(choice.message)
         assert choice.finish_reason == "stop" and jsonschema_rs.is_valid(ANSWER, json.loads(content))
@@ -183,11 +175,13 @@ def test_tools_are_called_after_thinking(client, stream):
         events = list(answer)
         thoughts, content = streamed(events)
         calls = [call for event in events for call in event.choices[0].delta.tool_calls or []]
-        arguments, end = "".join(call.function.arguments for call in calls), events[-1].choices[0].finish_reason
+        arguments = "".join(call.function.arguments for call in calls)
+        end = events[-1].choices[0].finish_reason
     else:
         (choice,) = answer.choices
         thoughts, content = parts(choice.message)
-        (arguments,), end = [call.function.arguments for call in choice.message.tool_calls], choice.finish_reason
+        (arguments,) = [call.function.arguments for call in choice.message.tool_calls]
+        end = choice.finish_reason
     assert thoughts and content is None and end == "tool_calls"
     assert jsonschema_rs.is_valid(ANSWER, json.loads(arguments))
 

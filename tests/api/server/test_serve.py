@@ -33,7 +33,8 @@ class Reader(threading.Thread):
 
     def __init__(self, server: ServerProcess, body: dict) -> None:
         super().__init__(daemon=True)
-        self.server, self.body = server, body
+        self.server = server
+        self.body = body
         self.events: list[dict | str] = []
         self.broken = False
         self.start()
@@ -62,11 +63,7 @@ def test_it_is_alive_while_it_loads_and_ready_when_it_says_so(smollm2):
 
         def ready() -> bool:
             with contextlib.suppress(httpx.TransportError):  # not listening yet
-                codes = (
-                    server.get("/live").status_code,
-                    server.get("/ready").status_code,
-                    server.get("/health").status_code,
-                )
+                codes = tuple(server.get(path).status_code for path in ("/live", "/ready", "/health"))
                 seen.add(codes)
                 return codes == (200, 200, 200)
             return False
@@ -204,9 +201,16 @@ def test_an_engine_that_keeps_dying_ends_the_server_with_an_error(smollm2):
 
 def test_options_come_from_a_file_and_what_is_typed_wins(smollm2, tmp_path):
     file = tmp_path / "options.yaml"
-    file.write_text(
-        "model: no-such-model\nexecutor: echo\nserved-model-name: [one, two]\nmax_model_len: 333\nport: 1\napi-key: k1\nlog-format: json\n"
-    )
+    options = [
+        "model: no-such-model",
+        "executor: echo",
+        "served-model-name: [one, two]",
+        "max_model_len: 333",
+        "port: 1",
+        "api-key: k1",
+        "log-format: json",
+    ]
+    file.write_text("\n".join(options) + "\n")
     with ServerProcess("smollm2", "--config", str(file), "--max-model-len", "222", wait=False) as server:
 
         def ready() -> bool:
@@ -225,10 +229,8 @@ def test_options_come_from_a_file_and_what_is_typed_wins(smollm2, tmp_path):
         entries = [json.loads(line) for line in server.log().splitlines()]
         assert any("Quire is serving one, two" in entry["message"] for entry in entries)
         calls = [entry for entry in entries if entry.get("request_id") == "r1"]
-        assert [(c["method"], c["path"], c["status"]) for c in calls] == [
-            ("GET", "/v1/models", 200),
-            ("POST", "/v1/completions", 200),
-        ]
+        logged = [(call["method"], call["path"], call["status"]) for call in calls]
+        assert logged == [("GET", "/v1/models", 200), ("POST", "/v1/completions", 200)]
         assert "sesame" not in server.log() and "k1" not in server.log()
 
 

@@ -49,9 +49,8 @@ def in_format(schema) -> dict:
 
 @pytest.fixture(scope="module")
 def server(smollm2) -> Iterator[ServerProcess]:
-    with ServerProcess(
-        "smollm2", "--max-model-len", "1024", "--num-threads", "1", "--kv-cache-memory-bytes", "128M"
-    ) as process:
+    flags = "--max-model-len 1024 --num-threads 1 --kv-cache-memory-bytes 128M"
+    with ServerProcess("smollm2", *flags.split()) as process:
         yield process
         assert process.stop() == 0
 
@@ -62,9 +61,8 @@ def client(server) -> openai.OpenAI:
 
 
 def ask(client, **options):
-    return client.chat.completions.create(
-        **{"model": "smollm2", "messages": ASK, "max_tokens": 150, "seed": 5, **options}
-    )
+    defaults = {"model": "smollm2", "messages": ASK, "max_tokens": 150, "seed": 5}
+    return client.chat.completions.create(**{**defaults, **options})
 
 
 def read(answer) -> tuple[str, str]:
@@ -86,10 +84,8 @@ def test_a_schema_is_followed(client, stream):
 
 def test_any_json_object_will_do(client, server):
     for choice in ask(client, response_format={"type": "json_object"}, n=2, max_tokens=60).choices:
-        is_cut = choice.finish_reason == "length"
-        assert isinstance(
-            pydantic_core.from_json(choice.message.content, allow_partial=is_cut and "trailing-strings"), dict
-        )
+        allow_partial = choice.finish_reason == "length" and "trailing-strings"
+        assert isinstance(pydantic_core.from_json(choice.message.content, allow_partial=allow_partial), dict)
     (empty,) = server.post("/tokenize", {"prompt": "{}"}).json()["tokens"]
     (choice,) = ask(client, response_format={"type": "json_object"}, logit_bias={str(empty): 100}).choices
     assert (choice.finish_reason, choice.message.content) == ("stop", "{}")
@@ -133,9 +129,8 @@ def test_the_clients_parse_helper_gives_a_pydantic_model(client):
 
 
 def test_the_clients_stream_helper_parses_too(client):
-    with client.chat.completions.stream(
-        model="smollm2", messages=ASK, max_tokens=200, seed=2, response_format=Owner
-    ) as stream:
+    options = {"model": "smollm2", "messages": ASK, "max_tokens": 200, "seed": 2}
+    with client.chat.completions.stream(**options, response_format=Owner) as stream:
         kinds = {event.type for event in stream}
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Owner)
     assert {"content.delta", "content.done"} <= kinds
@@ -168,9 +163,8 @@ SHAPES = [
 def test_every_way_to_ask_for_a_shape_works_in_both_protocols(client, fields, pattern):
     chat = ask(client, max_tokens=30, extra_body=fields).choices[0]
     text, end = read(ask(client, max_tokens=30, extra_body=fields, stream=True))
-    plain = client.completions.create(
-        model="smollm2", prompt=["It is", "We are"], max_tokens=30, n=2, extra_body=fields
-    )
+    prompts = ["It is", "We are"]
+    plain = client.completions.create(model="smollm2", prompt=prompts, max_tokens=30, n=2, extra_body=fields)
     ends = [chat.finish_reason, end, *(choice.finish_reason for choice in plain.choices)]
     texts = [chat.message.content, text, *(choice.text for choice in plain.choices)]
     assert ends == ["stop"] * 6
@@ -198,9 +192,8 @@ def test_many_shapes_at_once_do_not_mix(server):
     async def one(client, idx: int) -> bool:
         word = chr(ord("a") + idx) * 6
         fields = {"guided_regex": f"({word}){{3,9}}"} if idx % 3 else {}
-        answer = await client.chat.completions.create(
-            model="smollm2", messages=ASK, max_tokens=40, temperature=1.5, extra_body=fields
-        )
+        options = {"model": "smollm2", "messages": ASK, "max_tokens": 40, "temperature": 1.5}
+        answer = await client.chat.completions.create(**options, extra_body=fields)
         return not fields or set(answer.choices[0].message.content) == {word[0]}
 
     async def all_of_them() -> list[bool]:
@@ -264,13 +257,23 @@ def test_what_cannot_be_honoured_is_refused_in_a_sentence(server, fields, says, 
 
 def _chain(length: int) -> dict:
     """Each definition uses the next one four times: as a tree it has 4^length leaves."""
-    next_one = [{"$ref": f"#/$defs/d{idx + 1}"} for idx in range(length)]
-    both = [{"type": "object", "properties": {"l": ref, "r": ref}} for ref in next_one]
-    defs = {
-        f"d{idx}": {"anyOf": [both[idx], {"type": "array", "prefixItems": [ref, ref]}]}
-        for idx, ref in enumerate(next_one)
-    }
+    defs: dict[str, dict] = {}
+    for idx in range(length):
+        next_one = {"$ref": f"#/$defs/d{idx + 1}"}
+        as_object = {"type": "object", "properties": {"l": next_one, "r": next_one}}
+        as_array = {"type": "array", "prefixItems": [next_one, next_one]}
+        defs[f"d{idx}"] = {"anyOf": [as_object, as_array]}
     return {"$defs": {**defs, f"d{length}": {"type": "null"}}, "$ref": "#/$defs/d0"}
+
+
+def _explosion(length: int) -> str:
+    """Each rule is eight times the next one, or less: 8^length ways through."""
+    rules = [f"r{idx} ::= " + " ".join([f"r{idx + 1}?"] * 8) for idx in range(length)]
+    return "\n".join([*rules, f'r{length} ::= "x"']).replace("r0", "root")
+
+
+def _tags(count: int) -> dict:
+    return {"type": "structural_tag", "format": {"type": "sequence", "elements": [TAG] * count}}
 
 
 HOSTILE = {
@@ -290,17 +293,8 @@ HOSTILE = {
     "values": {"guided_json": {"enum": [f"v{idx}" * 3 for idx in range(5000)]}},
     "recursion": {"guided_grammar": 'root ::= root root | "a"'},
     "nothing": {"guided_grammar": "root ::= a\na ::= b\nb ::= a"},
-    "explosion": {
-        "guided_grammar": "\n".join(f"r{i} ::= " + " ".join([f"r{i + 1}?"] * 8) for i in range(20)).replace(
-            "r0", "root"
-        )
-        + '\nr20 ::= "x"'
-    },
-    "tags": {
-        "structured_outputs": {
-            "structural_tag": {"type": "structural_tag", "format": {"type": "sequence", "elements": [TAG] * 3000}}
-        }
-    },
+    "explosion": {"guided_grammar": _explosion(20)},
+    "tags": {"structured_outputs": {"structural_tag": _tags(3000)}},
 }
 
 

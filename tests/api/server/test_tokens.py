@@ -74,9 +74,8 @@ def test_probes_and_version_answer(echo):
 def test_metrics_count_what_was_served(echo):
     def tokens() -> float:
         lines = httpx.get(echo.url + "/metrics").text.splitlines()
-        return sum(
-            float(line.rpartition(" ")[2]) for line in lines if line.startswith("quire:generation_tokens_total{")
-        )
+        counts = [line for line in lines if line.startswith("quire:generation_tokens_total{")]
+        return sum(float(line.rpartition(" ")[2]) for line in counts)
 
     before = tokens()
     post(echo, "/v1/completions", prompt="a b c", max_tokens=7, ignore_eos=True)

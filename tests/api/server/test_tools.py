@@ -1,6 +1,6 @@
-"""Tool calls through the real `openai` client: SmolLM2 behind Qwen 2.5's own template, which it understands (both are ChatML).
+"""Tool calls through the real `openai` client: SmolLM2 with Qwen 2.5's template, which it knows (both are ChatML).
 
-A model this small calls tools of its own accord only after examples; the calls it must make are the grammar's doing.
+A model this small calls tools by itself only after examples; where calls are required, the grammar forces them.
 """
 
 import concurrent.futures
@@ -29,12 +29,13 @@ def tool(name: str, description: str, **properties) -> dict:
 
 
 TIME = tool("get_time", "The time in a zone.", zone={"enum": ["UTC", "CET"]})
+CITIES = {"type": "array", "items": {"enum": ["Zürich", "東京"]}, "minItems": 1, "maxItems": 2}
 PLACE = {
     "type": "object",
-    "properties": {"zip": {"type": "string", "pattern": "^[0-9]{4}$"}, "cities": {"type": "array", "items": {"enum": ["Zürich", "東京"]}, "minItems": 1, "maxItems": 2}},
+    "properties": {"zip": {"type": "string", "pattern": "^[0-9]{4}$"}, "cities": CITIES},
     "required": ["zip", "cities"],
     "additionalProperties": False,
-}  # fmt: skip
+}
 WEATHER = tool("get_weather", "Wie das Wetter ist.", unit={"enum": ["°C", "°F"]}, place=PLACE)
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 VALID = {
@@ -45,14 +46,10 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 def call_message(*zones: str) -> dict:
-    calls = [
-        {
-            "id": f"call_{zone}",
-            "type": "function",
-            "function": {"name": "get_time", "arguments": json.dumps({"zone": zone})},
-        }
-        for zone in zones
-    ]
+    calls = []
+    for zone in zones:
+        function = {"name": "get_time", "arguments": json.dumps({"zone": zone})}
+        calls.append({"id": f"call_{zone}", "type": "function", "function": function})
     return {"role": "assistant", "content": None, "tool_calls": calls}
 
 
@@ -63,12 +60,8 @@ def results(*zones: str, time: str) -> list[dict]:
 def example(*zones: str, time: str) -> list[dict]:
     """A question about the time in some zones, the calls, their results and the answer."""
     asked = {"role": "user", "content": f"What time is it in {' and '.join(zones)}?"}
-    return [
-        asked,
-        call_message(*zones),
-        *results(*zones, time=time),
-        {"role": "assistant", "content": f"It is {time}."},
-    ]
+    answer = {"role": "assistant", "content": f"It is {time}."}
+    return [asked, call_message(*zones), *results(*zones, time=time), answer]
 
 
 ONE = [
@@ -106,9 +99,8 @@ def client(server) -> openai.OpenAI:
 
 
 def ask(client, **options):
-    return client.chat.completions.create(
-        **{"model": "smollm2", "messages": QUESTION, "max_tokens": 150, "seed": 3, **options}
-    )
+    defaults = {"model": "smollm2", "messages": QUESTION, "max_tokens": 150, "seed": 3}
+    return client.chat.completions.create(**{**defaults, **options})
 
 
 def calls_of(message) -> list[tuple[str, dict]]:
@@ -154,11 +146,8 @@ def test_none_means_no_calls_and_no_tools_in_the_prompt(client):
 def test_required_means_at_least_one_call_by_each_choice(client):
     answer = ask(client, **MODES["required"], n=3, temperature=1.2)
     for choice in answer.choices:
-        assert (
-            len(calls_of(choice.message)) == 1
-            and choice.finish_reason == "tool_calls"
-            and choice.message.content is None
-        )
+        assert len(calls_of(choice.message)) == 1
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
 
 
 def test_required_calls_may_be_several(client):
@@ -187,17 +176,15 @@ def test_a_cut_call_is_visibly_incomplete(client):
 
 
 def test_an_answer_is_a_call_or_has_its_format(client):
-    form = {
-        "type": "json_schema",
-        "json_schema": {"name": "n", "schema": {"type": "integer", "minimum": 100, "maximum": 999}},
-    }
+    schema = {"type": "integer", "minimum": 100, "maximum": 999}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
     for messages in (ONE, QUESTION):
-        message = (
-            ask(client, messages=messages, tools=[TIME], response_format=form, parallel_tool_calls=False)
-            .choices[0]
-            .message
-        )
-        assert len(calls_of(message)) == 1 if message.tool_calls else 100 <= int(message.content) <= 999
+        options = {"tools": [TIME], "response_format": form, "parallel_tool_calls": False}
+        message = ask(client, messages=messages, **options).choices[0].message
+        if message.tool_calls:
+            assert len(calls_of(message)) == 1
+        else:
+            assert 100 <= int(message.content) <= 999
 
 
 class GetOwner(pydantic.BaseModel):
@@ -209,15 +196,8 @@ class GetOwner(pydantic.BaseModel):
 
 def test_the_clients_parse_helper_reads_strict_arguments(client):
     tools = [openai.pydantic_function_tool(GetOwner)]
-    answer = client.chat.completions.parse(
-        model="smollm2",
-        messages=QUESTION,
-        tools=tools,
-        tool_choice="required",
-        parallel_tool_calls=False,
-        max_tokens=100,
-        seed=1,
-    )
+    options = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 100, "seed": 1}
+    answer = client.chat.completions.parse(model="smollm2", messages=QUESTION, **options)
     (call,) = answer.choices[0].message.tool_calls
     assert isinstance(call.function.parsed_arguments, GetOwner)
 
@@ -227,25 +207,27 @@ def test_the_clients_parse_helper_reads_strict_arguments(client):
 
 def accumulated(events) -> tuple[str | None, list[list], str | None]:
     """Content, calls and end of a stream, put together by index as clients do."""
-    content, calls, end = None, [], None
+    content: str | None = None
+    calls: list[list] = []
+    end: str | None = None
     for event in events:
         (choice,) = event.choices
         if choice.delta.content is not None:
             content = (content or "") + choice.delta.content
-        for news in choice.delta.tool_calls or []:
-            if news.index == len(calls):
-                assert news.id and news.type == "function" and news.function.name
-                calls.append([news.function.name, ""])
+        for call in choice.delta.tool_calls or []:
+            if call.index == len(calls):
+                assert call.id and call.type == "function" and call.function.name
+                calls.append([call.function.name, ""])
             else:
-                assert news.index == len(calls) - 1 and news.id is None and news.function.name is None
-            calls[news.index][1] += news.function.arguments
+                assert call.index == len(calls) - 1 and call.id is None and call.function.name is None
+            calls[call.index][1] += call.function.arguments
         assert end is None
         end = choice.finish_reason
     return content, calls, end
 
 
 def uncached() -> dict:
-    """For questions that must be computed in the same way twice: what came from the cache may differ in its last bits."""
+    """For questions that must be computed the same way twice: what comes from the cache may differ in its last bits."""
     return {"cache_salt": uuid.uuid4().hex}
 
 
@@ -255,10 +237,9 @@ def test_a_stream_put_together_is_the_whole_answer(client, mode):
     whole = [[call.function.name, call.function.arguments] for call in choice.message.tool_calls or []]
     events = list(ask(client, **MODES[mode], extra_body=uncached(), stream=True))
     assert accumulated(events) == (choice.message.content, whole, choice.finish_reason)
-    if whole:
-        assert sum(bool(event.choices[0].delta.tool_calls) for event in events) > len(
-            whole
-        )  # arguments come as they are written
+    if whole:  # arguments come as they are written
+        num_call_events = sum(bool(event.choices[0].delta.tool_calls) for event in events)
+        assert num_call_events > len(whole)
 
 
 def test_the_clients_stream_helper_gives_the_same_answer(client):
@@ -274,9 +255,8 @@ def test_the_clients_stream_helper_gives_the_same_answer(client):
 
 def test_a_stream_of_calls_may_have_logprobs_and_usage(client):
     *events, last = ask(client, **MODES["required"], stream=True, logprobs=True, stream_options={"include_usage": True})
-    tokens = [
-        entry for event in events for entry in (event.choices[0].logprobs.content if event.choices[0].logprobs else [])
-    ]
+    logprobs = [event.choices[0].logprobs for event in events]
+    tokens = [entry for each in logprobs if each is not None for entry in each.content]
     assert len(tokens) == last.usage.completion_tokens
     assert "".join(token.token for token in tokens).startswith("<tool_call>\n")
 
@@ -294,14 +274,11 @@ def test_a_round_trip_ends_with_an_answer_made_from_the_result(client):
 def test_the_prompt_is_what_the_template_makes_of_messages_and_tools(server, client):
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)  # as Hugging Face has it
-    told = [
-        call | {"function": {"name": "get_time", "arguments": {"zone": "UTC"}}}
-        for call in call_message("UTC")["tool_calls"]
-    ]
-    messages = [QUESTION[0], call_message("UTC") | {"tool_calls": told}, *results("UTC", time="12:00")]
-    truth = environment.from_string(TEMPLATE.read_text()).render(
-        messages=messages, tools=[TIME, WEATHER], add_generation_prompt=True
-    )
+    decoded = {"name": "get_time", "arguments": {"zone": "UTC"}}  # templates get arguments as an object
+    calls = [call | {"function": decoded} for call in call_message("UTC")["tool_calls"]]
+    messages = [QUESTION[0], call_message("UTC") | {"tool_calls": calls}, *results("UTC", time="12:00")]
+    template = environment.from_string(TEMPLATE.read_text())
+    truth = template.render(messages=messages, tools=[TIME, WEATHER], add_generation_prompt=True)
     sent = [QUESTION[0], call_message("UTC"), *results("UTC", time="12:00")]
     answer = ask(client, messages=sent, tools=[TIME, WEATHER], max_tokens=1, extra_body={"return_token_ids": True})
     assert server.post("/detokenize", {"tokens": answer.prompt_token_ids}).json()["prompt"] == truth
@@ -327,14 +304,17 @@ def with_schema(schema, **more) -> list[dict]:
 
 UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 IRI = {"type": "object", "properties": {"a": {"type": "string", "format": "iri"}}}
+BOTH_AT_ONCE = {"tool_choice": "required", "response_format": {"type": "json_object"}}
+MANY_LONG = [tool(f"f{idx}", "", a={"const": "x" * 500}) for idx in range(300)]
+BROKEN_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
 REFUSED = [
     ({"tools": [TIME], "tool_choice": NAMED}, "tool_choice", "get_weather"),
     ({"tool_choice": "required"}, "tool_choice", "tools"),
     ({"tools": [], "tool_choice": NAMED}, "tool_choice", "tools"),
     ({"tools": [TIME], "tool_choice": "any"}, "tool_choice", "any"),
     ({"tools": [TIME], "tool_choice": {"type": "function"}}, "tool_choice", "function"),
-    ({"tools": [TIME], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "response_format"),
-    ({"tools": [TIME], "guided_grammar": "start: \"a\""}, "guided_grammar", "GBNF"),
+    ({"tools": [TIME], **BOTH_AT_ONCE}, "tool_choice", "response_format"),
+    ({"tools": [TIME], "guided_grammar": 'start: "a"'}, "guided_grammar", "GBNF"),
     ({"tools": [TIME], "min_tokens": 3}, "min_tokens", "min_tokens"),
     ({"tools": [TIME, TIME]}, "tools", "same name"),
     ({"tools": [tool("two words", "")]}, "tools", "two words"),
@@ -350,10 +330,10 @@ REFUSED = [
     ({"tools": with_schema(IRI, strict=True)}, "tools", "iri"),
     ({"tools": with_schema(IRI), "tool_choice": "required"}, "tools", "broken"),
     ({"tools": with_schema(UNIQUE), "tool_choice": "required"}, None, "uniqueItems"),
-    ({"tools": [tool(f"f{idx}", "", a={"const": "x" * 500}) for idx in range(300)], "tool_choice": "required"}, "tools", "120000"),
+    ({"tools": MANY_LONG, "tool_choice": "required"}, "tools", "120000"),
     ({"functions": [TIME["function"]]}, "functions", "functions"),
-    ({"messages": [QUESTION[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "messages", "JSON"),
-]  # fmt: skip
+    ({"messages": [QUESTION[0], BROKEN_CALL]}, "messages", "JSON"),
+]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -373,9 +353,8 @@ def test_a_body_full_of_tools_holds_nobody_up(server):
     crowd = [tool(f"f{idx}", "", a={"enum": [f"x{number}" for number in range(2000)]}) for idx in range(100)]
     body = json.dumps({"messages": QUESTION, "tools": crowd, "tool_choice": "required"})
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        refused = pool.submit(
-            server.client.post, "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
-        )
+        headers = {"content-type": "application/json"}
+        refused = pool.submit(server.client.post, "/v1/chat/completions", content=body, headers=headers)
         longest_s = 0.0
         while not refused.done():
             started = time.monotonic()
