@@ -46,16 +46,16 @@ KEY = "k1"  # also written in the raw HTTP cases
 ADMIN_KEY = "fuzz-admin-key"
 WATCHER = ("127.0.0.2", 0)  # the watchers' address: the attackers use up the limits of theirs
 
-LATE_S = 2.0  # of the bystander's next token, over its pace, and of /live
-FIRST_S = 15.0  # of the bystander's first token: it may have to wait in line
-BACK_S = 10.0  # for requests, memory and file descriptors to come back
-MORE_BYTES = {"api": 150 << 20, "core": 150 << 20}  # that memory may grow by
+LATE_S = 2.0  # how late the bystander's next token may be, beyond its pace, and how long /live may take
+FIRST_S = 15.0  # how long the bystander's first token may take: it may have to wait in line
+BACK_S = 10.0  # how long requests, memory and file descriptors may take to come back
+# How much more there may be than at the start.
+MORE_BYTES = {"api": 150 << 20, "core": 150 << 20}
 MORE_FILES = 32
 
 ECHO = "--executor echo:50 --max-model-len 4096 --num-gpu-blocks-override 16384".split()  # few blocks are soon checked
-REAL = (
-    "smollm2 --dtype float32 --max-model-len 512 --max-num-seqs 8 --num-threads 1 --kv-cache-memory-bytes 64M".split()
-)
+REAL = ["smollm2", *"--dtype float32 --max-model-len 512 --max-num-seqs 8 --kv-cache-memory-bytes 64M".split()]
+REAL += ["--num-threads", "1"]
 SHAPES = [
     {"guided_json": {"type": "object"}},
     {"guided_grammar": 'root ::= "x"'},
@@ -132,7 +132,9 @@ class Prober(Watcher):
 
     def __init__(self, port: int, limits: Limits, metronome: Metronome) -> None:
         super().__init__()
-        self.port, self.limits, self.metronome = port, limits, metronome
+        self.port = port
+        self.limits = limits
+        self.metronome = metronome
 
     def turn(self) -> None:
         started = time.monotonic()
@@ -156,7 +158,9 @@ class Bystander(Watcher):
         self, port: int, limits: Limits, metronome: Metronome, num_tokens: int, expected: list[int] | None
     ) -> None:
         super().__init__()
-        self.port, self.limits, self.metronome = port, limits, metronome
+        self.port = port
+        self.limits = limits
+        self.metronome = metronome
         self.body = {
             "prompt": PROMPT,
             "max_tokens": num_tokens,
@@ -580,7 +584,8 @@ def replay(path: Path, report: Report) -> None:
     kinds = {kind.name: kind for kind in ALL}
     for line in path.read_text().splitlines():
         finding = json.loads(line)
-        kind, cases = kinds[finding["kind"]], [ast.literal_eval(case) for case in finding["cases"]]
+        kind = kinds[finding["kind"]]
+        cases = [ast.literal_eval(case) for case in finding["cases"]]
         with kind.start(Limits()) as target:
             if isinstance(target, Target):
                 target.settle()

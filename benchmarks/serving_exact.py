@@ -29,8 +29,12 @@ def main() -> int:
     for name, default in (("requests", 2000), ("clients", 256), ("input-len", 32), ("output-len", 16)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    numbers = random.Random(0)
-    prompts = [[numbers.randrange(1000, 40_000) for _ in range(args.input_len)] for _ in range(args.requests)]
+    rng = random.Random(0)
+
+    def prompt() -> list[int]:
+        return [rng.randrange(1000, 40_000) for _ in range(args.input_len)]
+
+    prompts = [prompt() for _ in range(args.requests)]
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items()]
     with ServerProcess([*QUIRE, "smollm2", *flags], "/ready") as server:
         started = time.monotonic()
@@ -45,7 +49,7 @@ def main() -> int:
     print(f"{args.requests} requests, {args.clients} clients, {duration_s:.1f} s: {result}")
     for error in errors[:5]:
         print(" ", error)
-    return 1 if errors or differing or exit_code else 0
+    return 1 if any((errors, differing, exit_code)) else 0
 
 
 async def ask(server: ServerProcess, prompts: list[list[int]], args: argparse.Namespace) -> tuple[list[str], list[str]]:

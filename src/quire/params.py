@@ -31,6 +31,8 @@ MAX_TEMPERATURE = 100.0
 SEED_LIMIT = 2**63
 LARGEST_INT = 2**63 - 1  # what messages and tensors hold
 
+_CONTAINERS = frozenset((dict, list, tuple))
+
 
 def free(max_values: int, **schema: Any) -> msgspec.Meta:
     """Declares JSON of any shape with at most `max_values` names and values; `check_json` enforces the limit."""
@@ -182,7 +184,7 @@ def check_json(name: str, value: Any, max_values: int) -> None:
         kind = type(value)
         if kind is str:
             _text(name, value)
-        elif kind is dict or kind is list or kind is tuple:
+        elif kind in _CONTAINERS:
             num_values += 2 * len(value) if kind is dict else len(value)
             if num_values > max_values:
                 raise RequestError(f"{name} holds more than {max_values} values, which is the limit")

@@ -572,9 +572,8 @@ def test_of_too_many_idle_connections_the_longest_idle_are_closed(monkeypatch, m
 
 def test_whom_a_connection_counts_for():
     assert connection._address(("10.0.0.1", 5)) == connection._address(("::ffff:10.0.0.1", 6)) == "10.0.0.1"
-    first, second, other = (
-        connection._address((host, 5)) for host in ("2001:db8::1", "2001:db8::ffff:2", "2001:db9::1")
-    )
+    hosts = "2001:db8::1", "2001:db8::ffff:2", "2001:db9::1"
+    first, second, other = (connection._address((host, 5)) for host in hosts)
     assert first == second != other
     assert connection._address(("fe80::1%eth0", 5)) and connection._address(("", 0)) == ""
     assert connection._address(None) is None

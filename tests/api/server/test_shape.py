@@ -266,6 +266,10 @@ def _chain(length: int) -> dict:
     return {"$defs": {**defs, f"d{length}": {"type": "null"}}, "$ref": "#/$defs/d0"}
 
 
+def _one_of_four(idx: int) -> dict:
+    return {"anyOf": [{"required": [f"p{idx}{other}"]} for other in range(4)]}
+
+
 def _explosion(length: int) -> str:
     """Each rule is eight times the next one, or less: 8^length ways through."""
     rules = [f"r{idx} ::= " + " ".join([f"r{idx + 1}?"] * 8) for idx in range(length)]
@@ -279,7 +283,7 @@ def _tags(count: int) -> dict:
 HOSTILE = {
     "laughs": {"guided_json": _chain(30)},
     "deep": {"guided_json": '{"not":' * 5000 + "{}" + "}" * 5000},
-    "cases": {"guided_json": {"allOf": [{"anyOf": [{"required": [f"p{i}{j}"]} for j in range(4)]} for i in range(12)]}},
+    "cases": {"guided_json": {"allOf": [_one_of_four(idx) for idx in range(12)]}},
     "loop": {"guided_json": {"$ref": "#"}},
     "endless": {"guided_json": {"type": "array", "minItems": 10**9}},
     "large": {"guided_json": {"enum": ["x" * 140_000]}},

@@ -350,7 +350,8 @@ def test_where_calling_is_the_models_own_idea_a_schema_may_stay_a_hint(client):
 
 
 def test_a_body_full_of_tools_holds_nobody_up(server):
-    crowd = [tool(f"f{idx}", "", a={"enum": [f"x{number}" for number in range(2000)]}) for idx in range(100)]
+    values = [f"x{number}" for number in range(2000)]
+    crowd = [tool(f"f{idx}", "", a={"enum": values}) for idx in range(100)]
     body = json.dumps({"messages": QUESTION, "tools": crowd, "tool_choice": "required"})
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         headers = {"content-type": "application/json"}

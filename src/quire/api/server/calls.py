@@ -125,7 +125,7 @@ def json_pieces(value: Any) -> Iterator[bytes]:
                 yield from json_pieces(inner)
                 before = b","
         yield b"}" if before == b"," else b"{}"
-    elif isinstance(value, list) and value and isinstance(value[0], msgspec.Struct):
+    elif _is_list_of_structs(value):
         for idx, inner in enumerate(value):
             yield b"," if idx else b"["
             yield from json_pieces(inner)
@@ -136,6 +136,10 @@ def json_pieces(value: Any) -> Iterator[bytes]:
         yield b"]"
     else:
         yield encode(value)
+
+
+def _is_list_of_structs(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], msgspec.Struct)
 
 
 async def read_body(receive: Receive) -> bytes | None:

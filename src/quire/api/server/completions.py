@@ -28,7 +28,7 @@ from quire.api.server.fields import (
 from quire.api.server.generation import Usage, built, finish, submit, text_of, usage
 from quire.api.server.logprobs import CompletionLogprobs, CompletionLogprobsWriter, PromptLogprobs, prompt_logprobs
 from quire.api.server.shape import answer_constraint
-from quire.api.server.sse import EventFormat, Events, EventStream
+from quire.api.server.sse import EventFormat, Events, EventStream, Opening
 from quire.frontend.async_llm import AsyncLLM, Stream
 from quire.frontend.requests import ChoiceState, ChoiceUpdate
 from quire.frontend.tokenizer import Tokenizer
@@ -110,7 +110,8 @@ async def completions(call: Call) -> Answer | EventStream:
 
 
 def _params(body: CompletionRequest, llm: AsyncLLM) -> SamplingParams:
-    if body.best_of is not None and body.best_of != (body.n or 1):
+    n = body.n or 1
+    if body.best_of is not None and body.best_of != n:
         raise FieldError("best_of", "best_of other than n is not supported by this server: leave it out")
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and body.echo:
@@ -216,7 +217,7 @@ class _Prompt:
 def _format(head: dict[str, Any], body: CompletionRequest, prompts: Sequence[_Prompt]) -> EventFormat:
     n = body.n or 1
 
-    def opening(idx: int) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    def opening(idx: int) -> Opening:
         fields = prompts[idx // n].opening(idx % n)
         return (fields, {}) if fields is not None else None
 

@@ -112,7 +112,8 @@ class Connection(HttpToolsProtocol):
             num_unsent = self.transport.get_write_buffer_size() // PROGRESS_BYTES
         seen = (state, self.turn, num_unsent)
         if seen != self.seen:
-            self.seen, self.since_s = seen, now_s
+            self.seen = seen
+            self.since_s = now_s
         return state in deadlines_s and now_s - self.since_s >= deadlines_s[state]
 
     def end(self) -> None:
@@ -198,7 +199,8 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             self.cycle.keep_alive = False
         self.turn += 1
-        self.in_head, self.in_body = False, True
+        self.in_head = False
+        self.in_body = True
         self.raw_bytes = self.body_bytes = self.num_trailers = 0
 
     def on_body(self, body: bytes) -> None:
@@ -220,7 +222,8 @@ class Connection(HttpToolsProtocol):
         codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
         if version not in ("1.0", "1.1"):
             return "this server speaks HTTP/1.1: send the request in that version"
-        if codings and (codings != [b"chunked"] or version == "1.0"):
+        readable_codings = ([], [b"chunked"]) if version == "1.1" else ([],)
+        if codings not in readable_codings:
             return "the only Transfer-Encoding read here is chunked, once, in HTTP/1.1: send the body without others"
         if self.parser.should_upgrade():  # ends the message at its head, whatever the head says
             if self.parser.get_method() == b"CONNECT":
@@ -346,7 +349,8 @@ class Connections:
         if self.num_refused and now_s - self.logged_s >= REFUSALS_LOGGED_S:
             text = "%d connections were refused: too many, in total or from one address; see --max-connections"
             logs.log.warning(text, self.num_refused)
-            self.num_refused, self.logged_s = 0, now_s
+            self.num_refused = 0
+            self.logged_s = now_s
 
     def _set_idle(self, connection: Connection, is_idle: bool) -> None:
         if is_idle:

@@ -263,10 +263,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             raise FieldError("stream_options", "stream_options needs stream set to true")
         num_choices = num_prompts * (self.n or 1)
         if num_choices > MAX_CHOICES:
-            message = (
-                f"prompts times n are {num_choices} answers, one call may ask for {MAX_CHOICES}: make several calls"
-            )
-            raise FieldError("n" if num_prompts == 1 else "prompt", message)
+            too_many = f"prompts times n are {num_choices} answers, one call may ask for {MAX_CHOICES}"
+            raise FieldError("n" if num_prompts == 1 else "prompt", f"{too_many}: make several calls")
         if self.timeout_s is not None and not 0 < self.timeout_s <= MAX_TIMEOUT_S:
             bounds = f"greater than 0 and at most {MAX_TIMEOUT_S:g}"
             raise FieldError("timeout_s", f"timeout_s must be {bounds}, not {self.timeout_s:g}")

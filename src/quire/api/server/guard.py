@@ -210,17 +210,19 @@ class Keys:
 
     def check(self, policy: Policy | None, headers: dict[bytes, bytes]) -> str:
         """A digest of the caller's key; empty where no key is needed. Refused: the key is missing or wrong."""
-        if policy == "open" or (not self.users and policy != "admin"):
+        is_admin = policy == "admin"
+        needs_key = is_admin or bool(self.users)
+        if policy == "open" or not needs_key:
             return ""
-        if policy == "admin" and not self.admins:
+        if is_admin and not self.admins:
             text = "this path is for operators: start the server with --admin-api-key to use it"
             raise Refused(403, "no_admin_key", text, "permission_error")
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         digest = _digest(given.strip())
-        accepted = self.admins if policy == "admin" else self.users
+        accepted = self.admins if is_admin else self.users
         fits = [hmac.compare_digest(digest, key) for key in accepted]
         if scheme.lower() != b"bearer" or not any(fits):
-            which = "an operator's key" if policy == "admin" else "a valid API key"
+            which = "an operator's key" if is_admin else "a valid API key"
             text = f"{which} is needed: send it as Authorization: Bearer KEY"
             raise Refused(401, "invalid_api_key", text, "authentication_error")
         return digest.hex()
@@ -283,13 +285,15 @@ class Cors:
             return []
         vary = (b"vary", b"Origin")
         origin = headers.get(b"origin")
-        if origin is None or not (self.any or origin in self.origins):
+        is_allowed = self.any or origin in self.origins
+        if origin is None or not is_allowed:
             return [vary]
         allowed = b"*" if self.any else origin
         return [vary, (b"access-control-allow-origin", allowed), (b"access-control-expose-headers", b"X-Request-Id")]
 
     def is_preflight(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
-        return bool(self.origins) and scope["method"] == "OPTIONS" and b"access-control-request-method" in headers
+        asks = scope["method"] == "OPTIONS" and b"access-control-request-method" in headers
+        return asks and bool(self.origins)
 
     async def preflight(self, headers: dict[bytes, bytes], reply: Reply) -> None:
         allowed = self.any or headers.get(b"origin") in self.origins
@@ -316,7 +320,8 @@ def check_head(headers: Sequence[tuple[bytes, bytes]]) -> None:
 
 async def drop(receive: Receive) -> None:
     """Reads on for a while, keeping nothing."""
-    num_bytes, more = 0, True
+    num_bytes = 0
+    more = True
     try:
         async with asyncio.timeout(LINGER_S):
             while more and num_bytes < LINGER_BYTES:

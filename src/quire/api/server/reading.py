@@ -57,7 +57,8 @@ class Reading:
         return self.make_parser() if self.make_parser is not None else OutputParser(None, None)
 
     def finish_reason(self, reason: str | None, has_calls: bool) -> str | None:
-        return "tool_calls" if reason == "stop" and has_calls and not self.is_named else reason
+        ends_with_calls = has_calls and not self.is_named
+        return "tool_calls" if reason == "stop" and ends_with_calls else reason
 
 
 def _read(parser: OutputParser, shows_reasoning: bool, text: str) -> ChatMessage:
@@ -141,7 +142,8 @@ class ParsedEvents(Events):
 
     def _event(self, update: ChoiceUpdate, fields: dict[str, Any], *, is_first: bool, is_end: bool) -> bytes:
         choice: dict[str, Any] = {"index": update.index, "delta": fields, "logprobs": None, "finish_reason": None}
-        if is_first and self.form.logprobs is not None and update.token_ids:
+        has_tokens = is_first and bool(update.token_ids)
+        if has_tokens and self.form.logprobs is not None:
             choice["logprobs"] = self.form.logprobs(update)
         if is_end:
             choice["finish_reason"] = self.reading.finish_reason(update.finish_reason, self.has_calls[update.index])

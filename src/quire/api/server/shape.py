@@ -147,10 +147,8 @@ def chat_constraint(asked: ChatFields, model: ModelInfo) -> AnswerShape:
         must_hold = structured is not None or any(tool["function"].get("strict") for tool in tools)
         if is_free and not must_hold:
             return AnswerShape(None, tools)  # the model is told of them and its calls are read, without a grammar
-        message = (
-            f"the tools have over {MAX_TOOLS_BYTES} characters, too many for a grammar: send fewer or shorter ones"
-        )
-        raise FieldError("tools", message)
+        too_many = f"the tools have over {MAX_TOOLS_BYTES} characters, too many for a grammar"
+        raise FieldError("tools", f"{too_many}: send fewer or shorter ones")
     form = model.tool_format.structure(
         [_honoured(tool, is_free) for tool in callable_tools],
         required=not is_free or structured is not None,
@@ -197,10 +195,10 @@ def _honoured(tool: dict[str, Any], is_free: bool) -> dict[str, Any]:
 
 def _of_text(structured: StructuredOutputs | None, model: ModelInfo) -> AnswerShape:
     """The shape of an answer without calls. Some models write a header before it, which is then part of the grammar."""
-    has_header = hasattr(model.reasoning_format, "answer")
-    if structured is None or structured.structural_tag is not None or not has_header:
+    if structured is None or structured.structural_tag is not None:
         return AnswerShape(structured)
-    return AnswerShape(_tag(_answer(structured, model)))
+    has_header = hasattr(model.reasoning_format, "answer")
+    return AnswerShape(_tag(_answer(structured, model)) if has_header else structured)
 
 
 def _answer(structured: StructuredOutputs, model: ModelInfo) -> dict[str, Any]:
