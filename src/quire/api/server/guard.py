@@ -83,8 +83,8 @@ class Guard:
         policy = self.policy_of(scope["method"], scope["path"])
         has_body = b"content-length" in headers or b"transfer-encoding" in headers
         body = b""
-        address, *_ = scope.get("client") or ("",)
-        share = self.held.share(address)
+        client = scope.get("client")
+        share = self.held.share(client[0] if client else "")
         try:
             check_head(scope["headers"])
             if self.cors.is_preflight(scope, headers):
