@@ -51,7 +51,13 @@ class UnsupportedModelError(ModelError):
 
 
 class RequestError(QuireError, ValueError):
+    """`param`: the field of the request that it is about, where it is one."""
+
     exit_code = 4
+
+    def __init__(self, message: str = "", param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class TooLongError(RequestError):

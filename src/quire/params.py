@@ -61,7 +61,9 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
             given.append("json")
         if len(given) != 1:
             names = ", ".join(self.__struct_fields__)
-            raise RequestError(f"structured_outputs must hold exactly one of {names}, not {len(given)}")
+            raise RequestError(
+                f"structured_outputs must hold exactly one of {names}, not {len(given)}", "structured_outputs"
+            )
         return given[0]
 
 
@@ -107,7 +109,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=Fals
             try:
                 self.structured_outputs = msgspec.convert(self.structured_outputs, StructuredOutputs)
             except msgspec.ValidationError as error:
-                raise RequestError(f"structured_outputs: {error}") from None
+                raise RequestError(f"structured_outputs: {error}", "structured_outputs") from None
         self.verify()
 
     @property
@@ -123,12 +125,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=Fals
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, 1, LARGEST_INT)
             if self.min_tokens > self.max_tokens:
-                raise RequestError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+                raise RequestError(
+                    f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", "min_tokens"
+                )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
         if not isinstance(self.extra_args, dict):
-            raise RequestError(f"extra_args must be an object, not {shown(self.extra_args)}")
+            raise RequestError(f"extra_args must be an object, not {shown(self.extra_args)}", "extra_args")
         check_json("extra_args", self.extra_args, MAX_EXTRA_VALUES)
         if self.thinking_token_budget is not None:
             _whole("thinking_token_budget", self.thinking_token_budget, 0, LARGEST_INT)
@@ -147,29 +151,33 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=Fals
         ):
             value = getattr(self, name)
             if not _is_finite(value):
-                raise RequestError(f"{name} must be a finite number, not {shown(value)}")
+                raise RequestError(f"{name} must be a finite number, not {shown(value)}", name)
             if not low <= value <= high:
-                raise RequestError(f"{name} must be between {low:g} and {high:g}, not {value:g}")
+                raise RequestError(f"{name} must be between {low:g} and {high:g}, not {value:g}", name)
         if self.top_p == 0.0:
-            raise RequestError("top_p must be greater than 0")
+            raise RequestError("top_p must be greater than 0", "top_p")
         if self.repetition_penalty == 0.0:
-            raise RequestError("repetition_penalty must be greater than 0")
+            raise RequestError("repetition_penalty must be greater than 0", "repetition_penalty")
 
     def _lists(self) -> None:
         _strings("stop", self.stop, MAX_STOP_STRINGS)
         _strings("bad_words", self.bad_words, MAX_BAD_WORDS)
         _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS)
         if self.stop and not self.detokenize:
-            raise RequestError("stop strings need detokenize=True; use stop_token_ids instead")
+            raise RequestError("stop strings need detokenize=True; use stop_token_ids instead", "stop")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise RequestError(f"logit_bias has {len(self.logit_bias)} entries, the limit is {MAX_LOGIT_BIAS}")
+            raise RequestError(
+                f"logit_bias has {len(self.logit_bias)} entries, the limit is {MAX_LOGIT_BIAS}", "logit_bias"
+            )
         for token_id, bias in self.logit_bias.items():
-            _whole("logit_bias token id", token_id, 0, LARGEST_INT)
+            _whole("logit_bias", token_id, 0, LARGEST_INT, "a token id of logit_bias")
             if not _is_finite(bias) or not -100.0 <= bias <= 100.0:
-                raise RequestError(f"logit_bias values must be between -100 and 100, not {shown(bias)}")
+                raise RequestError(f"logit_bias values must be between -100 and 100, not {shown(bias)}", "logit_bias")
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
-                raise RequestError("allowed_token_ids must not be empty; leave it out to allow every token")
+                raise RequestError(
+                    "allowed_token_ids must not be empty; leave it out to allow every token", "allowed_token_ids"
+                )
             _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKENS)
 
 
@@ -187,35 +195,35 @@ def check_json(name: str, value: Any, max_values: int) -> None:
         elif kind in _CONTAINERS:
             num_values += 2 * len(value) if kind is dict else len(value)
             if num_values > max_values:
-                raise RequestError(f"{name} holds more than {max_values} values, which is the limit")
+                raise RequestError(f"{name} holds more than {max_values} values, which is the limit", name)
             values += value
             if kind is dict:
                 if set(map(type, value)) - {str}:
-                    raise RequestError(f"{name} must be JSON: the keys of an object must be text")
+                    raise RequestError(f"{name} must be JSON: the keys of an object must be text", name)
                 values += value.values()
         elif kind is int:
             if not -LARGEST_INT <= value <= LARGEST_INT:
-                raise RequestError(f"{name} holds a whole number of more than 64 bits")
+                raise RequestError(f"{name} holds a whole number of more than 64 bits", name)
         elif kind is float:
             if not math.isfinite(value):
-                raise RequestError(f"{name} holds a number that is not finite")
+                raise RequestError(f"{name} holds a number that is not finite", name)
         elif kind is not bool and value is not None:
-            raise RequestError(f"{name} must be JSON, which {kind.__name__} is not")
+            raise RequestError(f"{name} must be JSON, which {kind.__name__} is not", name)
 
 
 def _text(name: str, value: str) -> None:
     if len(value) > MAX_TEXT_CHARS:
-        raise RequestError(f"{name} holds a text of {len(value)} characters, the limit is {MAX_TEXT_CHARS}")
+        raise RequestError(f"{name} holds a text of {len(value)} characters, the limit is {MAX_TEXT_CHARS}", name)
     try:
         if not value.isascii():
             value.encode()
     except UnicodeEncodeError:
-        raise RequestError(f"{name} holds a lone surrogate (half of a UTF-16 pair)") from None
+        raise RequestError(f"{name} holds a lone surrogate (half of a UTF-16 pair)", name) from None
 
 
 def _token_ids(name: str, values: Sequence[Any], limit: int) -> None:
     if len(values) > limit:
-        raise RequestError(f"{name} has {len(values)} entries, the limit is {limit}")
+        raise RequestError(f"{name} has {len(values)} entries, the limit is {limit}", name)
     if not values:
         return
     all_ints = set(map(type, values)) == {int}
@@ -233,11 +241,13 @@ def _is_finite(value: object) -> bool:
         return False
 
 
-def _whole(name: str, value: object, low: int, high: int) -> None:
+def _whole(name: str, value: object, low: int, high: int, what: str | None = None) -> None:
+    """`what`: how the message calls the value, where it is not the field itself."""
+    what = what or name
     if not isinstance(value, int) or isinstance(value, bool):
-        raise RequestError(f"{name} must be a whole number, not {shown(value)}")
+        raise RequestError(f"{what} must be a whole number, not {shown(value)}", name)
     if not low <= value <= high:
-        raise RequestError(f"{name} must be at least {low} and at most {high}, not {shown(value)}")
+        raise RequestError(f"{what} must be at least {low} and at most {high}, not {shown(value)}", name)
 
 
 def shown(value: object) -> str:
@@ -249,10 +259,10 @@ def shown(value: object) -> str:
 
 def _strings(name: str, values: list[Any], limit: int) -> None:
     if len(values) > limit:
-        raise RequestError(f"{name} has {len(values)} entries, the limit is {limit}")
+        raise RequestError(f"{name} has {len(values)} entries, the limit is {limit}", name)
     for value in values:
         if not isinstance(value, str) or not value:
-            raise RequestError(f"{name} must hold non-empty strings, not {shown(value)}")
+            raise RequestError(f"{name} must hold non-empty strings, not {shown(value)}", name)
         if len(value) > MAX_STOP_CHARS:
-            raise RequestError(f"an entry of {name} has {len(value)} characters, the limit is {MAX_STOP_CHARS}")
+            raise RequestError(f"an entry of {name} has {len(value)} characters, the limit is {MAX_STOP_CHARS}", name)
         _text(name, value)

@@ -9,7 +9,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from quire.api.server.calls import Answer, Call
-from quire.api.server.errors import FieldError
 from quire.api.server.fields import (
     MAX_MESSAGE_VALUES,
     MAX_MESSAGES,
@@ -73,7 +72,7 @@ class ChatRequest(ChatFields, kw_only=True):
 
     def num_logprobs(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
-            raise FieldError("top_logprobs", "top_logprobs needs logprobs set to true")
+            raise RequestError("top_logprobs needs logprobs set to true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -98,7 +97,7 @@ async def encode(
     try:
         return await llm.encode_chat(messages, opens_answer, continues, arguments, tools)
     except RequestError as error:
-        raise FieldError("messages", str(error)) from None
+        raise RequestError(str(error), "messages") from None
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):

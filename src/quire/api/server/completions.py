@@ -10,7 +10,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from quire.api.server.calls import Answer, Call
-from quire.api.server.errors import FieldError
 from quire.api.server.fields import (
     MAX_TOKEN_IDS,
     REFUSED,
@@ -29,6 +28,7 @@ from quire.api.server.generation import Usage, built, finish, submit, text_of, u
 from quire.api.server.logprobs import CompletionLogprobs, CompletionLogprobsWriter, PromptLogprobs, prompt_logprobs
 from quire.api.server.shape import answer_constraint
 from quire.api.server.sse import EventFormat, Events, EventStream, Opening
+from quire.errors import RequestError
 from quire.frontend.async_llm import AsyncLLM, Stream
 from quire.frontend.requests import ChoiceState, ChoiceUpdate
 from quire.frontend.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
             return [prompt]
         if not kinds or int in kinds:
             message = "prompt must be text, a list of texts, a list of token ids or a list of such lists"
-            raise FieldError("prompt", message)
+            raise RequestError(message, "prompt")
         return prompt
 
 
@@ -112,11 +112,11 @@ async def completions(call: Call) -> Answer | EventStream:
 def _params(body: CompletionRequest, llm: AsyncLLM) -> SamplingParams:
     n = body.n or 1
     if body.best_of is not None and body.best_of != n:
-        raise FieldError("best_of", "best_of other than n is not supported by this server: leave it out")
+        raise RequestError("best_of other than n is not supported by this server: leave it out", "best_of")
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and body.echo:
         if body.stream:
-            raise FieldError("max_tokens", "max_tokens of 0 with echo cannot be streamed: set stream to false")
+            raise RequestError("max_tokens of 0 with echo cannot be streamed: set stream to false", "max_tokens")
         max_tokens = 1  # the engine always computes one token; it is left out of the answer
     num_prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
@@ -136,10 +136,10 @@ def _check_echo(body: CompletionRequest, params: SamplingParams, streams: Sequen
         return
     num_tokens = params.n * sum(len(stream.request.prompt_token_ids) for stream in streams)
     if num_tokens > MAX_REPEATED_TOKENS:
-        raise FieldError(
-            "echo" if body.echo else "return_token_ids",
+        raise RequestError(
             f"prompts repeated in every choice make {num_tokens:,} tokens, the limit is {MAX_REPEATED_TOKENS:,}: "
             "lower n, or do without echo and return_token_ids",
+            "echo" if body.echo else "return_token_ids",
         )
 
 

@@ -18,23 +18,11 @@ from quire.errors import (
     RequestError,
     TooLongError,
 )
-from quire.params import SamplingParams
 
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARS = 400
 NO_RETRY = (b"x-should-retry", b"false")  # the openai client honours it; trying again would only cost more
-
-# Messages about these fields begin with the field's name.
-_NAMED_FIRST = {*SamplingParams.__struct_fields__, "messages", "priority", "cache_salt", "timeout_s"}
-
-
-class FieldError(RequestError):
-    """A field of the body cannot be served; `param` names it."""
-
-    def __init__(self, param: str | None, message: str) -> None:
-        super().__init__(message)
-        self.param = param
 
 
 class UnknownModelError(RequestError):
@@ -71,12 +59,11 @@ def problem(error: Exception, request_id: str) -> Problem:
     match error:
         case UnknownModelError():
             return Problem(404, ErrorDetail(message, "invalid_request_error", "model", "model_not_found"))
-        case FieldError():
-            return Problem(400, ErrorDetail(message, "invalid_request_error", error.param))
         case TooLongError():
-            return Problem(400, ErrorDetail(message, "invalid_request_error", code="context_length_exceeded"))
+            detail = ErrorDetail(message, "invalid_request_error", error.param, "context_length_exceeded")
+            return Problem(400, detail)
         case RequestError():
-            return Problem(400, ErrorDetail(message, "invalid_request_error", _param(message)))
+            return Problem(400, ErrorDetail(message, "invalid_request_error", error.param))
         case OverloadedError():
             wait = (b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s)))
             return Problem(503, ErrorDetail(message, "overloaded_error", code="overloaded"), [wait])
@@ -89,12 +76,6 @@ def problem(error: Exception, request_id: str) -> Problem:
     log.error("request %s failed", request_id, exc_info=error)
     unforeseen = f"internal error; the server's log has more under request id {request_id}"
     return Problem(500, ErrorDetail(unforeseen, "server_error"))
-
-
-def _param(message: str) -> str | None:
-    """The field that a message is about, if it begins with one."""
-    first_word = message.partition(" ")[0]
-    return first_word if first_word in _NAMED_FIRST else None
 
 
 def no_such_path() -> Problem:

@@ -16,7 +16,6 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from quire import params as limits
-from quire.api.server.errors import FieldError
 from quire.errors import RequestError
 from quire.frontend.async_llm import MAX_TIMEOUT_S
 from quire.frontend.inputs import MAX_CACHE_SALT_CHARS, PRIORITY_LIMIT
@@ -69,23 +68,23 @@ REFUSED: Refusals = {"use_beam_search": given, "truncate_prompt_tokens": given, 
 
 
 def decode(body: bytes, kind: type[Body], refused: Refusals = REFUSED) -> Body:
-    """The body as a struct; FieldError names what is wrong with it."""
+    """The body as a struct; RequestError names what is wrong with it."""
     try:
         values = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FieldError(None, f"the body is not JSON: {error}") from None
+        raise RequestError(f"the body is not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise FieldError(None, "the body must be a JSON object")
+        raise RequestError("the body must be a JSON object")
     if len(values) > MAX_FIELDS:
         message = f"the body has {len(values)} fields, the limit is {MAX_FIELDS}: leave out what nobody knows"
-        raise FieldError(None, message)
+        raise RequestError(message)
     for name, value in values.items():
         if name in kind.__struct_fields__ or name in NO_EFFECT:
             continue
         if name not in refused:
             _warn_unknown(name)
         elif refused[name](value):
-            raise FieldError(name, f"{name} is not supported by this server: leave it out")
+            raise RequestError(f"{name} is not supported by this server: leave it out", name)
     try:
         decoded = msgspec.convert(values, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -95,11 +94,11 @@ def decode(body: bytes, kind: type[Body], refused: Refusals = REFUSED) -> Body:
     return decoded
 
 
-def _field_error(message: str) -> FieldError:
+def _field_error(message: str) -> RequestError:
     """What msgspec found, as a sentence about the field."""
     path = _PATH.search(message)
     if path is None:
-        return FieldError(None, message)
+        return RequestError(message)
     param = path[2]
     sentence = message[: path.start()]
     name, _, inside = param.partition("[")
@@ -108,11 +107,11 @@ def _field_error(message: str) -> FieldError:
     elif inside and name:
         name = f"an entry of {name}"
     if bound := _NUMBER_BOUND.fullmatch(sentence):
-        return FieldError(param, f"{name} must be {_BOUND_WORDS[bound[1]]} {bound[2]}")
+        return RequestError(f"{name} must be {_BOUND_WORDS[bound[1]]} {bound[2]}", param)
     if bound := _LENGTH_BOUND.fullmatch(sentence):
         what = "characters" if bound[1] == "str" else "entries"
-        return FieldError(param, f"{name} must have {_BOUND_WORDS[bound[2]]} {bound[3]} {what}")
-    return FieldError(param, f"{param}: {sentence}")
+        return RequestError(f"{name} must have {_BOUND_WORDS[bound[2]]} {bound[3]} {what}", param)
+    return RequestError(f"{param}: {sentence}", param)
 
 
 def _warn_unknown(name: str) -> None:
@@ -124,10 +123,10 @@ def _warn_unknown(name: str) -> None:
 def check_vocabulary(name: str, token_ids: list[int], vocab_size: int) -> None:
     """For token ids that are only decoded: those of a request are checked by the frontend."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-        raise FieldError(name, f"{name} must hold token ids from 0 to {vocab_size - 1}")
+        raise RequestError(f"{name} must hold token ids from 0 to {vocab_size - 1}", name)
 
 
-Checker = Callable[[str, Any], None]  # of a field's name and value; raises FieldError
+Checker = Callable[[str, Any], None]  # of a field's name and value; raises RequestError
 
 
 @functools.cache
@@ -157,7 +156,7 @@ def _check_free(max_values: int, name: str, value: Any) -> None:
         try:
             limits.check_json(name, value, max_values)
         except RequestError as error:
-            raise FieldError(name.partition(".")[0], str(error)) from None
+            raise RequestError(str(error), name.partition(".")[0]) from None
 
 
 def _check_struct(kind: type, fields: dict[str, Checker], name: str, value: Any) -> None:
@@ -260,14 +259,14 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
     def check(self, num_prompts: int) -> None:
         if self.stream_options is not None and not self.stream:
-            raise FieldError("stream_options", "stream_options needs stream set to true")
+            raise RequestError("stream_options needs stream set to true", "stream_options")
         num_choices = num_prompts * (self.n or 1)
         if num_choices > MAX_CHOICES:
             too_many = f"prompts times n are {num_choices} answers, one call may ask for {MAX_CHOICES}"
-            raise FieldError("n" if num_prompts == 1 else "prompt", f"{too_many}: make several calls")
+            raise RequestError(f"{too_many}: make several calls", "n" if num_prompts == 1 else "prompt")
         if self.timeout_s is not None and not 0 < self.timeout_s <= MAX_TIMEOUT_S:
             bounds = f"greater than 0 and at most {MAX_TIMEOUT_S:g}"
-            raise FieldError("timeout_s", f"timeout_s must be {bounds}, not {self.timeout_s:g}")
+            raise RequestError(f"timeout_s must be {bounds}, not {self.timeout_s:g}", "timeout_s")
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from quire.api.server.errors import FieldError
 from quire.api.server.fields import Name, SamplingFields, Text, at_most
 from quire.errors import RequestError
 from quire.frontend.inputs import grammar_spec
@@ -100,7 +99,7 @@ def answer_constraint(fields: SamplingFields) -> StructuredOutputs | None:
         asked["guided_grammar"] = StructuredOutputs(grammar=fields.guided_grammar)
     names = list(asked)
     if len(names) > 1:
-        raise FieldError(names[1], f"{names[0]} and {names[1]} exclude each other: give one")
+        raise RequestError(f"{names[0]} and {names[1]} exclude each other: give one", names[1])
     return asked[names[0]] if names else None
 
 
@@ -118,7 +117,7 @@ def _of_format(form: dict[str, Any] | None) -> StructuredOutputs | None:
             return StructuredOutputs(structural_tag=form)
         case _:
             message = "response_format must have the type text, json_object, json_schema or structural_tag"
-    raise FieldError("response_format", message)
+    raise RequestError(message, "response_format")
 
 
 def chat_constraint(asked: ChatFields, model: ModelInfo) -> AnswerShape:
@@ -127,20 +126,20 @@ def chat_constraint(asked: ChatFields, model: ModelInfo) -> AnswerShape:
     choice = asked.tool_choice or ("auto" if asked.tools else "none")
     if not asked.tools:
         if choice not in ("none", "auto"):
-            raise FieldError("tool_choice", "tool_choice needs tools to choose from")
+            raise RequestError("tool_choice needs tools to choose from", "tool_choice")
         return _of_text(structured, model)
     tools = [_checked(tool) for tool in asked.tools]
     if len({tool["function"]["name"] for tool in tools}) < len(tools):
-        raise FieldError("tools", "two tools have the same name")
+        raise RequestError("two tools have the same name", "tools")
     if choice == "none":
         return _of_text(structured, model)
     if model.tool_format is None:
         advice = "choose a format with --tool-call-parser, or leave tools out"
-        raise FieldError("tools", f"this model is not known to call tools: {advice}")
+        raise RequestError(f"this model is not known to call tools: {advice}", "tools")
     is_free = choice == "auto"
     if structured is not None and not is_free:
         message = "an answer cannot be a call and have a format at once: leave response_format out"
-        raise FieldError("tool_choice", message)
+        raise RequestError(message, "tool_choice")
     named = choice.function.name if isinstance(choice, NamedTool) else None
     callable_tools = _callable(tools, named)
     if len(msgspec.json.encode(callable_tools)) + TOOL_BYTES * len(callable_tools) > MAX_TOOLS_BYTES:
@@ -148,7 +147,7 @@ def chat_constraint(asked: ChatFields, model: ModelInfo) -> AnswerShape:
         if is_free and not must_hold:
             return AnswerShape(None, tools)  # the model is told of them and its calls are read, without a grammar
         too_many = f"the tools have over {MAX_TOOLS_BYTES} characters, too many for a grammar"
-        raise FieldError("tools", f"{too_many}: send fewer or shorter ones")
+        raise RequestError(f"{too_many}: send fewer or shorter ones", "tools")
     form = model.tool_format.structure(
         [_honoured(tool, is_free) for tool in callable_tools],
         required=not is_free or structured is not None,
@@ -165,7 +164,7 @@ def _callable(tools: list[dict[str, Any]], named: str | None) -> list[dict[str, 
         return tools
     found = [tool for tool in tools if tool["function"]["name"] == named]
     if not found:
-        raise FieldError("tool_choice", f"tool_choice names {named!r:.80}, which is none of the tools")
+        raise RequestError(f"tool_choice names {named!r:.80}, which is none of the tools", "tool_choice")
     return found
 
 
@@ -173,9 +172,9 @@ def _checked(tool: Tool) -> dict[str, Any]:
     name = tool.function.name
     parameters = tool.function.parameters or ANY_OBJECT
     if not _NAME.fullmatch(name):
-        raise FieldError("tools", f"a tool is named {name!r:.80}: names have up to 64 letters, digits, and . _ : -")
+        raise RequestError(f"a tool is named {name!r:.80}: names have up to 64 letters, digits, and . _ : -", "tools")
     if parameters.get("type", "object") != "object":
-        raise FieldError("tools", f"the parameters of the tool {name} must be a schema of type object")
+        raise RequestError(f"the parameters of the tool {name} must be a schema of type object", "tools")
     return msgspec.to_builtins(tool)
 
 
@@ -188,7 +187,7 @@ def _honoured(tool: dict[str, Any], is_free: bool) -> dict[str, Any]:
         grammar_spec(StructuredOutputs(json=parameters))
     except RequestError as error:
         if not is_free or function.get("strict"):
-            raise FieldError("tools", f"the parameters of the tool {function['name']}: {error}") from None
+            raise RequestError(f"the parameters of the tool {function['name']}: {error}", "tools") from None
         parameters = ANY_OBJECT
     return {**tool, "function": {**function, "parameters": parameters}}
 
@@ -217,7 +216,7 @@ def _answer(structured: StructuredOutputs, model: ModelInfo) -> dict[str, Any]:
             form = {"type": "grammar", "grammar": spec.text}
         case _:
             message = "here an answer's format can be a JSON schema, regex, choice or GBNF grammar only"
-            raise FieldError("guided_grammar", message)
+            raise RequestError(message, "guided_grammar")
     wrap = getattr(model.reasoning_format, "answer", None)
     return wrap(form) if wrap is not None else form
 
@@ -227,7 +226,7 @@ def _tag(form: dict[str, Any]) -> StructuredOutputs:
     try:
         grammar_spec(tag)
     except RequestError as error:
-        raise FieldError("tools", f"the tools make no grammar: {error}") from None
+        raise RequestError(f"the tools make no grammar: {error}", "tools") from None
     return tag
 
 

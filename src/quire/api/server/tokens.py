@@ -9,10 +9,10 @@ import msgspec
 
 from quire.api.server.calls import Answer, Call
 from quire.api.server.chat import TEMPLATE_REFUSED, Messages, TemplateArguments, encode
-from quire.api.server.errors import FieldError
 from quire.api.server.fields import Name, Text, TokenIds, check_vocabulary, decode
 from quire.api.server.generation import INLINE_TOKENS
 from quire.api.server.shape import Tools
+from quire.errors import RequestError
 from quire.frontend.model import ModelInfo
 
 
@@ -56,7 +56,7 @@ async def tokenize(call: Call) -> Answer:
     elif body.prompt is not None and body.messages is None:
         tokens = await llm.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     else:
-        raise FieldError("prompt", "give either prompt or messages")
+        raise RequestError("give either prompt or messages", "prompt")
     answer = functools.partial(_tokenized, llm.model, tokens, bool(body.return_token_strs))
     return await llm.off_loop(answer, len(tokens)) if len(tokens) > INLINE_TOKENS else answer()
 
@@ -75,5 +75,5 @@ async def detokenize(call: Call) -> Answer:
     call.service.model_name(body.model)
     check_vocabulary("tokens", body.tokens, llm.model.vocab_size)
     if len(body.tokens) > (limit := llm.model.max_model_len):
-        raise FieldError("tokens", f"there are {len(body.tokens):,} tokens and the context is {limit:,}: send fewer")
+        raise RequestError(f"there are {len(body.tokens):,} tokens and the context is {limit:,}: send fewer", "tokens")
     return Answer.json(DetokenizeAnswer(await llm.decode(body.tokens)))
