@@ -1,7 +1,8 @@
 """The structs frontend and core exchange: by calls within one process, over a socket between two.
 
-A choice of a request (`n` > 1) is a core request of its own, named by (request_id, choice_idx); what the choices have in common
-is sent once. The frontend keeps everything needed to send an AddRequest again, with the tokens so far, to a fresh core.
+A choice of a request (`n` > 1) is a core request of its own, named by (request_id, choice_idx); what the choices have
+in common is sent once. The frontend keeps everything needed to send an AddRequest again, with the tokens so far, to a
+fresh core.
 """
 
 import msgspec
@@ -15,14 +16,14 @@ from quire.structured.spec import GrammarSpec
 class Thinking(msgspec.Struct, array_like=True):
     """How a model's thinking is told from its answer, in tokens."""
 
-    is_open: bool  # the prompt ends in the middle of it
-    start_ids: list[int]  # open it, at the beginning of an answer; empty: only the prompt does
-    end_ids: list[int]  # close it
-    budget: int | None = None  # after so many tokens it is closed
+    is_open: bool  # the prompt already opened it
+    start_ids: list[int]  # the tokens that open it, at the beginning of the output; empty: only the prompt can open it
+    end_ids: list[int]  # the tokens that close it
+    budget: int | None = None  # after so many tokens it is closed by force
 
 
 class Constraint(msgspec.Struct, array_like=True):
-    """What an answer must look like. A grammar begins to count after the thinking."""
+    """What an answer must look like. The grammar applies to what comes after the thinking."""
 
     grammar: GrammarSpec | None = None
     thinking: Thinking | None = None
@@ -33,7 +34,7 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add"):
     prompt_token_ids: list[int]
     params: SamplingParams  # complete: max_tokens is a number
     seed: int  # params.seed, or one drawn for this request
-    # Those to be computed -> what they generated before an engine restart.
+    # Index of each choice to be computed -> the tokens it generated before an engine restart.
     choices: dict[int, list[int]] = msgspec.field(default_factory=lambda: {0: []})
     eos_ids: list[int] = []
     bad_words: list[list[int]] = []
@@ -44,16 +45,16 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add"):
 
 
 class Vocabulary(msgspec.Struct, array_like=True, tag="vocabulary"):
-    """What tokens spell, for grammars; a core is told before its first request with a constraint."""
+    """The bytes of each token, for grammars; sent to a core before its first request with a constraint."""
 
     tokens: list[bytes]  # by id
-    special_ids: list[int]  # never text
-    stop_ids: list[int]  # that end an answer
-    size: int  # of the model's logits: at least as many as there are tokens
+    special_ids: list[int]  # tokens that are no text
+    stop_ids: list[int]  # tokens that end an answer
+    size: int  # number of the model's logits: at least as many as there are tokens
 
     @property
     def num_words(self) -> int:
-        """Of a mask, 32 tokens each."""
+        """How many words of 32 tokens a mask has."""
         return -(-self.size // 32)
 
 
@@ -63,7 +64,7 @@ class Abort(msgspec.Struct, array_like=True, tag="abort"):
 
 
 class Check(msgspec.Struct, array_like=True, tag="check"):
-    """Asks the core to verify its own books, for tests and soaks."""
+    """Asks the core to check that its own bookkeeping is consistent, for tests and soaks."""
 
 
 class ChoiceDelta(msgspec.Struct, array_like=True, gc=False):
@@ -72,14 +73,14 @@ class ChoiceDelta(msgspec.Struct, array_like=True, gc=False):
     request_id: str
     choice_idx: int
     token_ids: list[int]
-    finish_reason: str | None = None  # "stop", "length", or "error": the core could not take it
+    finish_reason: str | None = None  # "stop", "length", or "error": the core could not go on with it
     stop_reason: int | None = None  # the stop token, when it was not eos
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
     num_cached_tokens: int = 0  # with the first token
     queue_s: float = 0.0  # how long it waited for its first step; with the first token
     error: str = ""  # with "error": what is wrong with the request, if that is the reason
-    vector: list[float] = []  # of a request that wants one; with its end
+    vector: list[float] = []  # if the request wants one; with its last delta
 
 
 class EngineStats(msgspec.Struct, array_like=True, gc=False):
@@ -87,8 +88,8 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_waiting: int = 0
     kv_usage: float = 0.0  # share of blocks in use
     num_preemptions: int = 0
-    prefix_queries: int = 0  # tokens looked up since the start
-    prefix_hits: int = 0  # of these, found
+    prefix_queries: int = 0  # tokens looked up in the prefix cache since the start
+    prefix_hits: int = 0  # of these, found there
     step_tokens: int = 0
 
 
@@ -103,7 +104,7 @@ class StepOutputs(msgspec.Struct, array_like=True, tag="outputs", gc=False):
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
     """The core takes requests from now on."""
 
-    num_tokens: int  # that fit into the KV cache
+    num_tokens: int  # how many fit into the KV cache
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):

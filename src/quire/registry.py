@@ -1,7 +1,8 @@
 """A folder is a registry: the name of an extension is the name of its file.
 
-Used wherever a name chosen by a user or a checkpoint becomes code (executors, attention backends, models). Files are listed without
-importing them; literals such as a model's ARCHITECTURES are read from the source, so looking one up imports one file.
+Used wherever a name chosen by a user or a checkpoint becomes code (executors, attention backends, models). Files are
+listed without importing them; literals such as a model's ARCHITECTURES are read from the source, so looking one up
+imports one file.
 """
 
 import ast
@@ -16,20 +17,20 @@ from quire.errors import ConfigError
 def names(package: str) -> list[str]:
     """The extensions in a package, by file name; `base`, private files and folders are not extensions."""
     path = importlib.import_module(package).__path__
-    return sorted(
-        m.name for m in pkgutil.iter_modules(path) if m.name != "base" and not m.ispkg and not m.name.startswith("_")
-    )
+    files = [module.name for module in pkgutil.iter_modules(path) if not module.ispkg]
+    return sorted(name for name in files if name != "base" and not name.startswith("_"))
 
 
 def load(package: str, name: str) -> ModuleType:
     """The module of one extension; ConfigError lists what there is. A dotted path names a module from elsewhere."""
+    kind = package.rsplit(".", 1)[1]
     if "." in name:
         try:
             return importlib.import_module(name)
         except ImportError as error:
-            raise ConfigError(f"the {package.rsplit('.', 1)[1]} {name!r} cannot be imported: {error}") from None
+            raise ConfigError(f"the {kind} {name!r} cannot be imported: {error}") from None
     if name not in names(package):
-        raise ConfigError(f"there is no {package.rsplit('.', 1)[1]} {name!r}: choose from {', '.join(names(package))}")
+        raise ConfigError(f"there is no {kind} {name!r}: choose from {', '.join(names(package))}")
     return importlib.import_module(f"{package}.{name}")
 
 
@@ -40,7 +41,10 @@ def literals(package: str, variable: str) -> dict[str, tuple]:
     found = {}
     for name in names(package):
         with open(f"{path}/{name}.py", encoding="utf-8") as file:
-            for node in ast.parse(file.read()).body:
-                if isinstance(node, ast.Assign) and any(getattr(t, "id", None) == variable for t in node.targets):
-                    found[name] = ast.literal_eval(node.value)
+            statements = ast.parse(file.read()).body
+        for statement in statements:
+            if isinstance(statement, ast.Assign):
+                assigned = [getattr(target, "id", None) for target in statement.targets]
+                if variable in assigned:
+                    found[name] = ast.literal_eval(statement.value)
     return found

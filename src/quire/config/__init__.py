@@ -1,4 +1,4 @@
-"""Every knob, declared once and frozen. Anyone may import this; it imports nothing of ours but `errors`.
+"""Every option, declared once and frozen. Anyone may import this; it imports nothing of ours but `errors`.
 
 Command-line flags, `LLM(**kwargs)` and `--help` are generated from these fields (`flags.py`);
 the only place where an "auto" becomes a value is `resolve.py`.

@@ -5,6 +5,8 @@ Read by everybody; written by nobody after construction. `None` or "auto" stand 
 """
 
 import dataclasses
+import difflib
+import typing
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -81,7 +83,8 @@ class SchedulerConfig:
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}), so that every running request can get a token: raise the one or lower the other"
+                f"({self.max_num_seqs}), so that every running request can get a token: "
+                "raise the one or lower the other"
             )
 
 
@@ -118,9 +121,9 @@ class StructuredConfig:
     )
     reasoning_parser: str = knob(
         "auto",
-        "how thinking is told from the answer: a file of quire/frontend/reasoning; auto: by the chat template; none: it is not",
+        "how thinking is told from the answer: a file of quire/frontend/reasoning; "
+        "auto: by the chat template; none: it is not",
     )
-
     logits_processors: list[str] = knob([], "your own processors of logits, as package.module:Class", metavar="CLASS")
 
     def __post_init__(self) -> None:
@@ -139,24 +142,30 @@ class EngineConfig:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":
-        groups = {}
-        for group in dataclasses.fields(cls):
-            own = {f.name for f in dataclasses.fields(group.type)}
-            groups[group.name] = group.type(**{k: kwargs.pop(k) for k in list(kwargs) if k in own})
+        groups: dict[str, Any] = {}
+        known: list[str] = []
+        for group_name, group in _GROUPS.items():
+            own = [field.name for field in dataclasses.fields(group)]
+            groups[group_name] = group(**{name: kwargs.pop(name) for name in own if name in kwargs})
+            known += own
         if kwargs:
-            import difflib
-
-            known = [f.name for g in dataclasses.fields(cls) for f in dataclasses.fields(g.type)]
-            name = next(iter(kwargs))
-            close = difflib.get_close_matches(name, known, 1)
-            raise ConfigError(f"unknown option {name!r}" + (f": did you mean {close[0]!r}?" if close else ""))
+            unknown = next(iter(kwargs))
+            close = difflib.get_close_matches(unknown, known, 1)
+            hint = f": did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"unknown option {unknown!r}{hint}")
         return cls(**groups)
 
     def replace(self, **kwargs: Any) -> "EngineConfig":
         """A copy with some options changed, given flat."""
-        flat = {
-            f.name: getattr(getattr(self, g.name), f.name)
-            for g in dataclasses.fields(self)
-            for f in dataclasses.fields(g.type)
-        }
+        flat: dict[str, Any] = {}
+        for group_name in _GROUPS:
+            flat |= vars(getattr(self, group_name))
         return EngineConfig.from_kwargs(**{**flat, **kwargs})
+
+
+_GROUPS: dict[str, type] = typing.get_type_hints(EngineConfig)
+
+
+def option_classes(options: type) -> list[type]:
+    """The classes whose fields are the options: EngineConfig's groups, or the class itself."""
+    return list(_GROUPS.values()) if options is EngineConfig else [options]

@@ -13,7 +13,10 @@ from quire.errors import ConfigError
 
 
 def knob(default: Any, help: str, *, low: float | None = None, high: float | None = None, **extra: Any) -> Any:
-    """A field with its help text; `low` and `high` are inclusive; `extra`: `metavar`, `hidden`, `positional` (True or "?")."""
+    """A field with its help text; `low` and `high` are inclusive.
+
+    `extra`: `metavar`, `hidden`, `positional` (True or "?").
+    """
     metadata = {"help": help, "low": low, "high": high, **extra}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -28,13 +31,17 @@ def check(config: Any) -> None:
             _check_one(field, hints[field.name], getattr(config, field.name))
 
 
+def default_of(field: dataclasses.Field) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
 def unwrap(hint: Any) -> tuple[Any, tuple | None, bool]:
     """(plain type, choices or None, may be None) of a field's annotation."""
     optional = False
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        args = [a for a in typing.get_args(hint) if a is not type(None)]
-        optional = len(args) < len(typing.get_args(hint))
-        hint = args[0]
+        kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+        optional = len(kinds) < len(typing.get_args(hint))
+        hint = kinds[0]
     if typing.get_origin(hint) is typing.Literal:
         return str, typing.get_args(hint), optional
     return hint, None, optional

@@ -1,17 +1,17 @@
 """Options from a YAML file, by the names of their flags: what `quire serve --config FILE` reads.
 
-The file is a flat mapping (`max-model-len: 4096` or `max_model_len: 4096`). Flags that were typed win: that is the caller's part.
+The file is a flat mapping (`max-model-len: 4096` or `max_model_len: 4096`). The caller lets flags of the command line
+override it.
 """
 
 import argparse
-import dataclasses
 import difflib
 import os
 import typing
 from collections.abc import Iterable
 from typing import Any
 
-from quire.config.engine import EngineConfig
+from quire.config.engine import option_classes
 from quire.config.fields import unwrap
 from quire.config.flags import reader
 from quire.errors import ConfigError
@@ -28,10 +28,8 @@ def read_options(path: str, options: Iterable[type]) -> dict[str, Any]:
         name = str(key).lstrip("-").replace("-", "_")
         if name not in kinds:
             close = difflib.get_close_matches(name, kinds, 1)
-            raise ConfigError(
-                f"{path}: unknown option {key!r:.100}"
-                + (f": did you mean {close[0].replace('_', '-')!r}?" if close else "")
-            )
+            hint = f": did you mean {close[0].replace('_', '-')!r}?" if close else ""
+            raise ConfigError(f"{path}: unknown option {key!r:.100}{hint}")
         if name in values:
             raise ConfigError(f"{path}: {key!r} is there twice, in two spellings")
         if value is not None:
@@ -41,13 +39,11 @@ def read_options(path: str, options: Iterable[type]) -> dict[str, Any]:
 
 def _kinds(options: Iterable[type]) -> dict[str, Any]:
     """Field name -> plain type of every option."""
-    found = {}
-    for cls in options:
-        if cls is EngineConfig:
-            found |= _kinds(group.type for group in dataclasses.fields(EngineConfig))
-        else:
-            found |= {name: unwrap(hint)[0] for name, hint in typing.get_type_hints(cls).items()}
-    return found
+    kinds: dict[str, Any] = {}
+    for each in options:
+        for declaring in option_classes(each):
+            kinds |= {name: unwrap(hint)[0] for name, hint in typing.get_type_hints(declaring).items()}
+    return kinds
 
 
 def _value(path: str, name: str, kind: Any, value: Any) -> Any:
@@ -71,8 +67,9 @@ def _mapping(path: str) -> dict[Any, Any]:
     except OSError as error:
         raise ConfigError(f"the config file {path!r} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: bad UTF-8, a day such as 2020-99-99
-        where = getattr(error, "problem_mark", None)
-        raise ConfigError(f"{path} is no valid YAML" + (f": see line {where.line + 1}" if where else "")) from None
+        mark = getattr(error, "problem_mark", None)
+        where = f": see line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path} is no valid YAML{where}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):

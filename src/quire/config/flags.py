@@ -11,8 +11,8 @@ import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from quire.config.engine import EngineConfig
-from quire.config.fields import unwrap
+from quire.config.engine import EngineConfig, option_classes
+from quire.config.fields import default_of, unwrap
 from quire.errors import ConfigError
 
 Options = TypeVar("Options")
@@ -21,7 +21,7 @@ _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads flags; mistakes become ConfigError, so that every error of a command leaves by one door."""
+    """Reads flags; mistakes become ConfigError, so that they are reported like any other error of a command."""
 
     def __init__(self, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", _HelpFormatter)
@@ -40,29 +40,24 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 def add_flags(parser: argparse.ArgumentParser, options: type) -> None:
     """Adds the flags of an options class, in a section of its own; EngineConfig brings its groups."""
-    if options is EngineConfig:
-        for group in dataclasses.fields(EngineConfig):
-            add_flags(parser, group.type)
-        return
-    section = parser.add_argument_group((options.__doc__ or options.__name__).strip().splitlines()[0])
-    hints = typing.get_type_hints(options)
-    for field in dataclasses.fields(options):
-        if "help" in field.metadata and not field.metadata.get("hidden"):
-            _add_flag(section, field, hints[field.name])
+    for declaring in option_classes(options):
+        section = parser.add_argument_group((declaring.__doc__ or declaring.__name__).strip().splitlines()[0])
+        hints = typing.get_type_hints(declaring)
+        for field in dataclasses.fields(declaring):
+            if "help" in field.metadata and not field.metadata.get("hidden"):
+                _add_flag(section, field, hints[field.name])
 
 
 def from_args(options: type[Options], args: argparse.Namespace) -> Options:
     """The options class filled from parsed flags; flags of other classes are ignored."""
-    if options is EngineConfig:
-        given = {f.name for g in dataclasses.fields(EngineConfig) for f in dataclasses.fields(g.type)}
-        return EngineConfig.from_kwargs(**{k: v for k, v in vars(args).items() if k in given})
-    names = {f.name for f in dataclasses.fields(options)}
-    return options(**{k: v for k, v in vars(args).items() if k in names})
+    build: Callable[..., Any] = EngineConfig.from_kwargs if options is EngineConfig else options
+    names = {field.name for declaring in option_classes(options) for field in dataclasses.fields(declaring)}
+    return build(**{name: value for name, value in vars(args).items() if name in names})
 
 
 def _add_flag(section: Any, field: dataclasses.Field, hint: Any) -> None:
     kind, choices, _ = unwrap(hint)
-    default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+    default = default_of(field)
     text = field.metadata["help"].replace("%", "%%")
     # Only what was typed ends up in the namespace: defaults stay with the class.
     common: dict[str, Any] = {"default": argparse.SUPPRESS}
@@ -70,7 +65,8 @@ def _add_flag(section: Any, field: dataclasses.Field, hint: Any) -> None:
         text += f" (default: {'on' if default is True else default})"
     common["help"] = text
     if positional := field.metadata.get("positional"):
-        common |= {"choices": choices} if choices is not None else {}
+        if choices is not None:
+            common["choices"] = choices
         section.add_argument(
             field.name,
             nargs=None if positional is True else positional,
@@ -86,7 +82,7 @@ def _add_flag(section: Any, field: dataclasses.Field, hint: Any) -> None:
     if choices is not None:
         common |= {"choices": choices, "metavar": "{" + ",".join(choices) + "}"}
     elif typing.get_origin(kind) is list:
-        # One value a flag, which may be given several times: a flag that took all that follows would take MODEL, too.
+        # One value each time the flag is given. If it took several at once, it would take a MODEL that follows, too.
         common |= {"action": "append", "type": reader(typing.get_args(kind)[0], field.name)}
     else:
         common["type"] = reader(kind, field.name)
@@ -98,7 +94,7 @@ def _metavar(kind: Any) -> str:
 
 
 def reader(kind: type, name: str) -> Callable[[str], Any]:
-    """What turns a typed word into the value of a field."""
+    """The function that turns a word of the command line into a field's value."""
     return size if kind is int and name.endswith("_bytes") else kind
 
 

@@ -1,7 +1,7 @@
 """The only place where "auto" becomes a value.
 
-Called once by the ways in, when the model's files are found and its config is read; everybody behind gets the
-result. Pure: the same inputs give the same config.
+Called once by the entry points (`api/`), when the model's files are found and its config is read; all other code gets
+the result. Pure: the same inputs give the same config.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from quire.errors import ConfigError
 
 DEFAULT_CONTEXT_TOKENS = 2048  # for configs that do not say
 STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
-SERVING_STEP_TOKENS = {"cpu": 512, "cuda": 2048}  # everybody who reads a stream waits for the step
+SERVING_STEP_TOKENS = {"cpu": 512, "cuda": 2048}  # fewer: every streaming client waits for the whole step
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Machine:
 
     num_cores: int
     num_gpus: int = 0  # that can be used
-    gpu_problem: str = ""  # why those that are there cannot be used, if so
-    gpu_is_broken: bool = False  # the problem is the card's or its driver's: not to be passed over
+    gpu_problem: str = ""  # why the GPUs of this machine cannot be used, if so
+    gpu_is_broken: bool = False  # the card or its driver fails: an error, even where the CPU could be used instead
 
 
 def resolve(
@@ -46,10 +46,10 @@ def resolve(
         quantization="gguf" if packed else "none",
         max_model_len=_max_model_len(model.max_model_len, hf_config),
         device=device,
-        # A server's own process has work to do: it gets a core.
+        # The process that serves HTTP needs a core of its own.
         num_threads=config.device.num_threads or max(1, machine.num_cores - serving),
         max_num_batched_tokens=scheduler.max_num_batched_tokens or max(step_tokens, scheduler.max_num_seqs),
-        # A CPU computes in submit(): planning ahead gains nothing.
+        # On a CPU, submit() returns when the step is computed: planning ahead gains nothing.
         pipeline_depth=scheduler.pipeline_depth or (2 if device == "cuda" else 1),
     )
 
@@ -59,7 +59,9 @@ def choose_device(asked: str, machine: Machine) -> str:
         raise ConfigError(f"--device cuda: {machine.gpu_problem or 'there is no NVIDIA GPU, or no driver for it'}")
     if asked == "auto" and machine.gpu_is_broken:
         raise ConfigError(f"the GPU cannot be used: {machine.gpu_problem}, or add --device cpu")
-    return ("cuda" if machine.num_gpus else "cpu") if asked == "auto" else asked
+    if asked != "auto":
+        return asked
+    return "cuda" if machine.num_gpus else "cpu"
 
 
 def _max_model_len(asked: int | None, hf_config: dict[str, Any]) -> int:

@@ -56,8 +56,10 @@ class ServerConfig:
         for name in ("served_model_name", "api_key", "allowed_origins"):
             if not all(isinstance(value, str) and value for value in getattr(self, name)):
                 raise ConfigError(f"{name} must hold non-empty texts")
-        for key in (*self.api_key, *([] if self.admin_api_key is None else [self.admin_api_key])):
+        for key in self.api_key:
             check_key(key)
+        if self.admin_api_key is not None:
+            check_key(self.admin_api_key)
         for origin in self.allowed_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
@@ -67,7 +69,7 @@ class ServerConfig:
             raise ConfigError("--ssl-keyfile needs --ssl-certfile")
 
     def open_doors(self) -> list[str]:
-        """What anybody may do who reaches the server, where that may not be meant: sentences for the log."""
+        """Warnings for the log: what anybody who reaches the server may do, although it may not be meant so."""
         if self.api_key or self.api_key_file:
             return []
         found = []

@@ -1,6 +1,6 @@
 """Options of an engine that serves many clients from a process of its own: queue, deadlines, supervision.
 
-Read by `frontend/` (AsyncLLM and what is behind it). How clients are reached is `api/server`'s business.
+Read by `frontend/` (AsyncLLM and the code it uses). Options of HTTP itself are in `server.py`.
 """
 
 from dataclasses import dataclass
