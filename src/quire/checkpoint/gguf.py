@@ -47,7 +47,7 @@ _TYPE_NAMES: dict[int, str] = {
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 
-# A file may be sparse and hundreds of gigabytes long, so its own length does not bound the work. These do, and are
+# A file may be sparse and hundreds of gigabytes long, so its own length does not bound the work. These limits do, at
 # about ten times what real models have.
 _MAX_HEADER_BYTES = 1 << 28
 _MAX_KEYS = 1 << 16
@@ -109,11 +109,9 @@ class GGUFFile:
             cursor.fail("it does not begin with the letters GGUF")
         version = cursor.integer("I")
         if version not in (2, 3):
-            big_endian = version & 0xFFFF == 0
-            raise UnsupportedModelError(
-                f"{self.path.name} is a {'big-endian GGUF file' if big_endian else f'GGUF file of version {version}'}: "
-                "convert it to little-endian GGUF version 3."
-            )
+            is_big_endian = version & 0xFFFF == 0
+            kind = "big-endian GGUF file" if is_big_endian else f"GGUF file of version {version}"
+            raise UnsupportedModelError(f"{self.path.name} is a {kind}: convert it to little-endian GGUF version 3.")
         # The smallest tensor record takes 8 + 4 + 8 + 4 + 8 bytes, the smallest key-value 8 + 1 + 4 + 1.
         num_tensors = cursor.count("Q", "tensors", least_bytes=32, limit=_MAX_TENSORS)
         num_keys = cursor.count("Q", "keys", least_bytes=14, limit=_MAX_KEYS)
@@ -132,7 +130,8 @@ class GGUFFile:
 
     def _alignment(self, cursor: "_Cursor") -> int:
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-        if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
+        in_range = type(alignment) is int and 0 < alignment <= _MAX_ALIGNMENT
+        if not in_range or alignment & (alignment - 1):
             cursor.fail(f"its alignment {alignment!r:.80} is not a power of two up to {_MAX_ALIGNMENT}")
         return alignment
 
@@ -146,10 +145,10 @@ class GGUFFile:
             raise UnsupportedModelError(
                 f"{self.path.name} holds {type_name} weights: use a file of the types Quire reads, {', '.join(BLOCK)}."
             )
-        elements, block_bytes = BLOCK[type_name]
-        if record.dims[0] % elements:
-            cursor.fail(f"{label} has rows of {record.dims[0]}, not a multiple of the {elements} of {type_name}")
-        nbytes = math.prod(record.dims) // elements * block_bytes
+        block_elements, block_bytes = BLOCK[type_name]
+        if record.dims[0] % block_elements:
+            cursor.fail(f"{label} has rows of {record.dims[0]}, not a multiple of the {block_elements} of {type_name}")
+        nbytes = math.prod(record.dims) // block_elements * block_bytes
         offset = data_start + record.offset
         if record.offset % self._alignment(cursor):
             cursor.fail(f"{label} is not aligned")
@@ -253,8 +252,9 @@ class _Cursor:
         return list(struct.unpack(f"<{count}{code}", self.read_bytes(count * item_bytes)))
 
     def _strings(self, count: int) -> list[str]:
-        """Vocabularies have hundreds of thousands of strings: this loop is most of the time a header takes."""
-        buffer, end, position = self._buffer, self._end, self.position
+        """Vocabularies have hundreds of thousands of strings: reading a header spends most of its time in this loop."""
+        buffer, end = self._buffer, self._end
+        position = self.position
         read_length = struct.Struct("<Q").unpack_from
         strings = []
         try:

@@ -1,13 +1,13 @@
-"""GGUF's vocabulary as data, one row per architecture: which keys are config.json's, which tensors are which of our modules.
+"""Tables of GGUF's names, with a row per architecture: its keys as those of config.json, its tensors as our modules.
 
-Read by `gguf_config` and by the worker's loader. Knows what converters write and what they change on the way (rows of q and k, fused
-tensors, stacked experts); not torch, not how a model computes.
+Read by `gguf_config` and by the worker's loader. Knows what converters write and what they change on the way (rows of
+q and k, fused tensors, stacked experts); not torch, not how a model computes.
 """
 
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.checkpoint.gguf import GGUFFile
@@ -33,7 +33,8 @@ _WINDOW = {"sliding_window": "attention.sliding_window"}
 _PART_ROTATES = {"partial_rotary_factor": "rope.dimension_count"}
 _SOFTCAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 _EXPERTS = {"num_experts_per_tok": "expert_used_count", "norm_topk_prob": "expert_weights_norm"}
-_SOME_DENSE = {  # the first layers have one MLP, the others experts of their own size and some that all tokens share
+# The first layers have one MLP. The others have experts of another size, some of which all tokens share.
+_SOME_DENSE = {
     "first_k_dense_replace": "leading_dense_block_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     "n_routed_experts": "expert_count",
@@ -43,9 +44,10 @@ _SOME_DENSE = {  # the first layers have one MLP, the others experts of their ow
     "routed_scaling_factor": "expert_weights_scale",
 }
 
-# GGUF's tensors -> our modules, those of a layer below `model.layers.N`. Layers have the same names in all our models, and numbers
-# lie in files as we compute with them (norms have their offset, projections are not transposed), so this is not what a Hugging Face
-# checkpoint has in every family. What a model does not have is refused when it is loaded.
+# GGUF's tensors -> our modules, those of a layer below `model.layers.N`. Layers have the same names in all our models,
+# and the numbers in the file are the ones we compute with (norms include their offset, projections are not transposed).
+# So names and numbers differ from a Hugging Face checkpoint in some families. A tensor that the model does not have is
+# refused when it is loaded.
 _OUTSIDE = {
     "token_embd": "model.embed_tokens",
     "position_embd": "model.embed_positions",
@@ -66,7 +68,7 @@ _IN_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.*.gate_proj",  # all experts' in one; *: each by its number
+    "ffn_gate_exps": "mlp.experts.*.gate_proj",  # one tensor for all experts; * stands for each expert's number
     "ffn_up_exps": "mlp.experts.*.up_proj",
     "ffn_down_exps": "mlp.experts.*.down_proj",
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
@@ -74,7 +76,7 @@ _IN_LAYER = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
-# Where norms stand behind attention and MLP too (or only there).
+# For models with norms after attention and MLP, in addition to those before or instead of them.
 _POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -86,7 +88,7 @@ _NUMBERED_EXPERTS = {
     "ffn_up_exps": "mlp.experts.*.w3",
     "ffn_down_exps": "mlp.experts.*.w2",
 }
-# Derived from the config, which carries the first three.
+# Tensors that follow from the config, which includes the first three.
 _NO_WEIGHTS = ("rope_freqs", "rope_factors_long", "rope_factors_short", "attn_rot_embd")
 _LAYER = re.compile(r"blk\.(\d{1,4})\.", re.ASCII)
 _TENSOR_NAME = re.compile(r"(?:blk\.(\d{1,4})\.)?(\w+)\.(weight|bias)", re.ASCII)
@@ -94,7 +96,7 @@ _TENSOR_NAME = re.compile(r"(?:blk\.(\d{1,4})\.)?(\w+)\.(weight|bias)", re.ASCII
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFArchitecture:
-    """How files of one `general.architecture` translate."""
+    """How files of one `general.architecture` are translated."""
 
     architecture: str  # HF class
     model_type: str
@@ -102,13 +104,13 @@ class GGUFArchitecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # what holds where the file does not say
     tensors: Mapping[str, str] = field(default_factory=dict)  # what differs from `_IN_LAYER`
     permutes_qk: bool = False  # rows of q and k are stored in another order: see `unpermute_rows`
-    fuses_qkv: bool = False  # our model, too, has q, k and v in one
+    fuses_qkv: bool = False  # our model has q, k and v in one tensor, too
     routes_by_sigmoid: bool = False
-    window_period: int | None = (
-        None  # the last layer of so many sees everything, where the file has a window and no pattern
-    )
-    finish: Callable[[dict[str, Any], GGUFFile], None] | None = None  # what no table can say
-    variants: tuple[tuple[Callable[[GGUFFile], bool], "GGUFArchitecture"], ...] = ()  # rows for files that are special
+    # Where the file has a window and no pattern: the last of so many layers has full attention, the others the window.
+    window_period: int | None = None
+    finish: Callable[[dict[str, Any], GGUFFile], None] | None = None  # changes the config where no table can say it
+    # Other rows, each with the test for the files it applies to.
+    variants: tuple[tuple[Callable[[GGUFFile], bool], "GGUFArchitecture"], ...] = ()
 
     def name(self, tensor_name: str) -> str | None:
         """The tensor's name in our model; None for tensors that are no weights."""
@@ -118,39 +120,48 @@ class GGUFArchitecture:
                 return None
             if layer_idx is None and stem in _OUTSIDE:
                 return f"{_OUTSIDE[stem]}.{kind}"
-            if layer_idx is not None and (path := self.tensors.get(stem) or _IN_LAYER.get(stem)):
-                return f"model.layers.{int(layer_idx)}.{path}{'' if path.endswith('_') else '.'}{kind}"
+            path = self.tensors.get(stem) or _IN_LAYER.get(stem)
+            if layer_idx is not None and path:
+                separator = "" if path.endswith("_") else "."
+                return f"model.layers.{int(layer_idx)}.{path}{separator}{kind}"
         raise UnsupportedModelError(
-            f"the GGUF file holds a tensor {tensor_name!r:.80} that {self.model_type} models do not have: use another file."
+            f"the GGUF file holds a tensor {tensor_name!r:.80} that {self.model_type} models do not have: "
+            "use another file."
         )
 
     def pieces(
         self, tensor_name: str, shape: tuple[int, ...], config: Mapping[str, Any]
     ) -> Iterator[tuple[str, slice | list[int]]]:
-        """What to make of a stored tensor: our names, and which rows each gets. `config`: as `config_from_gguf` gives it."""
+        """The tensors of our model that a stored tensor becomes: the name of each, and which stored rows it gets.
+
+        `config`: as `config_from_gguf` gives it.
+        """
         layer = _LAYER.match(tensor_name)
         if config.get("num_nextn_predict_layers") and layer and int(layer[1]) >= config["num_hidden_layers"]:
-            return  # layers past the last predict further tokens, which is not done here
-        if (name := self.name(tensor_name)) is None:
+            return  # the layers after the last predict further tokens, which is not done here
+        name = self.name(tensor_name)
+        if name is None:
             return
-        num_heads, num_kv_heads, head_dim = (
-            config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
-        )
+        num_heads = config["num_attention_heads"]
+        num_kv_heads = config["num_key_value_heads"]
+        head_dim = config["head_dim"]
         permuted = {"q_proj": num_heads, "k_proj": num_kv_heads} if self.permutes_qk else {}
         start = 0
-        for part, size in self._parts(name, shape, num_kv_heads * head_dim):
+        for part, num_rows in self._parts(name, shape, num_kv_heads * head_dim):
             heads = permuted.get(part.split(".")[-2])
-            if heads is not None and size == heads * head_dim:  # if it is not, loading refuses it
-                yield part, [start + row for row in unpermute_rows(size, heads)]
+            if heads is not None and num_rows == heads * head_dim:  # if it is not, loading refuses it
+                yield part, [start + row for row in unpermute_rows(num_rows, heads)]
             else:
-                yield part, slice(start, start + size)
-            start += size
+                yield part, slice(start, start + num_rows)
+            start += num_rows
 
     def _parts(self, name: str, shape: tuple[int, ...], kv_size: int) -> Iterator[tuple[str, int]]:
-        """What is stacked in one tensor, with the number of rows of each."""
+        """The tensors stacked in one, with the number of rows of each."""
         num_rows = math.prod(shape[:-1]) if len(shape) > 1 else shape[0]
         if "*" in name:
-            yield from ((name.replace("*", str(expert_idx)), num_rows // shape[0]) for expert_idx in range(shape[0]))
+            num_experts = shape[0]
+            for expert_idx in range(num_experts):
+                yield name.replace("*", str(expert_idx)), num_rows // num_experts
         elif ".qkv_proj." in name and not self.fuses_qkv:
             yield name.replace("qkv_proj", "q_proj"), num_rows - 2 * kv_size
             yield name.replace("qkv_proj", "k_proj"), kv_size
@@ -164,8 +175,8 @@ def unpermute_rows(num_rows: int, num_heads: int) -> list[int]:
 
     Architectures with `permutes_qk` store the rows of attn_q and attn_k (weights and biases) in the order of
     interleaved RoPE: within each head, rows i and i + head_dim/2, which rotate together, are stored as 2i and 2i + 1.
-    Whoever loads such a file into a model that rotates halves, as Hugging Face's do, must undo it, with `num_heads`
-    being that of q or of k. A row is a whole number of blocks, so packed weights can be reordered as they are.
+    Our models rotate halves, as Hugging Face's do, so loading such a file must undo it, with the `num_heads` of q or
+    of k. A row is a whole number of quantization blocks, so packed weights can be reordered as they are.
     """
     head_dim = num_rows // num_heads
     one_head = [2 * pair + half for half in range(2) for pair in range(head_dim // 2)]
@@ -176,11 +187,12 @@ def unpermute_rows(num_rows: int, num_heads: int) -> list[int]:
 
 
 def _gemma_scale(large: int) -> Callable[[dict[str, Any], GGUFFile], None]:
-    """Scores are divided by the root of the head size, but in the 27B model, which is known by its number of layers: `large`."""
+    """Scores are divided by the root of the head size, except in the 27B model, the one with `large` layers."""
 
     def finish(config: dict[str, Any], gguf: GGUFFile) -> None:
-        shared = config["hidden_size"] // config["num_attention_heads"]
-        config["query_pre_attn_scalar"] = shared if config["num_hidden_layers"] == large else config["head_dim"]
+        hidden_per_head = config["hidden_size"] // config["num_attention_heads"]
+        is_large = config["num_hidden_layers"] == large
+        config["query_pre_attn_scalar"] = hidden_per_head if is_large else config["head_dim"]
 
     return finish
 
@@ -190,7 +202,7 @@ def _starcoder2(config: dict[str, Any], gguf: GGUFFile) -> None:
 
 
 def _falcon(config: dict[str, Any], gguf: GGUFFile) -> None:
-    """Converters leave out which of the three layouts it was: they have undone the differences, except in heads and norms."""
+    """Files do not name Falcon's layout, one of three: converters undid the differences, except in heads and norms."""
     config["ffn_hidden_size"] = config.pop("intermediate_size")
     config["num_kv_heads"] = config["num_key_value_heads"]
     config["multi_query"] = config["num_key_value_heads"] == 1
@@ -230,26 +242,28 @@ _MIXTRAL = GGUFArchitecture(
     tensors=_NUMBERED_EXPERTS,
     permutes_qk=True,
 )
-_GPT_NEOX = {
-    "architecture": "GPTNeoXForCausalLM",
-    "model_type": "gpt_neox",
-    "keys": {
+_GPT_NEOX = GGUFArchitecture(
+    architecture="GPTNeoXForCausalLM",
+    model_type="gpt_neox",
+    keys={
         **_SIZES,
         **_PART_ROTATES,
         "layer_norm_eps": _LAYER_NORM,
         "use_parallel_residual": "use_parallel_residual",
     },
-    "defaults": {"hidden_act": "gelu"},
-    "fuses_qkv": True,
-}
-_FALCON = {
-    "architecture": "FalconForCausalLM",
-    "model_type": "falcon",
-    "keys": {**_SIZES, "layer_norm_epsilon": _LAYER_NORM},
-    "defaults": {"activation": "gelu"},
-    "fuses_qkv": True,
-    "finish": _falcon,
-}
+    defaults={"hidden_act": "gelu"},
+    fuses_qkv=True,
+)
+_GPT_NEOX_PARALLEL = replace(_GPT_NEOX, tensors={"ffn_norm": "mlp_layernorm"})
+_FALCON = GGUFArchitecture(
+    architecture="FalconForCausalLM",
+    model_type="falcon",
+    keys={**_SIZES, "layer_norm_epsilon": _LAYER_NORM},
+    defaults={"activation": "gelu"},
+    fuses_qkv=True,
+    finish=_falcon,
+)
+_FALCON_TWO_NORMS = replace(_FALCON, tensors={"attn_norm": "mlp_layernorm", "attn_norm_2": "input_layernorm"})
 
 GGUF_ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture(
@@ -400,18 +414,8 @@ GGUF_ARCHITECTURES: dict[str, GGUFArchitecture] = {
         defaults={"activation_function": "gelu_new"},
         fuses_qkv=True,
     ),
-    "gptneox": GGUFArchitecture(
-        **_GPT_NEOX, variants=((_is_parallel, GGUFArchitecture(**_GPT_NEOX, tensors={"ffn_norm": "mlp_layernorm"})),)
-    ),
-    "falcon": GGUFArchitecture(
-        **_FALCON,
-        variants=(
-            (
-                _has_two_norms,
-                GGUFArchitecture(**_FALCON, tensors={"attn_norm": "mlp_layernorm", "attn_norm_2": "input_layernorm"}),
-            ),
-        ),
-    ),
+    "gptneox": replace(_GPT_NEOX, variants=((_is_parallel, _GPT_NEOX_PARALLEL),)),
+    "falcon": replace(_FALCON, variants=((_has_two_norms, _FALCON_TWO_NORMS),)),
 }
 
 

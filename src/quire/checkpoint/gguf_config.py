@@ -13,8 +13,16 @@ from quire.checkpoint.gguf_architectures import SCALING, GGUFArchitecture, gguf_
 from quire.checkpoint.sanity import checked
 from quire.errors import BadModelFileError, UnsupportedModelError
 
-_REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps", "layer_norm_eps",
-             "layer_norm_epsilon", "norm_epsilon")  # fmt: skip
+_REQUIRED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "norm_epsilon",
+)
 _PATTERN = "attention.sliding_window_pattern"
 _YARN_KEYS = {
     "original_max_position_embeddings": "original_context_length",
@@ -22,13 +30,26 @@ _YARN_KEYS = {
     "beta_fast": "yarn_beta_fast",
     "beta_slow": "yarn_beta_slow",
 }
-# Read below, or of no consequence for the logits.
+# Keys that are read below, or do not change the logits.
 _READ = {
-    "vocab_size", "context_length", "attention.value_length", "rope.dimension_count", "rope.scale_linear", "tensor_data_layout",
-    "pooling_type", "expert_shared_feed_forward_length", "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon",
-    *(SCALING + key for key in ("type", "factor", "attn_factor", "finetuned", "yarn_log_multiplier", "yarn_ext_factor")),
+    "vocab_size",
+    "context_length",
+    "attention.value_length",
+    "attention.layer_norm_epsilon",
+    "attention.layer_norm_rms_epsilon",
+    "expert_shared_feed_forward_length",
+    "pooling_type",
+    "tensor_data_layout",
+    "rope.dimension_count",
+    "rope.scale_linear",
+    SCALING + "type",
+    SCALING + "factor",
+    SCALING + "attn_factor",
+    SCALING + "finetuned",
+    SCALING + "yarn_log_multiplier",
+    SCALING + "yarn_ext_factor",
     *(SCALING + key for key in _YARN_KEYS.values()),
-}  # fmt: skip
+}
 
 _SAMPLING_KEYS = {
     "temperature": "temp",
@@ -42,7 +63,8 @@ _SAMPLING_KEYS = {
 def config_from_gguf(gguf: GGUFFile) -> dict[str, Any]:
     """The config.json such a file would have had, as far as inference needs it."""
     row = gguf_architecture(gguf)
-    meta, prefix = gguf.metadata, f"{gguf.metadata['general.architecture']}."
+    meta = gguf.metadata
+    prefix = f"{meta['general.architecture']}."
     values = {key.removeprefix(prefix): value for key, value in meta.items() if key.startswith(prefix)}
     _refuse_what_is_not_understood(values, row, gguf)
     config: dict[str, Any] = {
@@ -80,7 +102,7 @@ def config_from_gguf(gguf: GGUFFile) -> dict[str, Any]:
 def generation_config_from_gguf(gguf: GGUFFile) -> dict[str, Any]:
     meta = gguf.metadata
     vocab_size = len(meta.get("tokenizer.ggml.tokens", ()))
-    # A turn of a chat may end with its own token, or one that calls a tool.
+    # A turn of a chat may end with a token of its own (eot), or with one that calls a tool (eom).
     ends = [_token_id(meta, key, vocab_size) for key in ("eos", "eot", "eom")]
     config: dict[str, Any] = {"eos_token_id": sorted({token_id for token_id in ends if token_id is not None})}
     for hf_key, gguf_key in _SAMPLING_KEYS.items():
@@ -93,7 +115,7 @@ def _refuse_what_is_not_understood(values: Mapping[str, Any], row: GGUFArchitect
     known = {*row.keys.values(), *_READ}
     if row.window_period is not None:
         known.add(_PATTERN)
-    # What says no more than its absence; for all others it is zero.
+    # Values that mean the same as the key's absence; for keys that are not listed this is zero.
     neutral = {
         "attention.causal": (True,),
         "rope.freq_base_swa": (values.get("rope.freq_base"),),
@@ -107,7 +129,8 @@ def _refuse_what_is_not_understood(values: Mapping[str, Any], row: GGUFArchitect
         if key not in known and value not in neutral.get(key, (0,)):
             name = f"{gguf.metadata['general.architecture']}.{key}"
             raise UnsupportedModelError(
-                f"{gguf.path.name} has {name} = {value!r:.80}, which Quire does not know in such files: use another file."
+                f"{gguf.path.name} has {name} = {value!r:.80}, which Quire does not know in such files: "
+                "use another file."
             )
 
 
@@ -131,7 +154,8 @@ def _layer_types(values: Mapping[str, Any], period: int, config: Mapping[str, An
         raise BadModelFileError(
             f"{gguf.path.name} does not say of each layer whether it has a window: use another file."
         )
-    return ["sliding_attention" if slides and config["sliding_window"] else "full_attention" for slides in pattern]
+    has_window = bool(config["sliding_window"])
+    return ["sliding_attention" if has_window and slides else "full_attention" for slides in pattern]
 
 
 def _token_id(meta: Mapping[str, Any], key: str, vocab_size: int) -> int | None:
@@ -164,13 +188,13 @@ def _rope(gguf: GGUFFile, values: Mapping[str, Any], row: GGUFArchitecture, head
 def _rope_scaling(gguf: GGUFFile, values: Mapping[str, Any], rotary_dim: int) -> dict[str, Any] | None:
     scaling = {key.removeprefix(SCALING): value for key, value in values.items() if key.startswith(SCALING)}
     if "rope_freqs.weight" in gguf.tensors:
-        # Llama 3.1 and later: what the converter computed from the "llama3" scaling, one divisor of the frequency per rotated
-        # pair. Its parameters are not in the file.
+        # Llama 3.1 and later: what the converter computed from the "llama3" scaling, one divisor of the frequency per
+        # rotated pair. Its parameters are not in the file.
         return {"rope_type": "gguf_factors", "factors": _factors(gguf, "rope_freqs.weight", rotary_dim)}
     if "rope_factors_long.weight" in gguf.tensors:
         return _longrope(gguf, scaling, rotary_dim)
     rope_type, factor = scaling.get("type", "none"), scaling.get("factor", 1.0)
-    if "rope.scale_linear" in values:  # how files of 2023 said it
+    if "rope.scale_linear" in values:  # how files of 2023 give it
         rope_type, factor = "linear", values["rope.scale_linear"]
     if type(factor) is not float or not 0 < factor < math.inf:
         raise BadModelFileError(f"{gguf.path.name} scales RoPE by {factor!r:.80}: use another file.")
@@ -178,19 +202,16 @@ def _rope_scaling(gguf: GGUFFile, values: Mapping[str, Any], rotary_dim: int) ->
         return None
     if rope_type == "linear":
         return {"rope_type": "linear", "factor": factor}
-    # Adjustments of yarn that a config.json has no word for: computing without them would be silently wrong.
+    # Adjustments of yarn that config.json has no key for: without them the results would be wrong without an error.
     neutral = {"attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
-    odd = [key for key, value in neutral.items() if scaling.get(key, value) != value]
-    if rope_type != "yarn" or odd:
-        what = f"{rope_type!r:.80}" + (f" with {odd[0]}" if odd else "")
+    adjusted = [key for key, value in neutral.items() if scaling.get(key, value) != value]
+    if rope_type != "yarn" or adjusted:
+        what = f"{rope_type!r:.80}" + (f" with {adjusted[0]}" if adjusted else "")
         raise UnsupportedModelError(f"{gguf.path.name} scales RoPE by {what}, which Quire does not read from GGUF yet.")
     if scaling.get("yarn_attn_factor") == 1.0:
-        del scaling["yarn_attn_factor"]  # not the factor 1, but yarn's own
-    return {
-        "rope_type": "yarn",
-        "factor": factor,
-        **{hf: scaling[key] for hf, key in _YARN_KEYS.items() if key in scaling},
-    }
+        del scaling["yarn_attn_factor"]  # converters write 1 for the factor that yarn itself computes
+    given = {hf_key: scaling[key] for hf_key, key in _YARN_KEYS.items() if key in scaling}
+    return {"rope_type": "yarn", "factor": factor, **given}
 
 
 def _longrope(gguf: GGUFFile, scaling: Mapping[str, Any], rotary_dim: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A model's config in Hugging Face's vocabulary, whichever kind of file it comes from.
 
-Called by the frontend and by the worker's builder, with what `find` found. Knows the spellings of config.json; not what a model
-does with them. Code that a folder brings (`auto_map`) is never run.
+Called by the frontend and by the worker's builder, with what `find` found. Knows the spellings of config.json; not what
+a model does with them. Code in a model's folder (`auto_map`) is never run.
 """
 
 import json
@@ -35,7 +35,9 @@ def read_config(files: ModelFiles) -> dict[str, Any]:
         return config_from_gguf(files.gguf)
     config = _read_json(files.path / "config.json")
     architectures = config.get("architectures")
-    if not isinstance(architectures, list) or not architectures or not all(isinstance(a, str) for a in architectures):
+    if not isinstance(architectures, list):
+        architectures = []
+    if not architectures or not all(isinstance(name, str) for name in architectures):
         raise BadModelFileError(f"{files.name}/config.json names no architectures: use a language model's config.")
     _use_one_spelling(config)
     return checked(config, f"{files.name}/config.json")
@@ -64,7 +66,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _use_one_spelling(config: dict[str, Any]) -> None:
-    """config.json has changed its vocabulary over the years: readers behind us meet one."""
+    """Older spellings of config.json's keys become today's, so that other code knows only one."""
     if "torch_dtype" in config:
         config.setdefault("dtype", config.pop("torch_dtype"))
     if config.get("sliding_window") == 0:  # how some say that there is none
@@ -76,9 +78,9 @@ def _use_one_spelling(config: dict[str, Any]) -> None:
     # A model with several kinds of layers has one dict per kind instead: its model file reads those.
     if isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values()):
         del config["rope_parameters"]
-        apart = ("rope_theta", "partial_rotary_factor")
-        config["rope_scaling"] = {key: value for key, value in rope.items() if key not in apart}
-        config.update({key: rope[key] for key in apart if key in rope})
+        top_level = ("rope_theta", "partial_rotary_factor")
+        config["rope_scaling"] = {key: value for key, value in rope.items() if key not in top_level}
+        config.update({key: rope[key] for key in top_level if key in rope})
     scaling = config.get("rope_scaling")
     if isinstance(scaling, dict):
         if "type" in scaling:

@@ -1,4 +1,4 @@
-"""A file mapped into memory read-only: bytes are paged in when touched and can be let go again.
+"""A file mapped into memory read-only: pages are loaded when they are read, and can be dropped again.
 
 Called by the readers of GGUF and safetensors. Knows nothing of formats.
 """
@@ -28,11 +28,11 @@ class MappedFile:
         return memoryview(self.raw)[offset : offset + num_bytes]
 
     def forget(self, offset: int, num_bytes: int) -> None:
-        """Gives whole pages in this range back to the system, which counts them as ours once read; views stay valid."""
+        """Drops the whole pages in this range from the process's memory; views stay valid, reading loads them again."""
         start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        num_bytes = (offset + num_bytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-        if num_bytes > 0:
-            self.raw.madvise(mmap.MADV_DONTNEED, start, num_bytes)
+        page_bytes = (offset + num_bytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        if page_bytes > 0:
+            self.raw.madvise(mmap.MADV_DONTNEED, start, page_bytes)
 
     def close(self) -> None:
         try:

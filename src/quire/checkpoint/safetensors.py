@@ -99,7 +99,8 @@ class SafetensorsFolder:
         held: dict[tuple[str, str], SafeTensor] = {}
         for file_name in sorted({str(name) for name in weight_map.values()}):
             # A name, never a path: it must not reach outside the folder.
-            if "/" in file_name or "\\" in file_name or "\0" in file_name or not file_name.endswith(".safetensors"):
+            is_path = any(character in file_name for character in "/\\\0")
+            if is_path or not file_name.endswith(".safetensors"):
                 raise _bad(index_path, f"it names {file_name!r:.80}, which is not the plain name of a safetensors file")
             held.update({(file_name, tensor.name): tensor for tensor in self._open(self.folder / file_name)})
         for name, file_name in weight_map.items():
@@ -148,14 +149,13 @@ def _read_header(path: Path, mapped: mmap.mmap) -> list[SafeTensor]:
 
 def _read_entry(name: str, entry: Any, path: Path, data_start: int) -> SafeTensor:
     match entry:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]} if (
-            len(shape) <= _MAX_DIMS
-            and all(type(size) is int and 0 <= size < 1 << 63 for size in shape)
-            and 0 <= start <= end
-        ):
-            pass
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]}:
+            has_shape = len(shape) <= _MAX_DIMS and all(type(size) is int and 0 <= size < 1 << 63 for size in shape)
+            is_sound = has_shape and 0 <= start <= end
         case _:
-            raise _bad(path, f"the entry of {name!r:.80} is malformed")
+            is_sound = False
+    if not is_sound:
+        raise _bad(path, f"the entry of {name!r:.80} is malformed")
     if dtype not in _DTYPE_BITS:
         raise UnsupportedModelError(f"{path.name} holds {name!r:.80} as {dtype!r:.80}, a type Quire does not know.")
     if math.prod(shape) * _DTYPE_BITS[dtype] != 8 * (end - start):
