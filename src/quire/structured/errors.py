@@ -1,4 +1,4 @@
-"""One refusal that the compiler tells apart from the others: it is about syntax, so another engine may be asked."""
+"""The error for which the compiler tries another engine: it is about syntax, which another engine may know."""
 
 from quire.errors import RequestError
 

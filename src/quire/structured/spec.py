@@ -1,7 +1,7 @@
-"""What a request carries: the kind and the text of the shape its output must have, and the checks before anyone works on it.
+"""What a request carries: the kind and the text of what its output must match, and the checks before it is compiled.
 
-Made and checked by the frontend in its event loop, so `check` is linear and cheap; compiled by the core's `compiler.py`.
-Must not import an engine, and promises nothing: only compiling tells whether a shape can be honoured.
+Made and checked by the frontend in its event loop, so `check` is linear and cheap; compiled by the core's
+`compiler.py`. Must not import an engine. Only compiling tells whether a spec can be honoured: passing `check` does not.
 """
 
 import json
@@ -40,9 +40,8 @@ REFUSED_FORMATS = {
 
 class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
     kind: str  # one of KINDS
-    text: (
-        str  # json: the schema; choice: a JSON list of strings; grammar: GBNF or Lark; structural_tag: xgrammar's JSON
-    )
+    # json: the schema; choice: a JSON list of strings; grammar: GBNF or Lark; structural_tag: xgrammar's JSON
+    text: str
 
 
 def check(spec: GrammarSpec) -> None:
@@ -59,7 +58,8 @@ def check(spec: GrammarSpec) -> None:
         spec.text.encode()
     except UnicodeEncodeError:
         raise RequestError(f"the {spec.kind} holds a lone surrogate (half of a UTF-16 pair).") from None
-    {"json": _schema, "choice": _choices, "structural_tag": _tag}.get(spec.kind, _pattern)(spec)
+    check_text = {"json": _check_schema, "choice": _check_choices, "structural_tag": _check_tag}
+    check_text.get(spec.kind, _check_pattern)(spec)
 
 
 def is_lark(text: str) -> bool:
@@ -76,7 +76,7 @@ def _parsed(spec: GrammarSpec) -> Any:
             if depth > MAX_DEPTH:
                 raise RequestError(f"the {spec.kind} nests deeper than {MAX_DEPTH} levels: flatten it with $defs.")
     try:
-        value = json.loads(text, parse_constant=_no_constant, parse_int=_whole, parse_float=_broken)
+        value = json.loads(text, parse_constant=_no_constant, parse_int=_whole_number, parse_float=_fraction)
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise RequestError(f"the {spec.kind} holds a lone surrogate (half of a UTF-16 pair).") from None
@@ -100,23 +100,28 @@ def _check_numbers(kind: str, value: Any) -> None:
             raise RequestError(f"{what} in the {kind} has more than {MAX_DIGITS} digits: shorten it.")
 
 
-def _whole(digits: str) -> int | float:
+def _whole_number(digits: str) -> int | float:
     """Infinity stands for numbers that are too long: JSON has none of its own."""
     return int(digits) if len(digits.lstrip("-")) <= MAX_DIGITS else math.inf
 
 
-def _broken(digits: str) -> float:
+def _fraction(digits: str) -> float:
     number = Decimal(digits)
-    _, significant, exponent = number.as_tuple()
-    fits = len(significant) <= MAX_DIGITS and exponent >= -MAX_DIGITS and number.adjusted() < MAX_DIGITS
-    return float(digits) if fits else math.inf
+    is_short = len(number.as_tuple().digits) <= MAX_DIGITS and exponent(number) >= -MAX_DIGITS
+    return float(digits) if is_short and number.adjusted() < MAX_DIGITS else math.inf
+
+
+def exponent(number: Decimal) -> int:
+    """-2 for 0.07: the power of ten of its last digit."""
+    power = number.as_tuple().exponent
+    return power if isinstance(power, int) else 0  # a letter for infinity and NaN, which JSON does not have
 
 
 def _no_constant(name: str) -> Any:
     raise ValueError(name)
 
 
-def _schema(spec: GrammarSpec) -> None:
+def _check_schema(spec: GrammarSpec) -> None:
     schema = _parsed(spec)
     if not isinstance(schema, (dict, bool)):
         raise RequestError("a JSON schema must be an object or a boolean.")
@@ -135,20 +140,22 @@ def _schema(spec: GrammarSpec) -> None:
             stack += [inner for keyword, inner in value.items() if keyword not in _DATA]
 
 
-def _choices(spec: GrammarSpec) -> None:
+def _check_choices(spec: GrammarSpec) -> None:
     choices = _parsed(spec)
-    if not isinstance(choices, list) or not choices or any(not isinstance(c, str) or not c for c in choices):
+    if not isinstance(choices, list):
+        choices = []
+    if not choices or not all(isinstance(choice, str) and choice for choice in choices):
         raise RequestError("choice must be a list of non-empty strings.")
     if len(choices) > MAX_GRAMMAR_CHOICES:
         raise RequestError(f"choice has {len(choices)} entries, the limit is {MAX_GRAMMAR_CHOICES}.")
 
 
-def _tag(spec: GrammarSpec) -> None:
+def _check_tag(spec: GrammarSpec) -> None:
     if not isinstance(_parsed(spec), dict):
         raise RequestError("structural_tag must be a JSON object.")
 
 
-def _pattern(spec: GrammarSpec) -> None:
+def _check_pattern(spec: GrammarSpec) -> None:
     for low, high in _COUNT.findall(spec.text):
         if any(len(digits) > 5 or int(digits or 0) > MAX_COUNT for digits in (low, high)):
             raise RequestError(f"the {spec.kind} repeats something more than {MAX_COUNT} times: lower the count.")

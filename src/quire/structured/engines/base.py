@@ -1,22 +1,23 @@
-"""What every grammar engine offers: a vocabulary in, a shared compiled grammar, one matcher per request, rows of masks.
+"""What every grammar engine offers: it is made for a vocabulary, compiles grammars, and each request gets a matcher.
 
-The core holds matchers and calls them between steps; the engines are files of their own. A matcher's methods are all
-the calls into a library there are once a grammar is compiled: the trial makes each of them first, and none has an
-output that a grammar can make long. Must not know requests or text: tokens are ids, and masks are rows of int32
-words, 32 tokens each, lowest bit first.
+The core holds matchers and calls them between steps; the engines are files of their own. Once a grammar is compiled,
+a matcher's methods are the only calls into a library: the trial makes each of them first, and none has an output
+that a grammar can make long. Must not know requests or text: tokens are ids, and masks are rows of int32 words, 32
+tokens each, lowest bit first.
 """
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy
 
 from quire.messages import Vocabulary
 from quire.structured.spec import GrammarSpec
 
-SLOW_S = 0.1  # for one call
-MAX_SLOW = 3  # calls; then a matcher counts as too slow
+SLOW_S = 0.1  # a call that takes longer is slow
+MAX_SLOW = 3  # after so many slow calls a matcher is too slow
 MAX_FORCED = 64
 
 
@@ -24,6 +25,7 @@ class Matcher(ABC):
     """Where one output stands in its grammar."""
 
     grammar: "Grammar | None" = None  # whose matcher it is
+    _matcher: Any  # the library's own matcher, where there is a library
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -57,7 +59,7 @@ class Matcher(ABC):
         """A stop token was accepted."""
 
     def fill(self, mask: numpy.ndarray) -> bool:
-        """Writes which tokens may come next; False if none can: the grammar is at a dead end and the output must fail."""
+        """Writes which tokens may come next; False if there are none: then the output must fail."""
         started = time.perf_counter()
         if self.terminated:  # a step may still be under way: whatever it samples is dropped
             mask[:] = stop_mask(self._vocabulary)
@@ -68,24 +70,26 @@ class Matcher(ABC):
 
     @property
     def too_slow(self) -> bool:
-        """It costs so much that it holds up everybody: the output must fail."""
+        """It takes so long that it delays all other requests: the output must fail."""
         return self._num_slow >= MAX_SLOW or (self.grammar is not None and self.grammar.too_slow)
 
     @classmethod
     def accept_all(cls, matchers: "Sequence[Matcher]", token_ids: Sequence[int]) -> list[int]:
-        """`accept` for many matchers of this kind, a token each; which of them refused theirs."""
-        return [idx for idx, (matcher, token_id) in enumerate(zip(matchers, token_ids)) if not matcher.accept(token_id)]
+        """`accept` for many matchers of this kind, a token each; the indices of those that refused theirs."""
+        accepted = [matcher.accept(token_id) for matcher, token_id in zip(matchers, token_ids)]
+        return [idx for idx, fits in enumerate(accepted) if not fits]
 
     @classmethod
     def fill_all(cls, matchers: "Sequence[Matcher]", masks: numpy.ndarray, rows: Sequence[int]) -> None:
-        """`fill` for many matchers of this kind: matcher i writes masks[rows[i]]. Nobody is timed."""
+        """`fill` for many matchers of this kind: matcher i writes masks[rows[i]]. No call is timed."""
         for matcher, row in zip(matchers, rows):
             matcher._fill(masks[row])
 
     def forced(self) -> list[int]:
-        """The tokens that follow for certain, each the only one possible, 64 at most; the matcher stays in place.
+        """The tokens that must follow, each the only one its mask allows, 64 at most; the matcher stays where it is.
 
-        Masks tell. Libraries can give the text that follows, but all of it, and a short grammar can have a long one."""
+        Libraries can give the text that must follow, but only all of it, and a short grammar can force a long text.
+        """
         if self.terminated:
             return []
         mask = numpy.empty(self._vocabulary.num_words, dtype=numpy.int32)
@@ -104,7 +108,7 @@ class Grammar(ABC):
     """Compiled once, shared by requests."""
 
     num_bytes: int = 0  # roughly, in memory
-    too_slow = False  # a call on one of its matchers took so long that it was left alone
+    too_slow = False  # a call on one of its matchers took so long that it was abandoned
 
     def matcher(self) -> Matcher:
         matcher = self._matcher()
@@ -147,7 +151,9 @@ def only_token(mask: numpy.ndarray) -> int | None:
     if len(words) != 1:
         return None
     bits = int(mask[words[0]]) & 0xFFFFFFFF
-    return int(words[0]) * 32 + bits.bit_length() - 1 if bits & (bits - 1) == 0 else None
+    if bits & (bits - 1):
+        return None
+    return int(words[0]) * 32 + bits.bit_length() - 1
 
 
 def stop_mask(vocabulary: Vocabulary) -> numpy.ndarray:

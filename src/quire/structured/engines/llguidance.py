@@ -1,7 +1,7 @@
-"""The llguidance engine: its own JSON schemas, which refuse what they do not know, regular expressions and Lark grammars.
+"""The llguidance engine. The library reads JSON schemas (it refuses what it does not know), patterns and Lark grammars.
 
-Used by `compiler.py`. Grammars compile lazily, so their cost shows while matching: the library's own limits bound it, and a
-matcher that hits one is at a dead end.
+Used by `compiler.py`. Grammars compile lazily, so their cost shows while matching: the library's own limits bound it,
+and a matcher that hits one allows no further token.
 """
 
 import json
@@ -16,9 +16,10 @@ from quire.messages import Vocabulary
 from quire.structured.engines.base import Grammar, GrammarEngine, Matcher
 from quire.structured.spec import GrammarSpec, is_lark
 
-# What a grammar's alternatives may come to at one place. Accepting a token keeps Python's lock, for 0.1 s at that size.
+# How many of a grammar's alternatives may be open at one place. Accepting a token holds Python's lock, for 0.1 s at
+# that size.
 MAX_ROW = 1000
-_BLANKS = r"( |\n[ \t]{0,16})?"  # as in our own grammars: never blanks for ever
+_BLANKS = r"( |\n[ \t]{0,16})?"  # as in our own grammars: their number is bounded
 
 
 class LLGuidance(GrammarEngine):
@@ -42,7 +43,7 @@ class LLGuidance(GrammarEngine):
                 raise RequestError("the llguidance engine takes schemas that are objects: write {} for true.")
             if "x-guidance" in schema:
                 raise RequestError("x-guidance is not supported: remove it.")
-            options: dict[str, Any] = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _BLANKS}
+            options: Any = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _BLANKS}
             return GrammarSpec(spec.kind, make.grammar_from_json_schema(spec.text, overrides=options))
         if spec.kind == "regex":
             return GrammarSpec(spec.kind, make.grammar_from_regex(spec.text))
@@ -75,8 +76,8 @@ class _Tokens:
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self.tokens = [token or b"\xff" for token in vocabulary.tokens]
-        self.tokens += [b"\xff"] * (vocabulary.size - len(self.tokens))  # 0xff is in no text
+        self.tokens = [token or b"\xff" for token in vocabulary.tokens]  # 0xff is in no text
+        self.tokens += [b"\xff"] * (vocabulary.size - len(self.tokens))
         padding = range(len(vocabulary.tokens), vocabulary.size)
         self.special_token_ids = sorted({*vocabulary.special_ids, *vocabulary.stop_ids, *padding})
         self.eos_token_id = vocabulary.stop_ids[0]
@@ -85,24 +86,30 @@ class _Tokens:
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """The longest token first. Asked about forced texts only, which the library then allows in this one tokenization."""
-        text, at, result = text.encode() if isinstance(text, str) else text, 0, []
-        while at < len(text):
-            lengths = range(min(self._longest, len(text) - at), 0, -1)
-            length = next((n for n in lengths if text[at : at + n] in self._ids), 0)
+        """The text as tokens, always the longest that fits.
+
+        The library asks this only for texts that must follow, and then allows no other tokenization of them.
+        """
+        data = text.encode() if isinstance(text, str) else text
+        token_ids: list[int] = []
+        start = 0
+        while start < len(data):
+            lengths = range(min(self._longest, len(data) - start), 0, -1)
+            length = next((length for length in lengths if data[start : start + length] in self._ids), 0)
             if length:
-                result.append(self._ids[text[at : at + length]])
-            at += max(length, 1)
-        return result
+                token_ids.append(self._ids[data[start : start + length]])
+            start += max(length, 1)
+        return token_ids
 
 
 class _Grammar(Grammar):
     def __init__(self, matcher: Any, vocabulary: Vocabulary, num_chars: int) -> None:
-        self._fresh, self._vocabulary = matcher, vocabulary
-        self.num_bytes = 64 * num_chars  # the library does not tell
+        self._initial = matcher  # never advanced: copied for each request
+        self._vocabulary = vocabulary
+        self.num_bytes = 64 * num_chars  # an estimate: the library does not tell
 
     def _matcher(self) -> Matcher:
-        return _Matcher(self._fresh.deep_copy(), self._vocabulary)
+        return _Matcher(self._initial.deep_copy(), self._vocabulary)
 
 
 class _Matcher(Matcher):
@@ -115,7 +122,7 @@ class _Matcher(Matcher):
     def _accept(self, token_id: int) -> bool:
         if self._ended:
             return False
-        if token_id in self._stop_ids:  # kept out of the library: it could not be taken back
+        if token_id in self._stop_ids:  # the library is not told: it could not roll back a stop token
             self._ended = self.is_complete
             return self._ended
         return self._matcher.try_consume_tokens([token_id]) == 1
@@ -135,10 +142,12 @@ class _Matcher(Matcher):
 
     @classmethod
     def fill_all(cls, matchers: Sequence[Matcher], masks: numpy.ndarray, rows: Sequence[int]) -> None:
-        sound = [(matcher._matcher, row) for matcher, row in zip(matchers, rows) if not matcher._matcher.is_error()]
+        sound = []
         for matcher, row in zip(matchers, rows):
             if matcher._matcher.is_error():
                 masks[row] = 0
+            else:
+                sound.append((matcher._matcher, row))
         if sound:
             _executor().unsafe_compute_mask_ptr(sound, masks.ctypes.data, masks.shape[1] * 4, masks.shape[0])
 
@@ -168,7 +177,7 @@ def _as_lark(gbnf: str) -> str:
 
 
 def _sentence(message: str) -> str:
-    """The line that says why; others draw a picture of where."""
+    """The line that says why; the others show the place in the grammar."""
     lines = [line.strip() for line in message.strip().splitlines()] or ["unknown reason"]
     why = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
     return why[:200].rstrip(".")

@@ -1,7 +1,7 @@
-"""The xgrammar engine: everything is lowered to GBNF by our own compiler, because its JSON schemas ignore what they do not know.
+"""The xgrammar engine. Our own compiler lowers everything to GBNF: the library ignores keywords it does not know.
 
-Used by `compiler.py`. Importing xgrammar takes seconds (it brings torch and transformers), so that happens when the first
-engine is made, never on import of this file.
+Used by `compiler.py`. Importing xgrammar takes seconds (it imports torch and transformers), so that happens when the
+first engine is made, never on import of this file.
 """
 
 import json
@@ -20,7 +20,7 @@ from quire.structured.grammars.pattern import whole
 from quire.structured.grammars.rules import Rules, literal
 from quire.structured.spec import GrammarSpec, is_lark
 
-SIMPLE = {
+SIMPLE = {  # keywords of JSON schemas that the library itself is known to honour
     "type",
     "properties",
     "required",
@@ -41,28 +41,33 @@ class XGrammar(GrammarEngine):
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self._compilers = {frozenset(): self._compiler(frozenset())}  # by the special tokens that may be written
+        # By the special tokens that may be written.
+        self._compilers: dict[frozenset[int], Any] = {frozenset(): self._compiler(frozenset())}
 
     def _compiler(self, written: frozenset[int]) -> Any:
         import xgrammar
 
         hidden = set(self.vocabulary.special_ids) - written
         tokens = [b"" if token_id in hidden else token for token_id, token in enumerate(self.vocabulary.tokens)]
-        raw, size, stop_ids = xgrammar.VocabType.RAW, self.vocabulary.size, self.vocabulary.stop_ids
-        info = xgrammar.TokenizerInfo(tokens, raw, vocab_size=size, stop_token_ids=stop_ids)
+        info = xgrammar.TokenizerInfo(
+            tokens,
+            xgrammar.VocabType.RAW,
+            vocab_size=self.vocabulary.size,
+            stop_token_ids=self.vocabulary.stop_ids,
+        )
         return xgrammar.GrammarCompiler(info, max_threads=min(8, os.cpu_count() or 1), cache_enabled=False)
 
     def _compiler_for(self, spec: GrammarSpec) -> Any:
-        """Special tokens are no text, except those that a structural tag spells: formats of tool calls are made of them."""
+        """Special tokens are no text, except those that a structural tag spells: formats of tool calls use them."""
         if spec.kind != "structural_tag":
             return self._compilers[frozenset()]
-        strings = [text.encode() for text in _strings(json.loads(spec.text))]
-        spellings = {token_id: self.vocabulary.tokens[token_id] for token_id in self.vocabulary.special_ids}
-        written = frozenset(
-            token_id
-            for token_id, spelling in spellings.items()
-            if spelling and any(spelling in text for text in strings)
-        )
+        texts = [text.encode() for text in _strings(json.loads(spec.text))]
+
+        def is_written(token_id: int) -> bool:
+            spelling = self.vocabulary.tokens[token_id]
+            return spelling != b"" and any(spelling in text for text in texts)
+
+        written = frozenset(filter(is_written, self.vocabulary.special_ids))
         if written not in self._compilers:
             if len(self._compilers) >= MAX_COMPILERS:
                 del self._compilers[next(key for key in self._compilers if key)]
@@ -86,10 +91,11 @@ class XGrammar(GrammarEngine):
 
     def compile_lowered(self, spec: GrammarSpec) -> Grammar:
         compiler = self._compiler_for(spec)
-        compile = compiler.compile_structural_tag if spec.kind == "structural_tag" else compiler.compile_grammar
+        is_tag = spec.kind == "structural_tag"
+        compile_text = compiler.compile_structural_tag if is_tag else compiler.compile_grammar
         try:
-            return _Grammar(compile(spec.text), self.vocabulary)
-        except (RuntimeError, ValueError, TypeError) as error:  # the library raises these for what users write
+            return _Grammar(compile_text(spec.text), self.vocabulary)
+        except (RuntimeError, ValueError, TypeError) as error:  # what the library raises for mistakes of users
             raise RequestError(f"the {spec.kind} cannot be compiled: {_sentence(error)}.") from None
 
 
@@ -120,17 +126,15 @@ class _Matcher(Matcher):
 
     @classmethod
     def accept_all(cls, matchers: Sequence[Matcher], token_ids: Sequence[int]) -> list[int]:
-        # Below the library's wrapper, which fetches the results one by one, at two calls and two turns of Python's lock each.
-        accepted = _batch()._handle.batch_accept_token(
-            [matcher._matcher._handle for matcher in matchers], list(token_ids), False
-        )
-        return [idx for idx, each in enumerate(accepted) if not each] if 0 in accepted or False in accepted else []
+        # Not through the library's Python wrapper: it fetches the results one by one, and takes Python's lock for each.
+        handles = [matcher._matcher._handle for matcher in matchers]
+        accepted = _batch()._handle.batch_accept_token(handles, list(token_ids), False)
+        return [idx for idx, fits in enumerate(accepted) if not fits]
 
     @classmethod
     def fill_all(cls, matchers: Sequence[Matcher], masks: numpy.ndarray, rows: Sequence[int]) -> None:
-        _batch()._handle.batch_fill_next_token_bitmask(
-            [matcher._matcher._handle for matcher in matchers], masks, list(rows), False
-        )
+        handles = [matcher._matcher._handle for matcher in matchers]
+        _batch()._handle.batch_fill_next_token_bitmask(handles, masks, list(rows), False)
 
     @property
     def is_complete(self) -> bool:
@@ -145,7 +149,7 @@ class _Matcher(Matcher):
 def _batch() -> Any:
     import xgrammar
 
-    return xgrammar.BatchGrammarMatcher(max_threads=1)  # it would start its threads anew each time
+    return xgrammar.BatchGrammarMatcher(max_threads=1)  # with more, it would start threads in every call
 
 
 def regex_grammar(pattern: str) -> str:
@@ -160,18 +164,15 @@ def regex_grammar(pattern: str) -> str:
 
 
 def _lowered_tag(value: Any, compact: bool) -> Any:
-    """The schemas and patterns inside a structural tag as grammars of ours."""
+    """The structural tag with its schemas and patterns replaced by grammars of ours."""
     if isinstance(value, list):
-        return [_lowered_tag(v, compact) for v in value]
+        return [_lowered_tag(inner, compact) for inner in value]
     if not isinstance(value, dict):
         return value
     if "structures" in value:  # the older way to write it
-        tags = [
-            {"begin": s.get("begin"), "content": _schema_format(s.get("schema"), compact), "end": s.get("end")}
-            for s in value["structures"]
-        ]
-        inner = {"type": "triggered_tags", "triggers": value.get("triggers"), "tags": tags}
-        return {"type": "structural_tag", "format": inner}
+        tags = [_tag_of(structure, compact) for structure in value["structures"]]
+        triggered = {"type": "triggered_tags", "triggers": value.get("triggers"), "tags": tags}
+        return {"type": "structural_tag", "format": triggered}
     if value.get("type") in ("json_schema", "qwen_xml_parameter"):
         if value["type"] != "json_schema" or value.keys() - {"type", "json_schema", "style", "max_whitespace_cnt"}:
             raise RequestError("structural_tag: a json_schema takes no other option than its style: leave it out.")
@@ -181,22 +182,28 @@ def _lowered_tag(value: Any, compact: bool) -> Any:
         return value
     if value.get("type") == "regex" and isinstance(value.get("pattern"), str):
         return {"type": "grammar", "grammar": regex_grammar(value["pattern"])}
-    return {name: _lowered_tag(v, compact) for name, v in value.items()}
+    return {name: _lowered_tag(inner, compact) for name, inner in value.items()}
+
+
+def _tag_of(structure: dict[str, Any], compact: bool) -> dict[str, Any]:
+    content = _schema_format(structure.get("schema"), compact)
+    return {"begin": structure.get("begin"), "content": content, "end": structure.get("end")}
 
 
 def _check_simple(schema: Any) -> None:
-    """In styles other than JSON the library's own reading of schemas is used: only of what it is known to honour."""
+    """In styles other than JSON the library reads the schema itself: only with keywords it is known to honour."""
     json_grammar(json.dumps(schema))  # is it a schema, and can it be satisfied?
-    schemas = [schema]
-    while schemas:
-        found = schemas.pop()
-        if not isinstance(found, dict):
+    stack = [schema]
+    while stack:
+        subschema = stack.pop()
+        if not isinstance(subschema, dict):
             continue
-        if unknown := found.keys() - SIMPLE:
+        if unknown := subschema.keys() - SIMPLE:
             raise RequestError(
                 f"{min(unknown)!r:.60} is not supported in arguments that are not written as JSON: remove it."
             )
-        schemas += [found.get("items"), found.get("additionalProperties"), *(found.get("properties") or {}).values()]
+        stack += [subschema.get("items"), subschema.get("additionalProperties")]
+        stack += (subschema.get("properties") or {}).values()
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -1,7 +1,8 @@
-"""Grammars for requests, without ever holding up the loop: submit a spec, look at its ticket later.
+"""Compiles grammars for requests without making the core's loop wait: submit a spec, look at its ticket later.
 
-Owned by the core. A thread per worker sends specs to a process of its own (`trial.py`), which may be killed, and compiles here
-only what that process proved: engines let other threads run while they compile. Must not know requests.
+Owned by the core. A thread per worker sends specs to a process of its own (`trial.py`), which may be killed, and
+compiles here only what that process compiled and tried: engines let other threads run while they compile. Must not know
+requests.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from typing import IO
 
 from quire.errors import ConfigError, RequestError
 from quire.messages import Vocabulary
@@ -26,8 +28,8 @@ logger = logging.getLogger(__name__)
 ENGINES = ("auto", "xgrammar", "llguidance")
 TIMEOUT_S = 10.0
 START_TIMEOUT_S = 120.0  # importing the engines, on a busy machine
-GRACE_S = 2.0  # beyond the time of a grammar, for the process that tries it to say so itself
-# Libraries that start threads when they are loaded must not: a process with several cannot be copied.
+GRACE_S = 2.0  # how much longer the trial process gets: it ends a grammar that takes too long itself
+# Keeps libraries from starting threads when they are loaded: a process with several threads cannot be forked safely.
 ONE_THREAD = ["env", "OMP_NUM_THREADS=1", "OPENBLAS_NUM_THREADS=1", "MKL_NUM_THREADS=1"]
 MAX_CACHED = 512
 MAX_CACHED_BYTES = 512 << 20
@@ -35,7 +37,7 @@ MAX_WAITING = 1024
 
 
 class Ticket:
-    """What becomes of one submitted spec; `done` first, then exactly one of `grammar` and `error` is set."""
+    """What becomes of one submitted spec; once `done`, exactly one of `grammar` and `error` is set."""
 
     def __init__(self, spec: GrammarSpec) -> None:
         self.spec = spec
@@ -69,9 +71,8 @@ class Compiler:
             raise ConfigError(f"grammar engine {engine!r} is unknown: use one of {', '.join(ENGINES)}.")
         self._setup = Setup(engine, vocabulary, timeout_s, compact)
         self._lock = threading.Lock()
-        self._tickets: OrderedDict[GrammarSpec, Ticket] = (
-            OrderedDict()
-        )  # in flight and cached; the least used come first
+        # In flight and cached, the least recently used first.
+        self._tickets: OrderedDict[GrammarSpec, Ticket] = OrderedDict()
         self._queue: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self._engines: dict[str, GrammarEngine] = {}
         self._workers = [_Worker(self) for _ in range(workers)]
@@ -80,7 +81,8 @@ class Compiler:
         """Never waits. The same spec is compiled once, however many ask."""
         with self._lock:
             ticket = self._tickets.get(spec)
-            if ticket is not None and ticket.grammar is not None and ticket.grammar.too_slow:
+            grammar = ticket.grammar if ticket is not None else None
+            if grammar is not None and grammar.too_slow:
                 return _refused(spec, f"{TOO_SLOW}.")
             if ticket is None:
                 if self._queue.qsize() >= MAX_WAITING:
@@ -109,8 +111,9 @@ class Compiler:
     def _settle(self, ticket: Ticket, grammar: Grammar | None, error: RequestError | None) -> None:
         ticket._finish(grammar, error)
         with self._lock:
-            total = sum(t.grammar.num_bytes for t in self._tickets.values() if t.grammar)
-            for spec in [spec for spec, t in self._tickets.items() if t.done]:
+            total = sum(cached.grammar.num_bytes for cached in self._tickets.values() if cached.grammar)
+            droppable = [spec for spec, cached in self._tickets.items() if cached.done]
+            for spec in droppable:
                 if len(self._tickets) <= MAX_CACHED and total <= MAX_CACHED_BYTES:
                     break
                 dropped = self._tickets.pop(spec)  # requests that hold it keep it alive
@@ -122,7 +125,7 @@ class _Worker:
 
     def __init__(self, owner: Compiler) -> None:
         self._owner = owner
-        self._process: subprocess.Popen | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name="grammar-compiler", daemon=True)
         self._thread.start()
 
@@ -138,34 +141,35 @@ class _Worker:
         except BaseException:
             logger.exception("the grammar engines cannot be loaded")
         while (ticket := self._owner._queue.get()) is not None:
-            grammar, error = None, RequestError("the grammar could not be compiled.")
+            grammar: Grammar | None = None
+            error: RequestError | None = None
             try:
-                grammar, error = self._work(ticket.spec), None
+                grammar = self._compile(ticket.spec)
             except RequestError as refused:
                 error = refused
             except BaseException:  # whatever it is, the thread goes on and the ticket gets an answer
                 logger.exception("compiling a grammar failed")
+                error = RequestError("the grammar could not be compiled.")
             self._owner._settle(ticket, grammar, error)
 
-    def _work(self, spec: GrammarSpec) -> Grammar:
+    def _compile(self, spec: GrammarSpec) -> Grammar:
         lowered = self._try(spec)
         if lowered.error or lowered.spec is None:
             raise RequestError(lowered.error)
         return self._owner._engine(lowered.engine).compile_lowered(lowered.spec)
 
     def _try(self, spec: GrammarSpec) -> Lowered:
-        if self._process is None:
-            self._start()
-        process, timeout_s = self._process, self._owner._setup.timeout_s
-        watchdog = threading.Timer(
-            longest_wait(timeout_s) + GRACE_S, process.kill
-        )  # it kills its own child before that
+        process = self._process or self._start()
+        specs, results = _pipes(process)
+        timeout_s = self._owner._setup.timeout_s
+        # Only if the process itself hangs: it kills its own child before that.
+        watchdog = threading.Timer(longest_wait(timeout_s) + GRACE_S, process.kill)
         watchdog.start()
         try:
-            send(process.stdin, spec)
-            return receive(process.stdout, Lowered)
+            send(specs, spec)
+            return receive(results, Lowered)
         except BaseException as error:
-            self._kill()  # what it says next may be about another spec
+            self._kill()  # its next message could be the answer to this spec, taken for that of another
             if not isinstance(error, (EOFError, OSError, ValueError)):
                 raise
             raise RequestError(
@@ -174,18 +178,20 @@ class _Worker:
         finally:
             watchdog.cancel()
 
-    def _start(self) -> None:
-        """Takes seconds: the engines' imports, there and here at once. Meanwhile specs wait in the queue."""
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Takes seconds: the process and this one import the engines at the same time. Specs wait in the queue."""
         command = [*ONE_THREAD, sys.executable, "-m", "quire.structured.running.trial", str(os.getpid())]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self._process = process = subprocess.Popen(command, **pipes)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self._process = process
         watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
         watchdog.start()
         try:
-            send(process.stdin, self._owner._setup)
+            specs, results = _pipes(process)
+            send(specs, self._owner._setup)
             for kind in engines(self._owner._setup.engine):
                 self._owner._engine(kind.name)
-            receive(process.stdout, Lowered)
+            receive(results, Lowered)
+            return process
         except BaseException as error:
             self._kill()
             if not isinstance(error, (EOFError, OSError)):
@@ -201,6 +207,13 @@ class _Worker:
             return
         process.kill()
         process.wait()
-        for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):  # what was not written yet is for nobody
+        for pipe in _pipes(process):
+            with contextlib.suppress(OSError):  # closing tries to write what was not written yet
                 pipe.close()
+
+
+def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
+    """Its standard input and output."""
+    if process.stdin is None or process.stdout is None:
+        raise ValueError("the process was started without pipes")
+    return process.stdin, process.stdout

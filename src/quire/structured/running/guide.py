@@ -1,7 +1,7 @@
-"""One request's constraint as its answer grows: thinking is left alone, up to its budget; then the grammar rules.
+"""One request's constraint as its answer grows: thinking is free, up to its budget; after it the grammar applies.
 
-Held by the core's request. A guide sees every token once, in order: the scheduler advances it, `masks.py` asks it what may come next. A fresh
-one fed with the tokens so far is in the same state, which is how a request survives a crash.
+Held by the core's request. A guide sees every token once, in order: the scheduler advances it, `masks.py` asks it what
+may come next. A new guide that is given the tokens so far is in the same state: that is how a request survives a crash.
 """
 
 import logging
@@ -19,38 +19,40 @@ log = logging.getLogger(__name__)
 CONTRADICTION = (
     "no token satisfies both the answer's grammar and logit_bias, bad_words or allowed_token_ids: drop one of them"
 )
-FAILED = "the grammar engine failed on this request: simplify the grammar, or choose another engine with --structured-outputs-backend"
+FAILED = (
+    "the grammar engine failed on this request: simplify the grammar, "
+    "or choose another engine with --structured-outputs-backend"
+)
 TOO_SLOW = "following this grammar takes too long: make it simpler"
-MAX_PAUSE = 7
-REPLAY_S = 0.001  # of processor time, for each token of an answer that goes on after a crash
-ALL = -1  # a word in which every token is allowed
+MAX_PAUSE = 7  # tokens
+REPLAY_S = 0.001  # of processor time, for each token of an answer that is resumed after a crash
+ALL = -1  # a word of a mask that allows all of its 32 tokens
 
 
 class Guide:
     def __init__(self, matcher: Matcher | None, thinking: Thinking | None, stop_ids: list[int]) -> None:
         self.matcher = matcher
-        self.thinking = thinking
+        self.thinking = thinking if thinking is not None else Thinking(is_open=False, start_ids=[], end_ids=[])
         self.stop_ids = stop_ids
-        self.is_thinking = thinking is not None and thinking.is_open
-        self.may_think = (
-            thinking is not None and not thinking.is_open and bool(thinking.start_ids)
-        )  # it may begin, or has half begun
-        self.num_opening = 0  # tokens of what opens it
-        self.num_undone = 0  # of these, seen by the matcher as well: they may be the answer's
-        self.num_thought = 0  # tokens
-        self.patience = self.pause = 0  # tokens until it is looked again for forced ones: looking in vain costs time
+        self.is_thinking = self.thinking.is_open
+        self.may_think = bool(self.thinking.start_ids) and not self.is_thinking  # it may begin, or has begun in part
+        self.num_opening = 0  # tokens seen so far of those that open the thinking
+        self.num_undone = 0  # of these, the ones the matcher has accepted as well: they may belong to the answer
+        self.num_thought = 0  # tokens of the thinking so far
+        self.pause = 0  # tokens until forced ones are looked for again: looking without finding any costs time
+        self.patience = 0  # the length of the last pause
         self.is_ahead = False  # the matcher has seen the next token already
         self.problem = ""  # why the request must end
-        self.tail: list[int] = []  # the last tokens thought, as many as close it
+        self.tail: list[int] = []  # the last tokens of the thinking, as many as close it
 
-    # -- tokens come -----------------------------------------------------------------------------------------------------
+    # -- new tokens ----------------------------------------------------------------------------------------------------
 
     def advance(self, token_ids: list[int]) -> str:
-        """What is wrong, if that is so: a token came that was not allowed, or the grammar costs too much."""
-        was_seen, self.is_ahead = self.is_ahead, False
+        """Takes tokens; gives the problem if there is one: a token was not allowed, or the grammar takes too long."""
+        was_seen = self.is_ahead
+        self.is_ahead = False
         if not was_seen and not self.problem:
-            in_thought = self.is_thinking and len(token_ids) == 1  # then the matcher does not see it
-            if in_thought:
+            if self.is_thinking and len(token_ids) == 1:  # the matcher does not see it: no need for a thread
                 fits = self._accept(token_ids[0])
             else:
                 fits = self._call(lambda: self._accept_all(token_ids), len(token_ids))
@@ -61,18 +63,18 @@ class Guide:
         return self.problem
 
     def fail(self) -> None:
-        """To be called where an engine's exception is caught: its fault is this request's alone."""
+        """To be called where an engine's exception is caught: only this request fails."""
         log.exception("a grammar engine failed")
         self.problem = FAILED
 
     def give_up(self) -> None:
-        """To be called where a call on the matcher was left alone: nobody may go on with its grammar."""
+        """To be called where a call on the matcher was abandoned: no request may use its grammar any more."""
         self.problem = TOO_SLOW
         if self.matcher is not None and self.matcher.grammar is not None:
             self.matcher.grammar.too_slow = True
 
     def _call(self, function: Callable[[], Any], num_tokens: int = 1) -> Any:
-        """What calls on the matcher return; None, and a problem, where one fails or takes too long."""
+        """The result of a function that calls the matcher; None, and a problem, if it fails or takes too long."""
         if self.matcher is None:
             return function()
         try:
@@ -88,7 +90,7 @@ class Guide:
 
     def _accept(self, token_id: int) -> bool:
         if self.may_think:
-            return self._begin(token_id)
+            return self._accept_either(token_id)
         if not self.is_thinking:
             return self.matcher is None or self.matcher.accept(token_id)
         self.num_thought += 1
@@ -98,32 +100,34 @@ class Guide:
             self.is_thinking = False
         return True
 
-    def _begin(self, token_id: int) -> bool:
-        """While the answer may still turn out to be thinking, both are followed."""
+    def _accept_either(self, token_id: int) -> bool:
+        """While these tokens may be an answer or the opening of thinking, both are followed."""
         could_answer = self.num_undone == self.num_opening
-        answers = could_answer and (self.matcher is None or self.matcher.accept(token_id))
+        can_answer = could_answer and (self.matcher is None or self.matcher.accept(token_id))
         if token_id != self.thinking.start_ids[self.num_opening]:
             self.may_think = False
-            return answers
+            return can_answer
         self.num_opening += 1
-        self.num_undone += answers
+        self.num_undone += can_answer
         if self.num_opening == len(self.thinking.start_ids):
-            self.may_think, self.is_thinking = False, True
+            self.may_think = False
+            self.is_thinking = True
             if self.matcher is not None:
                 self.matcher.rollback(self.num_undone)
         return True
 
-    # -- what may come next ----------------------------------------------------------------------------------------------
+    # -- what may come next --------------------------------------------------------------------------------------------
 
     def rest(self) -> None:
-        """Nobody looks for forced tokens now."""
+        """Forced tokens are not looked for now."""
         self.pause = 1
 
     def forced(self) -> list[int]:
-        """Tokens that follow for certain."""
+        """Tokens that must follow."""
         if self.is_thinking:
             return self._closing()
-        if self.matcher is None or self.may_think or self.problem:
+        may_answer = not (self.may_think or self.problem)
+        if self.matcher is None or not may_answer:
             return []
         if self.pause:
             self.pause -= 1
@@ -134,7 +138,7 @@ class Guide:
         return found
 
     def fill(self, words: np.ndarray) -> None:
-        """`words` becomes the mask of the next token. May take for ever: for threads that can be left alone."""
+        """Writes the mask of the next token to `words`. May never return: for threads that can be abandoned."""
         try:
             if not self.problem:
                 self._fill(words)
@@ -149,7 +153,7 @@ class Guide:
             words[:] = 0 if closing else ALL
             if closing:
                 _set(words, closing[0])
-            elif self.matcher is not None:  # without an answer it must not end
+            elif self.matcher is not None:  # the output must not end before the answer
                 for token_id in self.stop_ids:
                     _clear(words, token_id)
         elif self.matcher is None:
@@ -168,23 +172,28 @@ class Guide:
         return self.matcher is None and not (self.is_thinking and self._closing())
 
     def can_see(self, token_id: int) -> bool:
-        """Whether this token may be seen ahead: it matters to the matcher alone, does not end it, and nobody looks for forced ones then."""
-        return self.pause > 0 and self.is_ruled and not self.problem and token_id not in self.stop_ids
+        """Whether the matcher may see this token ahead of `advance`.
+
+        Only if nothing but the matcher must see it, it is no stop token, and forced tokens are not looked for after it.
+        """
+        if self.pause == 0 or self.problem:
+            return False
+        return self.is_ruled and token_id not in self.stop_ids
 
     @property
     def is_ruled(self) -> bool:
-        """Whether the grammar alone says what comes next."""
+        """Whether the grammar alone decides what comes next."""
         return self.matcher is not None and not (self.is_thinking or self.may_think)
 
     def _closing(self) -> list[int]:
-        """What is left of the marker that closes the thinking, once the budget is used up."""
-        thinking = self.thinking
-        if thinking.budget is None or self.num_thought < thinking.budget:
+        """The tokens that must still come to close the thinking, once the budget is used up."""
+        budget, end_ids = self.thinking.budget, self.thinking.end_ids
+        if budget is None or self.num_thought < budget:
             return []
-        for done in range(len(thinking.end_ids) - 1, 0, -1):  # the model may have begun it
-            if self.tail[-done:] == thinking.end_ids[:done]:
-                return thinking.end_ids[done:]
-        return thinking.end_ids
+        for num_closing in range(len(end_ids) - 1, 0, -1):  # the model may have written the first of them
+            if self.tail[-num_closing:] == end_ids[:num_closing]:
+                return end_ids[num_closing:]
+        return end_ids
 
 
 def _set(words: np.ndarray, token_id: int) -> None:

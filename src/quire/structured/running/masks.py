@@ -1,6 +1,7 @@
-"""The masks of a step: every row's in one array, those of one grammar filled together, by several cores.
+"""The masks of a step: all rows' in one array, those of one grammar filled by one call, several calls at a time.
 
-Called by the core's pipeline while the device computes the step's forward pass. Knows guides and matchers, not requests.
+Called by the core's pipeline while the device computes the step's forward pass. Knows guides and matchers, not
+requests.
 """
 
 import os
@@ -13,87 +14,110 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.step import Masks
-from quire.structured.engines.base import SLOW_S
+from quire.structured.engines.base import SLOW_S, Grammar, Matcher
 from quire.structured.running import bounded
 from quire.structured.running.bounded import Job
 from quire.structured.running.guide import ALL, CONTRADICTION, Guide
 
-NUM_THREADS = max(1, min(2, (os.cpu_count() or 1) - 1))  # beside the one that asks
-MIN_PART = 16  # rows a thread takes, at least
-MAX_SEEN = 32  # tokens taken in by one call: if it fails, so many requests do
+NUM_THREADS = max(1, min(2, (os.cpu_count() or 1) - 1))  # beside the one that calls
+MIN_PART = 16  # a thread takes at least so many rows
+MAX_SEEN = 32  # tokens accepted by one call: if it fails, that many requests fail
 
 Buffer = bytearray | memoryview
 
 
 class Row(NamedTuple):
+    """A request whose mask is row `idx` of the array."""
+
     guide: Guide
+    idx: int
+
+
+class RuledRow(NamedTuple):
+    """A row that only its grammar decides, with the token its matcher sees next."""
+
+    guide: Guide
+    idx: int
+    matcher: Matcher
     token_id: int
-    idx: int  # of its mask
 
 
 class Filling(NamedTuple):
-    """What one thread is at: calls for rows of one grammar each, so that whoever takes too long hurts only itself."""
+    """The work of one thread: each part is a call for rows of one grammar, so that a slow grammar fails alone."""
 
     job: Job
-    parts: list[list[Row]]
+    parts: Sequence[Sequence[Row | RuledRow]]
 
 
 class Ahead(NamedTuple):
-    """Rows whose masks are being made already, the first of the array."""
+    """Masks that are being made ahead of the others: the first rows of the array."""
 
     words: np.ndarray
-    places: list[int]
+    places: list[int]  # of the rows in the step
     threads: list[Filling]
 
 
 class Masker:
     def __init__(self, num_words: int, memory: Callable[[int, int, bool], Buffer | None] = lambda *asked: None) -> None:
-        """`memory(num_rows, num_words, is_new)` gives an array of int32 from which masks reach the device fastest, None where any
-        will do; `is_new`: one that was never given before."""
+        """`memory(num_rows, num_words, is_new)` gives an array of int32 from which masks reach the device fastest.
+
+        It gives None where any memory will do; `is_new`: the array must not have been given before.
+        """
         self.num_words = num_words  # of a mask
         self.memory = memory
-        self.one_by_one = False  # so that whoever is slow is found out
+        self.one_by_one = False  # the next masks are made one by one, which shows whose grammar is slow
         self.own = np.empty((0, num_words), np.int32)  # used again in every step: the executor copies what it is given
-        self.is_tainted = False  # a call that was left alone may still write to what was used so far
+        self.is_tainted = False  # an abandoned call may still write to the array used so far
 
     def begin(self, tokens: Sequence[tuple[int, Guide, int]], num_rows: int) -> Ahead | None:
-        """Guides see their next token, and other threads begin to make the masks after it, for these places of a step that chooses
-        for `num_rows` rows. `Guide.advance` will hear of the token once more, from the scheduler, and knows that it is old."""
-        able = [each for each in tokens if each[1].can_see(each[2])]
-        if not able or self.one_by_one:
+        """Guides see their next token, and other threads begin to make the masks after it.
+
+        For rows at some places of a step that chooses for `num_rows` rows: (place, guide, token). The scheduler calls
+        `Guide.advance` with the same token later, which does not take it a second time.
+        """
+        if self.one_by_one:
             self.one_by_one = False
             return None
+        places: list[int] = []
+        by_grammar: dict[tuple[type[Matcher], Grammar | None], list[RuledRow]] = defaultdict(list)
+        for place, guide, token_id in tokens:
+            matcher = guide.matcher
+            if matcher is not None and guide.can_see(token_id):
+                guide.is_ahead = True
+                by_grammar[type(matcher), matcher.grammar].append(RuledRow(guide, len(places), matcher, token_id))
+                places.append(place)
+        if not places:
+            return None
         words = self._words(num_rows)
-        by_grammar = defaultdict(list)
-        for idx, (_, guide, token_id) in enumerate(able):
-            guide.is_ahead = True
-            by_grammar[type(guide.matcher), guide.matcher.grammar].append(Row(guide, token_id, idx))
         started = time.perf_counter()
-        self._see([rows[at : at + MAX_SEEN] for rows in by_grammar.values() for at in range(0, len(rows), MAX_SEEN)])
+        self._accept([part for rows in by_grammar.values() for part in _split(rows, MAX_SEEN)])
         self.one_by_one = time.perf_counter() - started > SLOW_S
-        size = max(MIN_PART, -(-len(able) // NUM_THREADS))
-        shares: list[list[list[Row]]] = [[]]
+        size = max(MIN_PART, -(-len(places) // NUM_THREADS))
+        shares: list[list[list[RuledRow]]] = [[]]  # the parts of each thread
         for rows in by_grammar.values():
-            for at in range(0, len(rows), size):
+            for part in _split(rows, size):
                 if sum(map(len, shares[-1])) >= size:
                     shares.append([])
-                shares[-1].append(rows[at : at + size])
-        threads = [Filling(Job([partial(_fill, part, words) for part in parts]), parts) for parts in shares]
+                shares[-1].append(part)
+        threads: list[Filling] = []
+        for parts in shares:
+            job = Job([partial(_fill, part, words) for part in parts])
+            threads.append(Filling(job, parts))
         for filling in threads[:NUM_THREADS]:
             filling.job.wait_begun()
-        return Ahead(words, [place for place, _, _ in able], threads)
+        return Ahead(words, places, threads)
 
     def masks(self, guided: Sequence[tuple[int, Guide]], ahead: Ahead | None = None) -> Masks | None:
-        """Of the choosing rows at these places of the step; None where all of them are free."""
-        done = ahead.places if ahead is not None else []
-        known = set(done)
+        """The masks of rows at these places of the step; None if any token may come next in all of them."""
+        begun = ahead.places if ahead is not None else []
+        known = set(begun)
         rest = [(place, guide) for place, guide in guided if place not in known and not guide.is_free]
-        places = [*done, *(place for place, _ in rest)]
+        places = [*begun, *(place for place, _ in rest)]
         if not places:
             return None
         words = ahead.words if ahead is not None else self._words(len(places))
         if rest:
-            rows = [Row(guide, -1, idx) for idx, (_, guide) in enumerate(rest, len(done))]
+            rows = [Row(guide, idx) for idx, (_, guide) in enumerate(rest, len(begun))]
             job = Job([partial(row.guide.fill, words[row.idx]) for row in rows])
             self._finish(Filling(job, [[row] for row in rows]), words)
         for filling in ahead.threads if ahead is not None else ():
@@ -101,9 +125,9 @@ class Masker:
             self.one_by_one |= filling.job.seconds > SLOW_S
         return Masks(places, words[: len(places)].data.cast("B"))
 
-    def _see(self, parts: list[list[Row]]) -> None:
-        """Matchers take their tokens."""
-        for stuck in Job([partial(_see, part) for part in parts]).wait():
+    def _accept(self, parts: list[list[RuledRow]]) -> None:
+        """Matchers accept their tokens."""
+        for stuck in Job([partial(_accept, part) for part in parts]).wait():
             for row in parts[stuck]:
                 row.guide.give_up()
 
@@ -115,8 +139,9 @@ class Masker:
             self.is_tainted = True
 
     def _words(self, num_rows: int) -> np.ndarray:
-        """What one step's masks are written to."""
-        is_new, self.is_tainted = self.is_tainted, False
+        """The array for one step's masks."""
+        is_new = self.is_tainted
+        self.is_tainted = False
         memory = self.memory(num_rows, self.num_words, is_new)
         if memory is not None:
             return np.frombuffer(memory, np.int32).reshape(num_rows, self.num_words)
@@ -128,12 +153,16 @@ class Masker:
         bounded.close()
 
 
-def _see(rows: list[Row]) -> None:
-    """In a thread: matchers of one grammar take their tokens."""
-    matchers = [row.guide.matcher for row in rows]
+def _split(rows: list[RuledRow], size: int) -> list[list[RuledRow]]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def _accept(rows: list[RuledRow]) -> None:
+    """In a thread: matchers of one grammar accept their tokens."""
+    matchers = [row.matcher for row in rows]
     try:
         refused = type(matchers[0]).accept_all(matchers, [row.token_id for row in rows])
-    except Exception:  # one of them, and nobody knows what the others have seen
+    except Exception:  # of one matcher, but it is not known which of the others have accepted theirs
         for row in rows:
             row.guide.fail()
         return
@@ -141,17 +170,17 @@ def _see(rows: list[Row]) -> None:
         rows[idx].guide.problem = CONTRADICTION
 
 
-def _fill(rows: list[Row], words: np.ndarray) -> None:
-    """In a thread: the masks of matchers of one grammar. Engines let go of Python's lock."""
+def _fill(rows: list[RuledRow], words: np.ndarray) -> None:
+    """In a thread: the masks of matchers of one grammar. Engines release Python's lock meanwhile."""
     sound = [row for row in rows if not row.guide.problem]
     for row in rows:
         if row.guide.problem:
             words[row.idx] = ALL
     if not sound:
         return
-    matchers = [row.guide.matcher for row in sound]
+    matchers = [row.matcher for row in sound]
     try:
         type(matchers[0]).fill_all(matchers, words, [row.idx for row in sound])
-    except Exception:  # whose fault it is shows one by one
+    except Exception:  # one by one, so that only the request fails whose matcher raises it
         for row in sound:
             row.guide.fill(words[row.idx])

@@ -1,9 +1,9 @@
-"""The process where a stranger's grammar is worked on first: it has a memory limit and an alarm clock, and may die.
+"""The process in which a grammar from a client is compiled and tried first: its memory and time are limited.
 
-Started by `compiler.py`, which sends specs and reads what they became over pipes. Loading the engines takes seconds,
-so the process that does it never touches a grammar: a child of it does, and when that dies there is another at once.
-Nothing compiled comes back (sending that costs more than compiling again): only the lowered text, proved to compile
-and to be followed in time.
+Started by `compiler.py`, which sends specs and reads the results over pipes. Loading the engines takes seconds, so the
+process that does it never touches a grammar: it forks a child for that, and forks another at once when the child dies.
+The compiled grammar is not sent back (that costs more than compiling again): only the lowered text, which is then known
+to compile, and to be followed in time.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, BinaryIO, NoReturn
+from typing import IO, Any, NoReturn
 
 import msgspec
 import numpy
@@ -29,13 +29,13 @@ from quire.structured.errors import PatternError
 from quire.structured.spec import GrammarSpec, is_lark
 
 MEMORY_BYTES = 4 << 30  # beyond what the libraries take when they are loaded
-SLOWEST_SHARE = (
-    0.25  # of a core that a child gets on a busy machine: time limits are in CPU time, one that stands still uses none
-)
-GRACE_S = 0.5  # beyond that, for what stands around it
-WALK_TOKENS = 48
-LOOK_EVERY = 8  # tokens of the walk: there the calls are made that the core makes now and then
-FAR = 32
+# The share of a core that a child gets at least, on a busy machine. Time limits are in CPU time, and a child that
+# stands still uses none: this turns them into a limit on the clock.
+SLOWEST_SHARE = 0.25
+GRACE_S = 0.5  # added to that limit, for sending and receiving
+WALK_TOKENS = 48  # length of the output that is tried
+LOOK_EVERY = 8  # after so many tokens the calls are tried that the core makes now and then
+FAR = 32  # a count above this is long
 _COUNTS = re.compile(r'(?:"(?:max|min)Length"\s*:\s*|\{(?:\d{1,9},)?)(\d{1,9})')
 _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
@@ -62,16 +62,17 @@ def engines(name: str) -> list[type[GrammarEngine]]:
     from quire.structured.engines.llguidance import LLGuidance
     from quire.structured.engines.xgrammar import XGrammar
 
-    return {"auto": [XGrammar, LLGuidance], "xgrammar": [XGrammar], "llguidance": [LLGuidance]}[name]
+    both: list[type[GrammarEngine]] = [XGrammar, LLGuidance]
+    return both if name == "auto" else [kind for kind in both if kind.name == name]
 
 
-def send(pipe: BinaryIO, message: msgspec.Struct) -> None:
+def send(pipe: IO[bytes], message: msgspec.Struct) -> None:
     data = msgspec.msgpack.encode(message)
     pipe.write(_LENGTH.pack(len(data)) + data)
     pipe.flush()
 
 
-def receive(pipe: BinaryIO, kind: type) -> Any:
+def receive(pipe: IO[bytes], kind: type) -> Any:
     header = pipe.read(_LENGTH.size)
     if len(header) < _LENGTH.size:
         raise EOFError
@@ -80,34 +81,38 @@ def receive(pipe: BinaryIO, kind: type) -> Any:
 
 class Trial:
     def __init__(self, setup: Setup) -> None:
-        self._setup, self.vocabulary = setup, setup.vocabulary
+        self._setup = setup
+        self.vocabulary = setup.vocabulary
         self.engines = {kind.name: kind(setup.vocabulary) for kind in engines(setup.engine)}
 
     def run(self, spec: GrammarSpec) -> Lowered:
         started = time.process_time()
-        first: RequestError | None = None
+        refusal: RequestError | None = None  # the one to report
         in_order = list(self.engines.values())
         preferred = in_order[0]
         if _counts_far(spec):
             in_order.reverse()
         for engine in in_order:
             try:
-                if first is not None and engine is not preferred and not _may_follow(spec, first):
+                if engine is not preferred and not _may_follow(spec, refusal):
                     break
                 lowered = engine.lower(spec, self._setup.compact)
-                self._prove(engine.compile_lowered(lowered))
+                self._try(engine.compile_lowered(lowered))
                 return Lowered(engine.name, lowered, seconds=time.process_time() - started)
             except RequestError as error:
-                first = error if first is None or isinstance(first, PatternError) or spec.kind == "grammar" else first
+                says_more = isinstance(refusal, PatternError) or spec.kind == "grammar"
+                if refusal is None or says_more:
+                    refusal = error
             except (MemoryError, RecursionError):
-                first = RequestError(f"the {spec.kind} is too complex: simplify it.")
+                refusal = RequestError(f"the {spec.kind} is too complex: simplify it.")
             except Exception:  # whatever it is, it is about this spec
-                first = RequestError(f"the {spec.kind} could not be compiled: simplify it.")
-        return Lowered(error=str(first))
+                refusal = RequestError(f"the {spec.kind} could not be compiled: simplify it.")
+        return Lowered(error=str(refusal))
 
-    def _prove(self, grammar: Grammar) -> None:
-        """Walks a little way into the grammar with every call the core makes: some output must be possible, in time."""
-        matcher, random = grammar.matcher(), numpy.random.default_rng(0)
+    def _try(self, grammar: Grammar) -> None:
+        """Generates some tokens with every call the core makes: an output must be possible, and no call may be slow."""
+        matcher = grammar.matcher()
+        random = numpy.random.default_rng(0)
         masks = numpy.zeros((1, self._setup.vocabulary.num_words), dtype=numpy.int32)
         for position in range(WALK_TOKENS):
             if not _timed(matcher.fill, masks[0]):
@@ -134,22 +139,23 @@ def _timed(call: Callable[..., Any], *args: Any) -> Any:
 
 
 def _counts_far(spec: GrammarSpec) -> bool:
-    """Long counts of characters: xgrammar works out a mask for each, llguidance only for those that are reached."""
+    """Whether long runs of characters are counted: xgrammar computes masks for all positions, llguidance as needed."""
     return spec.kind in ("json", "regex") and any(int(digits) > FAR for digits in _COUNTS.findall(spec.text))
 
 
-def _may_follow(spec: GrammarSpec, error: RequestError) -> bool:
-    """Whether the next engine may be asked: only where the first one lacks a syntax, never where it found a contradiction."""
-    return isinstance(error, PatternError) or (spec.kind == "grammar" and is_lark(spec.text))
+def _may_follow(spec: GrammarSpec, refusal: RequestError | None) -> bool:
+    """Whether the next engine may be tried: only if the first one lacks a syntax, never if it found a contradiction."""
+    is_about_syntax = isinstance(refusal, PatternError) or (spec.kind == "grammar" and is_lark(spec.text))
+    return refusal is None or is_about_syntax
 
 
 def longest_wait(cpu_s: float) -> float:
-    """Seconds after which a process that may use `cpu_s` of CPU time stands still, however busy the machine is."""
+    """Seconds on the clock after which a process that may use `cpu_s` of CPU time must hang, on a busy machine too."""
     return cpu_s / SLOWEST_SHARE + GRACE_S
 
 
 class Child:
-    """The process that works on grammars, a copy of this one; another takes its place when it dies or stands still."""
+    """The process that works on grammars, a fork of this one; it is replaced when it dies or hangs."""
 
     def __init__(self, trial: Trial, timeout_s: float) -> None:
         self._trial, self._timeout_s = trial, timeout_s
@@ -157,10 +163,11 @@ class Child:
 
     def ask(self, spec: GrammarSpec) -> Lowered:
         try:
-            send(self._to, spec)
-            if not select.select([self._from], [], [], longest_wait(self._timeout_s))[0]:
+            send(self._specs, spec)
+            has_answered = bool(select.select([self._results], [], [], longest_wait(self._timeout_s))[0])
+            if not has_answered:
                 raise EOFError
-            return receive(self._from, Lowered)
+            return receive(self._results, Lowered)
         except (EOFError, OSError, msgspec.DecodeError):
             self.end()
             self._start()
@@ -170,44 +177,48 @@ class Child:
     def end(self) -> None:
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
-        for pipe in (self._to, self._from):
-            pipe.raw.close()  # what is not written yet is for nobody
+        for pipe in (self._specs, self._results):
+            pipe.raw.close()  # without writing what is still in the buffer
 
     def _start(self) -> None:
-        (read_spec, write_spec), (read_result, write_result) = os.pipe(), os.pipe()
+        read_spec, write_spec = os.pipe()
+        read_result, write_result = os.pipe()
         parent_pid = os.getpid()
         self._pid = os.fork()  # safe: this process has one thread
         if self._pid == 0:
-            os.close(write_spec), os.close(read_result)
+            os.close(write_spec)
+            os.close(read_result)
             end_with_parent(parent_pid)
             self._serve(os.fdopen(read_spec, "rb"), os.fdopen(write_result, "wb"))
-        os.close(read_spec), os.close(write_result)
-        self._to, self._from = os.fdopen(write_spec, "wb"), os.fdopen(read_result, "rb")
+        os.close(read_spec)
+        os.close(write_result)
+        self._specs = os.fdopen(write_spec, "wb")
+        self._results = os.fdopen(read_result, "rb")
 
-    def _serve(self, inward: BinaryIO, outward: BinaryIO) -> NoReturn:
+    def _serve(self, specs: IO[bytes], results: IO[bytes]) -> NoReturn:
         status = 1
         try:
             _limit_memory()
             while True:
-                spec = receive(inward, GrammarSpec)
+                spec = receive(specs, GrammarSpec)
                 signal.setitimer(signal.ITIMER_PROF, self._timeout_s)  # ends the process, whatever it is doing
                 result = self._trial.run(spec)
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 try:
-                    send(outward, result)
+                    send(results, result)
                 except UnicodeEncodeError:
-                    send(outward, Lowered(error=f"the {spec.kind} holds a lone surrogate (half of a UTF-16 pair)."))
+                    send(results, Lowered(error=f"the {spec.kind} holds a lone surrogate (half of a UTF-16 pair)."))
         except EOFError:
             status = 0
         finally:
-            os._exit(status)  # nothing of the parent's is this process's to clean up
+            os._exit(status)  # without cleaning up what belongs to the parent
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """The kernel sees to it, also when this process is busy or stopped."""
+    """Has the kernel kill this process when its parent ends, also if it is busy or stopped then."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent_pid:  # it was faster
+        if os.getppid() != parent_pid:  # it had ended already
             os._exit(1)
 
 
@@ -221,18 +232,18 @@ def _limit_memory() -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent
     end_with_parent(int(sys.argv[1]))
-    inward, outward = sys.stdin.buffer, sys.stdout.buffer
-    setup = receive(inward, Setup)
+    specs, results = sys.stdin.buffer, sys.stdout.buffer
+    setup = receive(specs, Setup)
     trial = Trial(setup)
-    gc.freeze()  # the child shares what is loaded
+    gc.freeze()  # the child shares the memory of what is loaded: the garbage collector must not write to it
     child = Child(trial, setup.timeout_s)
-    send(outward, Lowered())  # ready
+    send(results, Lowered())  # ready
     while True:
         try:
-            spec = receive(inward, GrammarSpec)
+            spec = receive(specs, GrammarSpec)
         except EOFError:
             return child.end()
-        send(outward, child.ask(spec))
+        send(results, child.ask(spec))
 
 
 if __name__ == "__main__":
