@@ -1,10 +1,11 @@
 """What a JSON value may be, once every `allOf`, `$ref`, `if` and `not` has been worked out: a list of alternatives.
 
-Made by `schema.py`, turned into a grammar by `json_grammar.py`. An alternative is a conjunction: it says for each kind of
-value what must hold, and children are named by their goals, which are worked out when somebody asks. Knows no keywords.
+Made by `schema.py`, turned into a grammar by `json_grammar.py`. An alternative is a conjunction: it says for each kind
+of value what must hold. Its items and properties are given as goals, which are worked out on demand. Knows no keywords.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from quire.errors import RequestError
 from quire.structured.grammars.document import Subschema
@@ -21,7 +22,7 @@ NOTHING_ASKED: Goal = frozenset()
 @dataclass(frozen=True)
 class Contains:
     goal: Goal
-    outside: Goal  # what the items that do not count satisfy, where there is a maximum
+    outside: Goal  # what all other items satisfy, where there is a maximum
     low: int
     high: int | None
 
@@ -42,19 +43,19 @@ class Array:
     def merge(self, other: "Array") -> "Array":
         length = max(len(self.prefix), len(other.prefix))
         return Array(
-            tuple(self.at(i) | other.at(i) for i in range(length)),
-            self.items | other.items,
-            max(self.low, other.low),
-            _least(self.high, other.high),
-            self.contains + tuple(c for c in other.contains if c not in self.contains),
-            self.unique or other.unique,
-            self.open and other.open,
+            prefix=tuple(self.at(position) | other.at(position) for position in range(length)),
+            items=self.items | other.items,
+            low=max(self.low, other.low),
+            high=_least(self.high, other.high),
+            contains=tuple(dict.fromkeys(self.contains + other.contains)),
+            unique=self.unique or other.unique,
+            open=self.open and other.open,
         )
 
 
 @dataclass(frozen=True)
 class Rest:
-    """What holds for properties that have none of these names and match none of these patterns."""
+    """What must hold for properties that have none of these names and match none of these patterns."""
 
     names: frozenset[str]
     patterns: tuple[Node, ...]
@@ -76,19 +77,19 @@ class Object:
         for name, goal in other.properties.items():
             properties[name] = properties.get(name, NOTHING_ASKED) | goal
         return Object(
-            properties,
-            self.patterns + other.patterns,
-            self.rest + other.rest,
-            self.names + other.names,
-            tuple(dict.fromkeys(self.required + other.required)),
-            max(self.low, other.low),
-            _least(self.high, other.high),
+            properties=properties,
+            patterns=self.patterns + other.patterns,
+            rest=self.rest + other.rest,
+            names=self.names + other.names,
+            required=tuple(dict.fromkeys(self.required + other.required)),
+            low=max(self.low, other.low),
+            high=_least(self.high, other.high),
         )
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Which properties and items some schema looked at: `unevaluated…` speaks about the others."""
+    """Which properties and items some keyword applied to: `unevaluated…` is about the others."""
 
     names: frozenset[str] = frozenset()
     patterns: tuple[Node, ...] = ()
@@ -98,16 +99,17 @@ class Seen:
 
     def merge(self, other: "Seen") -> "Seen":
         return Seen(
-            self.names | other.names,
-            self.patterns + other.patterns,
-            self.all_properties or other.all_properties,
-            max(self.items, other.items),
-            self.all_items or other.all_items,
+            names=self.names | other.names,
+            patterns=self.patterns + other.patterns,
+            all_properties=self.all_properties or other.all_properties,
+            items=max(self.items, other.items),
+            all_items=self.all_items or other.all_items,
         )
 
 
 _SAW_NOTHING = Seen()
 _ANY_ARRAY, _ANY_OBJECT = Array(), Object()
+_Shape = TypeVar("_Shape", Array, Object, Seen)
 
 
 @dataclass(frozen=True)
@@ -122,17 +124,21 @@ class Alternative:
     def merge(self, other: "Alternative") -> "Alternative | None":
         """Both at once; None where that is plainly impossible."""
         kinds = self.kinds & other.kinds
-        number, string = _both(self.number, other.number), _both(self.string, other.string)
-        kinds -= {kind for kind, node in (("number", number), ("string", string)) if node is NONE}
+        number = _both(self.number, other.number)
+        string = _both(self.string, other.string)
+        if number is NONE:
+            kinds -= {"number"}
+        if string is NONE:
+            kinds -= {"string"}
         if not kinds:
             return None
         return Alternative(
             kinds,
             number,
             string,
-            _merged(self.array, other.array, _ANY_ARRAY),
-            _merged(self.object, other.object, _ANY_OBJECT),
-            _merged(self.seen, other.seen, _SAW_NOTHING),
+            array=_merged(self.array, other.array, _ANY_ARRAY),
+            object=_merged(self.object, other.object, _ANY_OBJECT),
+            seen=_merged(self.seen, other.seen, _SAW_NOTHING),
         )
 
     def unseen(self) -> "Alternative":
@@ -143,7 +149,8 @@ def product(parts: list[list[Alternative]]) -> list[Alternative]:
     """Every way to satisfy one alternative of each part."""
     result = [Alternative()]
     for part in parts:
-        result = [merged for a in result for b in part if (merged := a.merge(b)) is not None]
+        merged = [left.merge(right) for left in result for right in part]
+        result = [alternative for alternative in merged if alternative is not None]
         if len(result) > MAX_ALTERNATIVES:
             raise RequestError(
                 "anyOf, oneOf, not or if/then/else of the schema combine into too many cases: simplify them."
@@ -151,13 +158,19 @@ def product(parts: list[list[Alternative]]) -> list[Alternative]:
     return result
 
 
-def _merged(a, b, neutral):
-    return b if a is neutral else a if b is neutral else a.merge(b)
+def _merged(left: _Shape, right: _Shape, neutral: _Shape) -> _Shape:
+    if left is neutral:
+        return right
+    return left if right is neutral else left.merge(right)
 
 
-def _both(a: Node | None, b: Node | None) -> Node | None:
-    return b if a is None else a if b is None else both(a, b)
+def _both(left: Node | None, right: Node | None) -> Node | None:
+    if left is None:
+        return right
+    return left if right is None else both(left, right)
 
 
-def _least(a: int | None, b: int | None) -> int | None:
-    return b if a is None else a if b is None else min(a, b)
+def _least(left: int | None, right: int | None) -> int | None:
+    if left is None:
+        return right
+    return left if right is None else min(left, right)

@@ -16,7 +16,7 @@ _ONE = {"additionalItems", "additionalProperties", "contains", "else", "if", "it
 _ONE |= {"unevaluatedItems", "unevaluatedProperties", "contentSchema"}
 _LIST = {"allOf", "anyOf", "oneOf", "prefixItems", "items"}
 _NAMED = {"$defs", "definitions", "properties", "patternProperties", "dependentSchemas", "dependencies"}
-_OLD = ("draft-03", "draft-04", "draft-06", "draft-07")  # a $ref hides its neighbours
+_OLD = ("draft-03", "draft-04", "draft-06", "draft-07")  # keywords beside a $ref are ignored
 _KNOWN = ("json-schema.org/draft-", "json-schema.org/draft/2019-09/schema", "json-schema.org/draft/2020-12/schema")
 
 
@@ -43,11 +43,12 @@ class Document:
             raise RequestError("$schema names an unknown dialect: use JSON Schema 2020-12 or draft-07.")
         self.is_old = any(old in dialect for old in _OLD)
         self._places: dict[int, Subschema] = {}
-        self._made: list[Any] = []  # keeps schemas alive that are in no document: places go by identity
+        self._made: list[Any] = []  # keeps schemas alive that are in no document: places are found by `id`
         self._resources: dict[str, Subschema] = {}  # by absolute address
         self._anchors: dict[str, Subschema] = {}  # by address#name
-        self._dynamic: dict[str, list[Subschema]] = {}
-        self.always, self.never = self._place(True, ""), self._place(False, "")
+        self._dynamic: dict[str, list[Subschema]] = {}  # by the name of their $dynamicAnchor
+        self.always = self._place(True, "")
+        self.never = self._place(False, "")
         self.root = self._walk(self.root_schema, "")
         self._resources.setdefault("", self.root)
 
@@ -66,9 +67,8 @@ class Document:
     def follow(self, reference: Any, near: Subschema, keyword: str = "$ref") -> Subschema:
         if not isinstance(reference, str):
             raise RequestError(f"{keyword} must be a string.")
-        address, fragment = urldefrag(
-            urljoin(near.base, reference) if not reference.startswith("#") else near.base + reference
-        )
+        is_fragment = reference.startswith("#")
+        address, fragment = urldefrag(near.base + reference if is_fragment else urljoin(near.base, reference))
         resource = self._resources.get(address)
         if resource is None:
             raise RequestError(
@@ -96,7 +96,8 @@ class Document:
         base = resource.base
         for raw in pointer.split("/")[1:]:
             step = unquote(raw).replace("~1", "/").replace("~0", "~")
-            if isinstance(here, list) and step.isascii() and step.isdigit() and int(step) < len(here):
+            is_index = step.isascii() and step.isdigit()
+            if isinstance(here, list) and is_index and int(step) < len(here):
                 here = here[int(step)]
             elif isinstance(here, dict) and step in here:
                 here = here[step]
@@ -118,14 +119,15 @@ class Document:
             return self.always if schema else self.never
         if not isinstance(schema, dict):
             raise RequestError("every schema must be an object or a boolean.")
-        base = self._named(schema, base)
+        base = self._base(schema, base)
         place = self._place(schema, base)
         self._register(schema, place)
         for keyword, value in schema.items():
             if keyword in _LIST and isinstance(value, list):
                 inner = value
             elif keyword in _NAMED and isinstance(value, dict):
-                inner = [v for v in value.values() if not isinstance(v, list)]  # draft-07 dependencies: lists of names
+                # Lists are not schemas: draft-07's `dependencies` has lists of names beside schemas.
+                inner = [child for child in value.values() if not isinstance(child, list)]
             elif keyword in _ONE:
                 inner = [value]
             else:
@@ -134,9 +136,11 @@ class Document:
                 self._walk(child, base)
         return place
 
-    def _named(self, schema: dict, base: str) -> str:
+    def _base(self, schema: dict, base: str) -> str:
+        """The address that references inside the schema are relative to."""
         identity = schema.get("$id")
-        if not isinstance(identity, str) or (self.is_old and "$ref" in schema) or identity.startswith("#"):
+        is_hidden = self.is_old and "$ref" in schema
+        if is_hidden or not isinstance(identity, str) or identity.startswith("#"):
             return base
         return urldefrag(urljoin(base, identity))[0]
 

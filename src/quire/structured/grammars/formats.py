@@ -20,6 +20,7 @@ _DATE = (
 )
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+\-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _HEX = r"[0-9a-fA-F]"
+_GROUP = rf"{_HEX}{{1,4}}"  # of an IPv6 address
 _UNRESERVED = r"[a-zA-Z0-9\-._~]"
 
 _PATTERNS = {
@@ -31,7 +32,7 @@ _PATTERNS = {
     "email": rf"{_WORD}[a-zA-Z0-9_+\-]*(\.[a-zA-Z0-9_+\-]+)*@{_HOST}",
     "hostname": _HOST,
     "ipv4": rf"{_OCTET}(\.{_OCTET}){{3}}",
-    "ipv6": rf"({_HEX}{{1,4}}:){{7}}{_HEX}{{1,4}}|({_HEX}{{1,4}}:){{1,6}}:({_HEX}{{1,4}})?|::({_HEX}{{1,4}}:){{0,5}}{_HEX}{{1,4}}",
+    "ipv6": rf"({_GROUP}:){{7}}{_GROUP}|({_GROUP}:){{1,6}}:({_GROUP})?|::({_GROUP}:){{0,5}}{_GROUP}",
     "uuid": rf"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}",
     "uri": rf"[a-zA-Z][a-zA-Z0-9+\-.]*://{_HOST}(:[0-9]{{1,4}})?(/({_UNRESERVED}|%{_HEX}{{2}})*)*"
     rf"(\?({_UNRESERVED}|[&=/]|%{_HEX}{{2}})*)?(#({_UNRESERVED}|[/])*)?",

@@ -1,10 +1,11 @@
 """A JSON schema as a grammar: properties in the schema's order, bounded blanks, numbers that fit their types.
 
-Called by the engines' compile step. An object that names its properties gets no others unless the schema speaks of others,
-and a tuple ends with its last item: fewer values than the schema allows, and what its author meant.
+Called by the engines' compile step. An object that names its properties gets no others unless the schema mentions
+others, and a tuple ends with its last item: fewer values than the schema allows, but what its author meant.
 """
 
-from itertools import product as pairs
+import math
+from itertools import product as combinations
 
 from quire.errors import RequestError
 from quire.structured.grammars import numbers
@@ -13,28 +14,29 @@ from quire.structured.grammars.regular import ANYTHING, Node, both, derivative, 
 from quire.structured.grammars.rules import Alternative, Many, Ref, Rules, Symbol, escaped, literal
 from quire.structured.grammars.schema import Schema
 
-MAX_STATES = 4000  # of one array or object that counts
+MAX_STATES = 4000  # of one array or object whose items or properties are counted
 MAX_ITEMS = 1000
-MAX_FREE = 20  # properties of names the schema does not list, where there is a maximum
-MAX_ANY_ORDER = 6  # values that may come in any order where items must be unique
+MAX_FREE = 20  # properties whose names the schema does not list, where there is a maximum
+MAX_ANY_ORDER = 6  # unique items may come in any order up to so many values
 
 _HEX = "[0-9a-fA-F]"
 # Written without counts: xgrammar takes tens of milliseconds for a mask where a count is near.
 _ESCAPE = (
-    r'["\\/bfnrt] | "u" ([0-9abcefABCEF] HEX HEX HEX | [dD] [0-7] HEX HEX | [dD] [89abAB] HEX HEX "\\u" [dD] [c-fC-F] HEX HEX)'
+    r'["\\/bfnrt] | "u" ([0-9abcefABCEF] HEX HEX HEX | [dD] [0-7] HEX HEX | '
+    r'[dD] [89abAB] HEX HEX "\\u" [dD] [c-fC-F] HEX HEX)'
 ).replace("HEX", _HEX)
 _NUMBER = f'"-"? ("0" | [1-9] [0-9]{{0,{numbers.MAX_DIGITS - 1}}}) ("." [0-9]{{1,20}})? ([eE] [+\\-]? [0-9]{{1,2}})?'
 _INTEGER = f'"0" | "-"? [1-9] [0-9]{{0,{numbers.MAX_DIGITS - 1}}}'
 
 
 def _basics(compact: bool) -> dict[str, str]:
-    """Blanks are a line break and an indentation, or one space, or nothing: never blanks for ever."""
+    """Blanks are a line break and an indentation, or one space, or nothing: their number is bounded."""
     return {
         "blank": '""' if compact else '"" | " " | "\\n" [ \\t]{0,16}',
         "colon": '":"' if compact else '":" " "?',
         "escape": _ESCAPE,
         "string": r""""\"" characters""",
-        # What follows a string is said ahead: else every token with a quote in it is tried whenever a mask is made.
+        # The lookahead names what follows a string: without it every token with a quote in it is tried for each mask.
         "characters": f"({characters('characters')}) (= [ \\n\\t]* [,}}\\]:])",
         "number": _NUMBER,
         "integer": _INTEGER,
@@ -75,7 +77,7 @@ class _Grammar:
         self._pending: list[tuple[Goal, Ref]] = []
 
     def value(self, goal: Goal) -> Ref:
-        """The rule for values that reach a goal; all that it leads to is worked out as well."""
+        """The rule for values that reach a goal; adds the rules of all goals that it leads to as well."""
         ref = self._ref(goal)
         while self._pending:
             goal, pending = self._pending.pop()
@@ -120,18 +122,17 @@ class _Grammar:
             return [(literal(word),) for word in sorted(words)]
         return [(self.rules.language(both(node, numbers.SPELLINGS), quoted=False),)]
 
-    # Objects: a chain of rules, one for each property still to come and number of properties written so far.
+    # Objects: one rule for each position among the named properties and number of properties written so far.
 
     def _object(self, shape: Object) -> Ref:
-        named = dict.fromkeys([*shape.properties, *shape.required])
+        named = list(dict.fromkeys([*shape.properties, *shape.required]))
         goals = {name: self._goal_of(shape, name) for name in named}
-        free = [] if self._is_closed(shape, goals) else self._free(shape, list(named))
+        free = [] if self._is_closed(shape, goals) else self._free(shape, named)
         if free and shape.low > len(named) + 1:
             raise RequestError(
                 f"minProperties {shape.low} asks for more properties than are named: list them under properties."
             )
-        counts = shape.low > 0 or shape.high is not None
-        cap = max(shape.low, shape.high or 0, 1) if counts else 1
+        cap = max(shape.low, shape.high or 0, 1)  # larger counts are all alike
         if len(named) * min(cap, len(named) + 1) > MAX_STATES:
             raise RequestError(
                 "minProperties and maxProperties over so many properties are not supported: remove them."
@@ -143,26 +144,29 @@ class _Grammar:
                 if position == len(named):
                     self.rules.add(state, self._last(shape, free, count))
                     continue
-                name = list(named)[position]
+                name = named[position]
                 following: list[Alternative] = []
                 if shape.high is None or count < shape.high:
                     member = (literal(f'"{escaped(name)}"'), Ref("colon"), self._ref(goals[name]))
-                    following.append((*_before(count), *member, Ref(f"{stem}_{position + 1}_{min(count + 1, cap)}")))
+                    after = Ref(f"{stem}_{position + 1}_{min(count + 1, cap)}")
+                    following.append((*_before(count), *member, after))
                 if name not in shape.required:
                     following.append((Ref(f"{stem}_{position + 1}_{count}"),))
                 self.rules.add(state, following)
         return Ref(f"{stem}_0_0")
 
     def _last(self, shape: Object, free: list[Alternative], count: int) -> list[Alternative]:
-        """After the named properties. Free names may repeat, so that all of them together count as one."""
+        """After the named properties. Free names may repeat, so they add one at least, however many there are."""
         result: list[Alternative] = [_after(count, '"}"')] if count >= shape.low else []
         room = None if shape.high is None else shape.high - count
-        if free and count + 1 >= shape.low and room != 0:
-            name = self.rules.add(self.rules.new("f"), free)
+        is_enough = count + 1 >= shape.low
+        if free and is_enough and room != 0:
+            member = self.rules.add(self.rules.new("f"), free)
+            another: Alternative = ('","', Ref("blank"), member)
             if room is None:
-                result.append((*_before(count), name, Many(('","', Ref("blank"), name)), Ref("blank"), '"}"'))
-            for more in range(min(room or 0, MAX_FREE)):
-                result.append((*_before(count), name, *(('","', Ref("blank"), name) * more), Ref("blank"), '"}"'))
+                result.append((*_before(count), member, Many(another), Ref("blank"), '"}"'))
+            for num_more in range(min(room or 0, MAX_FREE)):
+                result.append((*_before(count), member, *(another * num_more), Ref("blank"), '"}"'))
         return result
 
     def _goal_of(self, shape: Object, name: str) -> Goal:
@@ -170,57 +174,64 @@ class _Grammar:
         for node, asked in shape.patterns:
             goal |= asked if _matches(node, name) else NOTHING_ASKED
         for rest in shape.rest:
-            if name not in rest.names and not any(_matches(node, name) for node in rest.patterns):
+            is_described = name in rest.names or any(_matches(node, name) for node in rest.patterns)
+            if not is_described:
                 goal |= rest.goal
         allowed = all(_matches(node, name) for node in shape.names)
         return goal if allowed else goal | {(self.schema.document.never, True)}
 
     def _is_closed(self, shape: Object, goals: dict[str, Goal]) -> bool:
+        """Whether the object gets no other properties than those that are named."""
         never = (self.schema.document.never, True)
-        described = any(never not in goals[name] for name in shape.properties)
-        return described and not shape.patterns and not shape.rest and shape.low <= len(goals)
+        names_some = any(never not in goals[name] for name in shape.properties)
+        mentions_others = bool(shape.patterns or shape.rest)
+        return names_some and not mentions_others and shape.low <= len(goals)
 
     def _free(self, shape: Object, named: list[str]) -> list[Alternative]:
         """Members whose names the schema does not list, by what holds for them."""
-        unnamed = both(*shape.names, *([no(either(*map(text, named)))] if named else []))
-        tests = [(node, asked) for node, asked in shape.patterns]
+        unnamed = both(*shape.names, no(either(*map(text, named))))
+        tests = list(shape.patterns)  # names, and what is asked of members that have them
         for rest in shape.rest:
-            inside = both(no(either(*map(text, rest.names))), *(no(node) for node in rest.patterns))
-            tests.append((inside, rest.goal))
-        tests = [(node, asked) for node, asked in tests if asked]
+            others = both(no(either(*map(text, rest.names))), *map(no, rest.patterns))
+            tests.append((others, rest.goal))
+        tests = [(names, asked) for names, asked in tests if asked]
         if len(tests) > 6:
             raise RequestError("patternProperties: more than 6 patterns for one object are not supported.")
         result: list[Alternative] = []
-        for choice in pairs((True, False), repeat=len(tests)):
-            names = both(unnamed, *(node if taken else no(node) for taken, (node, _) in zip(choice, tests)))
-            goal = frozenset().union(*(asked for taken, (_, asked) in zip(choice, tests) if taken))
-            if (self.schema.document.never, True) in goal or is_empty(names):
+        for matched in combinations((True, False), repeat=len(tests)):
+            found, goal = unnamed, NOTHING_ASKED
+            for is_matched, (names, asked) in zip(matched, tests):
+                found = both(found, names if is_matched else no(names))
+                goal |= asked if is_matched else NOTHING_ASKED
+            if (self.schema.document.never, True) in goal or is_empty(found):
                 continue
-            result += [(*key, Ref("colon"), self._ref(goal)) for key in self._string(names)]
+            result += [(*key, Ref("colon"), self._ref(goal)) for key in self._string(found)]
         return result
 
     # Arrays.
 
     def _array(self, shape: Array) -> Ref:
         high = shape.high
-        if shape.open and shape.prefix and not shape.contains and shape.low <= len(shape.prefix):
+        is_tuple = shape.open and shape.prefix and not shape.contains
+        if is_tuple and shape.low <= len(shape.prefix):
             high = len(shape.prefix) if high is None else min(high, len(shape.prefix))
         if shape.unique and (high is None or high > 1):
             return self._unique(shape, high)
         if shape.contains:
             return self._counting(shape, high)
-        stem, length = self.rules.new("a"), len(shape.prefix)
-        for position in range(length):
+        stem = self.rules.new("a")
+        for position, goal in enumerate(shape.prefix):
             following: list[Alternative] = [_after(position, '"]"')] if position >= shape.low else []
             if high is None or position < high:
-                following.append((*_before(position), self._ref(shape.prefix[position]), Ref(f"{stem}_{position + 1}")))
+                following.append((*_before(position), self._ref(goal), Ref(f"{stem}_{position + 1}")))
             self.rules.add(f"{stem}_{position}", following)
         self._tail(stem, shape, high)
         return Ref(f"{stem}_0")
 
     def _tail(self, stem: str, shape: Array, high: int | None) -> None:
         """The items after the prefix: one rule for each that is counted, the last one for all that are not."""
-        length, item = len(shape.prefix), self._ref(shape.items)
+        length = len(shape.prefix)
+        item = self._ref(shape.items)
         if shape.low > MAX_ITEMS:
             raise RequestError(f"minItems is larger than {MAX_ITEMS}: lower it.")
         high = min(high, MAX_ITEMS + length) if high is not None else None
@@ -232,21 +243,20 @@ class _Grammar:
             self.rules.add(f"{stem}_{position}", following)
 
     def _counting(self, shape: Array, high: int | None) -> Ref:
-        """`contains`: states are the position and how many items counted so far, for each `contains`."""
+        """`contains`: a state is the position and, for each `contains`, how many items satisfied it so far."""
         last = max(len(shape.prefix), shape.low, 1) if high is None else high  # later positions are all alike
-        limits = [c.low if c.high is None else max(c.high, c.low) for c in shape.contains]
-        size = last + 1
-        for limit in limits:
-            size *= limit + 1
-        if size > MAX_STATES or len(limits) > 3:
+        limits = [max(each.low, each.high or 0) for each in shape.contains]
+        num_states = (last + 1) * math.prod(limit + 1 for limit in limits)
+        if num_states > MAX_STATES or len(limits) > 3:
             raise RequestError(
                 "contains with counts this large is not supported: lower minContains, maxContains or maxItems."
             )
         stem = self.rules.new("c")
         for position in range(last + 1):
-            for counts in pairs(*(range(limit + 1) for limit in limits)):
-                enough = position >= shape.low and all(n >= c.low for n, c in zip(counts, shape.contains))
-                following: list[Alternative] = [_after(position, '"]"')] if enough else []
+            for counts in combinations(*(range(limit + 1) for limit in limits)):
+                is_satisfied = all(count >= each.low for count, each in zip(counts, shape.contains))
+                may_end = is_satisfied and position >= shape.low
+                following: list[Alternative] = [_after(position, '"]"')] if may_end else []
                 if high is None or position < high:
                     for goal, after in _choices(shape.contains, counts):
                         symbols: tuple[Symbol, ...] = (*_before(position), self._ref(goal | shape.at(position)))
@@ -255,25 +265,32 @@ class _Grammar:
         return Ref(_state(stem, 0, (0,) * len(limits)))
 
     def _unique(self, shape: Array, high: int | None) -> Ref:
-        positions = [self._values(goal) for goal in (*shape.prefix, shape.items)]
-        if shape.contains or any(values is None for values in positions):
+        goals = (*shape.prefix, shape.items)
+        listed = [self._values(goal) for goal in goals]
+        positions = [values for values in listed if values is not None]
+        if shape.contains or len(positions) < len(goals):
             raise RequestError(
                 "uniqueItems is only supported where the items are an enum, constants or booleans: remove it."
             )
-        values = list(dict.fromkeys(v for position in positions for v in position))
+        values = list(dict.fromkeys(value for allowed in positions for value in allowed))
         any_order = len(values) <= MAX_ANY_ORDER
         if not any_order and shape.prefix:
             raise RequestError(
                 f"uniqueItems with prefixItems of more than {MAX_ANY_ORDER} values is not supported: remove it."
             )
         stem = self.rules.new("u")
-        start = (0, frozenset())
-        names, queue = {start: f"{stem}_0"}, [start]
+        start: tuple[int, frozenset[int]] = (
+            0,
+            frozenset(),
+        )  # the number of items so far, and which values may not follow
+        names = {start: f"{stem}_0"}
+        queue = [start]
         for count, used in queue:  # grows as it is read
             following: list[Alternative] = [_after(count, '"]"')] if count >= shape.low else []
+            is_full = high is not None and count >= high
+            allowed = [] if is_full else positions[min(count, len(shape.prefix))]
             for index, value in enumerate(values):
-                allowed = positions[min(count, len(shape.prefix))]
-                if value not in allowed or index in used or (high is not None and count >= high):
+                if value not in allowed or index in used:
                     continue
                 after = (count + 1, used | {index} if any_order else frozenset(range(index + 1)))
                 if after not in names:
@@ -292,21 +309,26 @@ class _Grammar:
             if alternative.kinds & {"array", "object"}:
                 return None
             result += [word for word in ("null", "true", "false") if word in alternative.kinds]
-            for kind, node in (("string", alternative.string), ("number", alternative.number)):
-                words = finite(node) if node is not None else None
-                if kind in alternative.kinds:
-                    if words is None:
-                        return None
-                    result += [f'"{escaped(word)}"' if kind == "string" else word for word in sorted(words)]
+            if "string" in alternative.kinds:
+                texts = finite(alternative.string) if alternative.string is not None else None
+                if texts is None:
+                    return None
+                result += [f'"{escaped(word)}"' for word in sorted(texts)]
+            if "number" in alternative.kinds:
+                spellings = finite(alternative.number) if alternative.number is not None else None
+                if spellings is None:
+                    return None
+                result += sorted(spellings)
         return result
 
 
-def _before(count: int) -> tuple[Symbol, ...]:
+def _before(count: int) -> Alternative:
+    """What comes before an item or property, after `count` others."""
     return ('","', Ref("blank")) if count else (Ref("blank"),)
 
 
 def _after(count: int, close: str) -> Alternative:
-    """The end of an array or object. It belongs to the rules of what is inside, so that something always follows a value."""
+    """The end of an array or object. It is part of the rules of its content, so that something follows every value."""
     return (Ref("blank"), close) if count else (close,)
 
 
@@ -316,12 +338,19 @@ def _state(stem: str, position: int, counts: tuple[int, ...]) -> str:
 
 def _choices(contains: tuple[Contains, ...], counts: tuple[int, ...]) -> list[tuple[Goal, tuple[int, ...]]]:
     """What the next item may be, and the counts after it."""
-    options = []
-    for c, count in zip(contains, counts):
-        limit = c.low if c.high is None else c.high
-        inside = [(c.goal, min(count + 1, limit))] if c.high is None or count < c.high else []
-        options.append([*inside, (c.outside if c.high is not None else NOTHING_ASKED, count)])
-    return [(frozenset().union(*(g for g, _ in choice)), tuple(n for _, n in choice)) for choice in pairs(*options)]
+    options: list[list[tuple[Goal, int]]] = []  # for each `contains`
+    for each, count in zip(contains, counts):
+        if each.high is None:
+            options.append([(each.goal, min(count + 1, each.low)), (NOTHING_ASKED, count)])
+        elif count < each.high:
+            options.append([(each.goal, count + 1), (each.outside, count)])
+        else:
+            options.append([(each.outside, count)])
+    result: list[tuple[Goal, tuple[int, ...]]] = []
+    for choice in combinations(*options):
+        goals, counts_after = zip(*choice)
+        result.append((NOTHING_ASKED.union(*goals), counts_after))
+    return result
 
 
 def _matches(node: Node, name: str) -> bool:

@@ -1,13 +1,15 @@
 """JSON numbers as regular languages of their spellings: bounds, multiples, single values.
 
-Called by the schema compiler. Spellings here have no exponent, and never a minus before zero; at most 15 significant digits
-after a point, because readers hold doubles: up to there, two numbers that differ in writing differ as doubles too.
+Called by the schema compiler. Spellings here have no exponent, and never a minus before zero. Numbers with a point have
+at most 15 significant digits, because programs read them as doubles: up to there, different numbers are different
+doubles.
 """
 
 from decimal import Decimal
 
 from quire.errors import RequestError
 from quire.structured.grammars.regular import EMPTY, NONE, Node, both, cat, chars, either, no, remainder, repeat, text
+from quire.structured.spec import exponent
 
 MAX_DIGITS = 20  # before the point: holds every 64-bit integer
 MAX_DIVISOR = 2000  # states of the automaton that divides
@@ -21,7 +23,7 @@ _SIGN = either(EMPTY, _MINUS)
 _UNSIGNED = cat(_WHOLE, _FRACTION)
 
 INTEGER = either(text("0"), cat(_SIGN, _NONZERO, repeat(_DIGIT, 0, MAX_DIGITS - 1)))
-# a nonzero digit after the point: no integer is spelled like this
+# A nonzero digit after the point: no integer is spelled like this.
 BROKEN = cat(_SIGN, _WHOLE, _POINT, _DIGITS, _NONZERO, _DIGITS)
 _SHORT = cat(_SIGN, _DIGIT, repeat(either(_DIGIT, _POINT), 0, 15))
 _UNIQUE = either(INTEGER, both(_SHORT, cat(_SIGN, _WHOLE, _POINT, _DIGITS, _NONZERO)))  # one spelling per number
@@ -34,7 +36,8 @@ def literal(value: int | Decimal) -> Node:
 
 def spelled(value: int | Decimal) -> str:
     value = Decimal(value)
-    if value.adjusted() > 40 or len(value.as_tuple().digits) > 40 or value.as_tuple().exponent < -40:
+    is_long = len(value.as_tuple().digits) > 40 or exponent(value) < -40
+    if is_long or value.adjusted() > 40:
         raise RequestError("a number in the schema has more than 40 digits: shorten it.")
     plain = format(value, "f")
     plain = plain.rstrip("0").rstrip(".") if "." in plain else plain
@@ -75,7 +78,7 @@ def _scaled(divisor: int | Decimal) -> tuple[int, int]:
     divisor = Decimal(divisor)
     if divisor <= 0:
         raise RequestError("multipleOf must be greater than 0.")
-    places = max(0, -divisor.normalize().as_tuple().exponent)
+    places = max(0, -exponent(divisor.normalize()))
     if places > 12 or divisor.scaleb(places) > MAX_DIVISOR:
         raise RequestError(
             f"multipleOf {divisor} is not supported: its digits without the point must not exceed {MAX_DIVISOR}."
@@ -91,11 +94,10 @@ def _split(bound: Decimal) -> tuple[str, str]:
 def _above(bound: Decimal, strict: bool) -> Node:
     """Unsigned spellings of numbers not below (strict: above) an unsigned bound."""
     whole, fraction = _split(bound)
-    larger = [
-        cat(text(whole[:i]), _from_to(int(d) + 1, 9), repeat(_DIGIT, rest := len(whole) - i - 1, rest))
-        for i, d in enumerate(whole)
-    ]
-    larger.append(cat(_NONZERO, repeat(_DIGIT, len(whole), None)))
+    larger = [cat(_NONZERO, repeat(_DIGIT, len(whole), None))]  # more digits
+    for idx, digit in enumerate(whole):
+        num_after = len(whole) - idx - 1
+        larger.append(cat(text(whole[:idx]), _from_to(int(digit) + 1, 9), repeat(_DIGIT, num_after, num_after)))
     return either(
         cat(both(either(*larger), _WHOLE), _FRACTION),
         cat(text(whole), _pointed(_digits_above(fraction, strict))),
@@ -103,13 +105,12 @@ def _above(bound: Decimal, strict: bool) -> Node:
 
 
 def _below(bound: Decimal, strict: bool) -> Node:
+    """Unsigned spellings of numbers not above (strict: below) an unsigned bound."""
     whole, fraction = _split(bound)
-    smaller = [
-        cat(text(whole[:i]), _from_to(0, int(d) - 1), repeat(_DIGIT, rest := len(whole) - i - 1, rest))
-        for i, d in enumerate(whole)
-    ]
-    if len(whole) > 1:
-        smaller.append(repeat(_DIGIT, 1, len(whole) - 1))
+    smaller = [repeat(_DIGIT, 1, len(whole) - 1)] if len(whole) > 1 else []  # fewer digits
+    for idx, digit in enumerate(whole):
+        num_after = len(whole) - idx - 1
+        smaller.append(cat(text(whole[:idx]), _from_to(0, int(digit) - 1), repeat(_DIGIT, num_after, num_after)))
     return either(
         cat(both(either(*smaller), _WHOLE), _FRACTION),
         cat(text(whole), _pointed(_digits_below(fraction, strict))),

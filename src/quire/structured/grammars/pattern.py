@@ -11,7 +11,6 @@ from quire.structured.grammars.regular import (
     EMPTY,
     END,
     LAST,
-    NONE,
     UNICODE,
     Node,
     before_end,
@@ -32,6 +31,7 @@ _SPACE += [(0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)]
 _CLASSES = {"d": _DIGIT, "w": _WORD, "s": _SPACE}
 _CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
 _LINE_ENDS = [(10, 10), (13, 13), (0x2028, 0x2029)]
+_HEX_DIGITS = set("0123456789abcdefABCDEF")
 _FIRST, _LAST = chars([(BEGIN, BEGIN)]), chars([(END, END)])
 _MARKED = repeat(chars([*UNICODE, (BEGIN, END)]), 0, None)
 
@@ -47,6 +47,7 @@ def whole(pattern: str) -> Node:
 
 
 def _anchored(items: list[Node], around: Node) -> Node:
+    """A sequence with `around` before and after it, except where it begins with ^ or ends with $."""
     begins = items[:1] == [_FIRST]
     ends = items[begins:][-1:] == [_LAST]
     core = items[begins : len(items) - ends]
@@ -65,12 +66,14 @@ def _between(marked: Node) -> Node:
 def _has_anchor(node: Node) -> bool:
     if node.kind == "chars":
         return any(high > LAST for _, high in node.args)
-    return any(_has_anchor(a) for a in node.args if isinstance(a, Node))
+    return any(_has_anchor(inner) for inner in node.args if isinstance(inner, Node))
 
 
 class _Parser:
     def __init__(self, pattern: str) -> None:
-        self.pattern, self.at, self.depth = pattern, 0, 0
+        self.pattern = pattern
+        self.at = 0  # the next character
+        self.depth = 0  # of groups
 
     def parse(self) -> list[list[Node]]:
         alternatives = self._alternatives()
@@ -111,7 +114,8 @@ class _Parser:
                 if _has_anchor(item):
                     raise self._error("repeats an anchor")
                 item = self._quantified(item)
-            if not (item in (_FIRST, _LAST) and items and items[-1] is item):  # ^^ is ^
+            is_anchor = item in (_FIRST, _LAST)
+            if not is_anchor or items[-1:] != [item]:  # ^^ is ^
                 items.append(item)
         return items
 
@@ -129,27 +133,31 @@ class _Parser:
     def _counts(self) -> tuple[int, int | None]:
         close = self.pattern.find("}", self.at)
         low, comma, high = self.pattern[self.at : max(close, self.at)].partition(",")
-        valid = close > 0 and _is_count(low) and (not high or _is_count(high)) and (not high or int(low) <= int(high))
-        if not valid:
+        is_valid = close > 0 and _is_count(low)
+        if is_valid and high:
+            is_valid = _is_count(high) and int(low) <= int(high)
+        if not is_valid:
             raise self._error("has a { that is no count: escape it or write {m,n}")
         self.at = close + 1
-        return int(low), (int(high) if high else None) if comma else int(low)
+        if not comma:
+            return int(low), int(low)
+        return int(low), int(high) if high else None
 
     def _atom(self) -> Node:
-        c = self._take()
-        if c == "(":
+        character = self._take()
+        if character == "(":
             return self._group()
-        if c == "[":
+        if character == "[":
             return self._class()
-        if c == ".":
+        if character == ".":
             return chars(without(UNICODE, _LINE_ENDS))
-        if c in "^$":
-            return _FIRST if c == "^" else _LAST
-        if c in "*+?{":
-            raise self._error(f"has nothing before {c}")
-        if c == "\\":
+        if character in "^$":
+            return _FIRST if character == "^" else _LAST
+        if character in "*+?{":
+            raise self._error(f"has nothing before {character}")
+        if character == "\\":
             return chars(self._escape())
-        return chars([(ord(c), ord(c))])
+        return chars(_one(character))
 
     def _group(self) -> Node:
         if self._peek() == "?":
@@ -165,38 +173,35 @@ class _Parser:
         return inner
 
     def _escape(self, in_class: bool = False) -> list[tuple[int, int]]:
-        c = self._take()
-        if c.lower() in _CLASSES:
-            ranges = _CLASSES[c.lower()]
-            return ranges if c.islower() else without(UNICODE, ranges)
-        if c in _CONTROLS:
-            return [(_CONTROLS[c], _CONTROLS[c])]
-        if c in "xu":
-            point = self._code_point(c)
+        letter = self._take()
+        if letter.lower() in _CLASSES:
+            ranges = _CLASSES[letter.lower()]
+            return ranges if letter.islower() else without(UNICODE, ranges)
+        if letter in _CONTROLS:
+            return [(_CONTROLS[letter], _CONTROLS[letter])]
+        if letter in "xu":
+            point = self._code_point(letter)
             return [(point, point)]
-        if c == "c":
+        if letter == "c":
             point = ord(self._take()) % 32
             return [(point, point)]
-        if c == "b" and in_class:
+        if letter == "b" and in_class:
             return [(8, 8)]
-        if c.isalnum():
-            raise self._error(f"uses \\{c}, which is not supported")
-        return [(ord(c), ord(c))]
+        if letter.isalnum():
+            raise self._error(f"uses \\{letter}, which is not supported")
+        return _one(letter)
 
     def _code_point(self, kind: str) -> int:
         if kind == "u" and self._peek() == "{":
             close = self.pattern.find("}", self.at)
-            digits, self.at = self.pattern[self.at + 1 : close], close + 1
+            digits = self.pattern[self.at + 1 : close]
+            self.at = close + 1
         else:
             width = 2 if kind == "x" else 4
             digits = self._peek(width) if len(self._peek(width)) == width else ""
             self.at += width
-        if (
-            not digits
-            or len(digits) > 6
-            or any(d not in "0123456789abcdefABCDEF" for d in digits)
-            or int(digits, 16) > LAST
-        ):
+        is_hex = 0 < len(digits) <= 6 and set(digits) <= _HEX_DIGITS
+        if not is_hex or int(digits, 16) > LAST:
             raise self._error(f"has a bad \\{kind} escape")
         if 0xD800 <= int(digits, 16) <= 0xDFFF:
             raise self._error("names half of a surrogate pair: write \\u{…}")
@@ -207,20 +212,25 @@ class _Parser:
         self.at += negated
         ranges: list[tuple[int, int]] = []
         while self._peek() != "]":
-            low = self._class_item()
+            item = self._class_item()
             if self._peek() == "-" and self._peek(2) != "-]":
                 self.at += 1
-                high = self._class_item()
-                if low[0][0] != low[0][1] or len(low) > 1 or len(high) > 1 or high[0][1] < low[0][0]:
+                last = self._class_item()
+                is_character = len(item) == 1 and item[0][0] == item[0][1]
+                if not is_character or len(last) > 1 or last[0][1] < item[0][0]:
                     raise self._error("has a range out of order")
-                low = [(low[0][0], high[0][1])]
-            ranges += low
+                item = [(item[0][0], last[0][1])]
+            ranges += item
         self.at += 1
-        return chars(without(UNICODE, ranges)) if negated else chars(ranges) if ranges else NONE
+        return chars(without(UNICODE, ranges) if negated else ranges)
 
     def _class_item(self) -> list[tuple[int, int]]:
-        c = self._take()
-        return self._escape(in_class=True) if c == "\\" else [(ord(c), ord(c))]
+        character = self._take()
+        return self._escape(in_class=True) if character == "\\" else _one(character)
+
+
+def _one(character: str) -> list[tuple[int, int]]:
+    return [(ord(character), ord(character))]
 
 
 def _is_count(digits: str) -> bool:
@@ -229,5 +239,8 @@ def _is_count(digits: str) -> bool:
 
 def _largest_count(node: Node) -> int:
     """How often the innermost character may be repeated by counts."""
-    inner = max((_largest_count(a) for a in node.args if isinstance(a, Node)), default=1)
-    return inner * max(node.args[1], node.args[2] or 1, 1) if node.kind == "repeat" else inner
+    largest = max((_largest_count(inner) for inner in node.args if isinstance(inner, Node)), default=1)
+    if node.kind != "repeat":
+        return largest
+    _, low, high = node.args
+    return largest * max(low, high or 1, 1)

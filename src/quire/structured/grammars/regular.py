@@ -1,7 +1,7 @@
 """Regular languages of characters as expressions closed under union, intersection and complement.
 
-What `pattern`, lengths, number ranges and property names of a JSON schema become: the schema compiler combines them, asks
-whether anything is remaining and gets an automaton. Must not know JSON: characters here are those of the decoded text.
+What `pattern`, lengths, number ranges and property names of a JSON schema become: the schema compiler combines them,
+asks whether a language is empty and gets an automaton. Must not know JSON: characters are those of the decoded text.
 """
 
 from collections.abc import Iterable
@@ -16,14 +16,15 @@ Ranges = tuple[tuple[int, int], ...]  # inclusive, sorted, disjoint
 
 
 class Node:
-    """One language. Equal expressions are the same object, so that automata close quickly."""
+    """One language. Equal expressions are the same object, so that an automaton finds the states it has by identity."""
 
     __slots__ = ("kind", "args", "nullable", "_cuts", "__weakref__")
     _all: "WeakValueDictionary[tuple, Node]" = WeakValueDictionary()
 
     kind: str
     args: tuple
-    nullable: bool  # holds the empty text
+    nullable: bool  # contains the empty text
+    _cuts: frozenset[int] | None  # see the function `_cuts`
 
 
 def _node(kind: str, args: tuple, nullable: bool) -> Node:
@@ -31,7 +32,10 @@ def _node(kind: str, args: tuple, nullable: bool) -> Node:
     node = Node._all.get(key)
     if node is None:
         node = Node()
-        node.kind, node.args, node.nullable, node._cuts = kind, args, nullable, None
+        node.kind = kind
+        node.args = args
+        node.nullable = nullable
+        node._cuts = None
         Node._all[key] = node
     return node
 
@@ -53,9 +57,10 @@ def chars(ranges: Iterable[tuple[int, int]]) -> Node:
 def without(universe: Iterable[tuple[int, int]], holes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     remaining = list(universe)
     for low, high in holes:
-        remaining = [
-            part for a, b in remaining for part in ((a, min(b, low - 1)), (max(a, high + 1), b)) if part[0] <= part[1]
-        ]
+        parts: list[tuple[int, int]] = []
+        for first, last in remaining:
+            parts += [(first, min(last, low - 1)), (max(first, high + 1), last)]
+        remaining = [(first, last) for first, last in parts if first <= last]
     return remaining
 
 
@@ -76,7 +81,7 @@ def _cat(a: Node, b: Node) -> Node:
     if a is EMPTY or b is EMPTY:
         return b if a is EMPTY else a
     spine = []
-    while a.kind == "cat":  # kept leaning to the right: a derivative then only touches the head
+    while a.kind == "cat":  # nested to the right: a derivative then only changes the head
         spine.append(a.args[0])
         a = a.args[1]
     result = _node("cat", (a, b), a.nullable and b.nullable)
@@ -94,7 +99,7 @@ def either(*nodes: Node) -> Node:
         return ANYTHING
     if len(parts) <= 1:
         return next(iter(parts), NONE)
-    return _node("or", tuple(sorted(parts, key=id)), any(p.nullable for p in parts))
+    return _node("or", tuple(sorted(parts, key=id)), any(part.nullable for part in parts))
 
 
 def both(*nodes: Node) -> Node:
@@ -106,7 +111,7 @@ def both(*nodes: Node) -> Node:
         return NONE
     if len(parts) <= 1:
         return next(iter(parts), ANYTHING)
-    return _node("and", tuple(sorted(parts, key=id)), all(p.nullable for p in parts))
+    return _node("and", tuple(sorted(parts, key=id)), all(part.nullable for part in parts))
 
 
 def no(node: Node) -> Node:
@@ -122,7 +127,8 @@ def repeat(node: Node, low: int, high: int | None) -> Node:
         return EMPTY
     if node is NONE:
         return EMPTY if low == 0 else NONE
-    if (low, high) == (1, 1) or (node.kind == "repeat" and node.args[1:] == (0, None) and low < 2):
+    is_star = node.kind == "repeat" and node.args[1:] == (0, None)
+    if (low, high) == (1, 1) or (is_star and low < 2):
         return node
     return _node("repeat", (node, 0 if node.nullable else low, high), node.nullable or low == 0)
 
@@ -130,11 +136,9 @@ def repeat(node: Node, low: int, high: int | None) -> Node:
 def remainder(divisor: int, places: int, rest: int = 0, fraction: int = -1, started: bool = False) -> Node:
     """Unsigned decimals with up to `places` digits after the point that are multiples of divisor / 10**places."""
     remaining = places - max(fraction, 0)
-    return _node(
-        "mod",
-        (divisor, places, rest, fraction, started),
-        started and fraction != 0 and rest * 10**remaining % divisor == 0,
-    )
+    is_multiple = rest * 10**remaining % divisor == 0
+    may_end = started and fraction != 0  # not before a digit, nor right after the point
+    return _node("mod", (divisor, places, rest, fraction, started), may_end and is_multiple)
 
 
 def before_end(node: Node) -> Node:
@@ -143,14 +147,14 @@ def before_end(node: Node) -> Node:
 
 
 def text(string: str) -> Node:
-    return cat(*(chars([(ord(c), ord(c))]) for c in string))
+    return cat(*(chars([(ord(character), ord(character))]) for character in string))
 
 
 ANYTHING = _node("repeat", (CHAR, 0, None), True)
 
 
 def derivative(node: Node, c: int) -> Node:
-    """What may follow `c`."""
+    """The texts that may follow `c`."""
     kind, args = node.kind, node.args
     if kind == "chars":
         return EMPTY if any(low <= c <= high for low, high in args) else NONE
@@ -158,9 +162,9 @@ def derivative(node: Node, c: int) -> Node:
         rest = _cat(derivative(args[0], c), args[1])
         return either(rest, derivative(args[1], c)) if args[0].nullable else rest
     if kind == "or":
-        return either(*(derivative(a, c) for a in args))
+        return either(*(derivative(part, c) for part in args))
     if kind == "and":
-        return both(*(derivative(a, c) for a in args))
+        return both(*(derivative(part, c) for part in args))
     if kind == "not":
         return no(derivative(args[0], c))
     if kind == "repeat":
@@ -175,11 +179,13 @@ def derivative(node: Node, c: int) -> Node:
 
 def _after_digit(args: tuple, c: int) -> Node:
     divisor, places, rest, fraction, started = args
-    if c == ord(".") and started and fraction < 0 and places > 0:
-        return remainder(divisor, places, rest, 0, True)
+    may_have_point = started and fraction < 0 and places > 0
+    if c == ord(".") and may_have_point:
+        return remainder(divisor, places, rest, fraction=0, started=True)
     if not ord("0") <= c <= ord("9") or fraction >= places:
         return NONE
-    return remainder(divisor, places, (rest * 10 + c - ord("0")) % divisor, fraction + 1 if fraction >= 0 else -1, True)
+    rest = (rest * 10 + c - ord("0")) % divisor
+    return remainder(divisor, places, rest, fraction + 1 if fraction >= 0 else -1, started=True)
 
 
 def _cuts(node: Node) -> frozenset[int]:
@@ -187,29 +193,35 @@ def _cuts(node: Node) -> frozenset[int]:
     if node._cuts is None:
         kind, args = node.kind, node.args
         if kind == "chars":
-            found = frozenset(cut for low, high in args for cut in (low, high + 1))
+            found = frozenset(low for low, _ in args) | frozenset(high + 1 for _, high in args)
         elif kind == "mod":
             found = frozenset((*range(ord("0"), ord("9") + 2), ord("."), ord(".") + 1))
         elif kind == "cat":
             found = _cuts(args[0]) | _cuts(args[1]) if args[0].nullable else _cuts(args[0])
         else:
-            found = frozenset().union(*(_cuts(a) for a in args if isinstance(a, Node)))
+            found = frozenset().union(*(_cuts(inner) for inner in args if isinstance(inner, Node)))
         node._cuts = found
     return node._cuts
+
+
+Move = tuple[int, int, int]  # the first and the last of some characters, and the state they lead to
 
 
 class Automaton:
     """Deterministic and trimmed: state 0 begins, every state can still reach an end. No states: the empty language."""
 
-    def __init__(self, moves: list[list[tuple[int, int, int]]], accepting: list[bool]) -> None:
-        self.moves, self.accepting = moves, accepting  # moves[state]: (low, high, next state)
+    def __init__(self, moves: list[list[Move]], accepting: list[bool]) -> None:
+        self.moves = moves  # by state
+        self.accepting = accepting
 
 
 def automaton(node: Node) -> Automaton:
-    number, queue, moves = {node: 0}, [node], []
+    number = {node: 0}
+    queue = [node]
+    moves: list[list[Move]] = []
     for state in queue:  # grows as it is read
         cuts = sorted(_cuts(state) | {0, 0xD800, 0xE000, BEGIN})
-        row: list[tuple[int, int, int]] = []
+        row: list[Move] = []
         for low, high in zip(cuts, cuts[1:]):
             if low > LAST or 0xD800 <= low <= 0xDFFF:
                 continue
@@ -238,47 +250,53 @@ def finite(node: Node) -> list[str] | None:
     for part in node.args if node.kind == "or" else (node,):
         word = ""
         while part.kind == "cat" and part.args[0].kind == "chars":
-            head = part.args[0].args
-            if len(head) != 1 or head[0][0] != head[0][1]:
+            character = _only_character(part.args[0])
+            if character is None:
                 return None
-            word += chr(head[0][0])
+            word += character
             part = part.args[1]
-        if part.kind == "chars" and len(part.args) == 1 and part.args[0][0] == part.args[0][1]:
-            words.append(word + chr(part.args[0][0]))
-        elif part is EMPTY:
-            words.append(word)
-        else:
+        character = "" if part is EMPTY else _only_character(part)
+        if character is None:
             return None
+        words.append(word + character)
     return words
 
 
-def _minimal(moves: list[list[tuple[int, int, int]]], accepting: list[bool]) -> Automaton:
+def _only_character(node: Node) -> str | None:
+    if node.kind != "chars" or len(node.args) != 1:
+        return None
+    low, high = node.args[0]
+    return chr(low) if low == high else None
+
+
+def _minimal(moves: list[list[Move]], accepting: list[bool]) -> Automaton:
+    """Without states that cannot reach an end, and with equivalent states merged into one block."""
     alive = _can_end(moves, accepting)
     if 0 not in alive:
         return Automaton([], [])
-    block = [int(a) for a in accepting]
-    while True:  # states that differ in where their characters lead are told apart until none are
-        signature: dict[tuple, int] = {}
+    living: list[list[Move]] = []
+    for row in moves:
+        living.append([move for move in row if move[2] in alive])
+    block = [int(ends) for ends in accepting]  # by state
+    while True:  # a block is split if characters lead from its states to different blocks, until none is
+        blocks: dict[tuple, int] = {}
         refined = [
-            signature.setdefault(
-                (block[s], _joined((low, high, block[t]) for low, high, t in row if t in alive)), len(signature)
-            )
-            for s, row in enumerate(moves)
+            blocks.setdefault((block[state], _joined(row, block)), len(blocks)) for state, row in enumerate(living)
         ]
         if len(set(refined)) == len(set(block)):
             break
         block = refined
-    first: dict[int, int] = {}
+    first: dict[int, int] = {}  # the first state of each block
     for state in sorted(alive):
         first.setdefault(block[state], state)
-    number = {b: i for i, b in enumerate(first)}
-    rows = [
-        list(_joined((low, high, number[block[t]]) for low, high, t in moves[s] if t in alive)) for s in first.values()
-    ]
-    return Automaton(rows, [accepting[s] for s in first.values()])
+    number = {each: idx for idx, each in enumerate(first)}
+    renamed = [number.get(each, -1) for each in block]
+    rows = [list(_joined(living[state], renamed)) for state in first.values()]
+    return Automaton(rows, [accepting[state] for state in first.values()])
 
 
-def _can_end(moves: list[list[tuple[int, int, int]]], accepting: list[bool]) -> set[int]:
+def _can_end(moves: list[list[Move]], accepting: list[bool]) -> set[int]:
+    """The states from which an accepting state can be reached."""
     sources: dict[int, set[int]] = {}
     for state, row in enumerate(moves):
         for _, _, target in row:
@@ -292,12 +310,14 @@ def _can_end(moves: list[list[tuple[int, int, int]]], accepting: list[bool]) -> 
     return alive
 
 
-def _joined(row: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
-    """Neighbouring ranges with the same target as one."""
-    result: list[tuple[int, int, int]] = []
-    for low, high, target in row:
-        if result and result[-1][1] == low - 1 and result[-1][2] == target:
-            result[-1] = (result[-1][0], high, target)
+def _joined(row: list[Move], renamed: list[int]) -> tuple[Move, ...]:
+    """The moves with their targets renamed, neighbouring ranges with the same target as one."""
+    result: list[Move] = []
+    for low, high, state in row:
+        target = renamed[state]
+        first, last, previous = result[-1] if result else (0, -2, -1)
+        if last == low - 1 and previous == target:
+            result[-1] = (first, high, target)
         else:
             result.append((low, high, target))
     return tuple(result)

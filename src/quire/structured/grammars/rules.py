@@ -1,7 +1,7 @@
 """A grammar under construction: rules of alternatives, pruned of what can never end, written as GBNF for an engine.
 
-Filled by `json_grammar.py`, and by itself from regular languages. Must not know JSON beyond how characters are spelled
-inside its strings.
+Rules come from `json_grammar.py`, or are made here from regular languages. Must not know JSON, except how characters
+are spelled inside its strings.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,6 +28,7 @@ class Many(NamedTuple):
 
 Symbol = str | Ref | Many  # a string is GBNF that needs no rule
 Alternative = tuple[Symbol, ...]
+Spelling = Callable[[Iterable[tuple[int, int]]], str]  # how one character of some ranges is written
 
 
 class Rules:
@@ -47,21 +48,24 @@ class Rules:
         return Ref(name)
 
     def language(self, node: Node, quoted: bool) -> Ref:
-        """A rule for a regular language; `quoted`: as characters inside a JSON string, with the quote that closes it."""
+        """A rule for a regular language; `quoted`: as characters in a JSON string, with the quote that closes it."""
         key = (node, quoted)
         if key not in self._languages:
-            spell, end = (quoted_class, ('"\\""',)) if quoted else (plain_class, ())
+            spell = quoted_class if quoted else plain_class
+            end: Alternative = ('"\\""',) if quoted else ()
             if _is_plain(node):
                 self._languages[key] = self.add(self.new("r"), [(_structured(node, spell), *end)])
             else:
                 self._languages[key] = self._states(node, spell, end)
         return self._languages[key]
 
-    def _states(self, node: Node, spell: Callable[[tuple[tuple[int, int], ...]], str], end: Alternative) -> Ref:
+    def _states(self, node: Node, spell: Spelling, end: Alternative) -> Ref:
+        """A rule for each state of the language's automaton."""
         machine = automaton(node)
         if end and len(machine.moves) > MAX_STRING_STATES:
             raise RequestError(
-                "minLength, maxLength or the counts of a pattern are too large in this schema: lower them, or drop oneOf, not and if."
+                "minLength, maxLength or the counts of a pattern are too large in this schema: "
+                "lower them, or drop oneOf, not and if."
             )
         stem = self.new("s")
         if not machine.moves:
@@ -70,20 +74,29 @@ class Rules:
             by_target: dict[int, list[tuple[int, int]]] = {}
             for low, high, target in machine.moves[state]:
                 by_target.setdefault(target, []).append((low, high))
-            alternatives = [(spell(tuple(ranges)), Ref(f"{stem}_{target}")) for target, ranges in by_target.items()]
-            self.add(f"{stem}_{state}", alternatives + ([end] if machine.accepting[state] else []))
+            alternatives: list[Alternative] = []
+            for target, ranges in by_target.items():
+                alternatives.append((spell(ranges), Ref(f"{stem}_{target}")))
+            if machine.accepting[state]:
+                alternatives.append(end)
+            self.add(f"{stem}_{state}", alternatives)
         return Ref(f"{stem}_0")
 
     def give_own(self, basic: str, opening: str, body: Callable[[str], str]) -> None:
-        """Where a basic rule is followed by something it becomes `opening` and a rule of its own, made by `body` from its name: an
-        engine that knows what must follow makes masks several times faster. Each costs time to compile, so only the first get one."""
+        """Where a basic rule is followed by something, `opening` and a copy of the rule take its place.
+
+        `body` makes the copy from its name. An engine that knows what must follow makes masks several times faster.
+        Each copy costs time to compile, so only the first places get one.
+        """
         aliases = {basic, *(name for name, found in self._rules.items() if found == [(Ref(basic),)])}
         for alternatives in self._rules.values():
             for idx, alternative in enumerate(alternatives):
                 written: list[Symbol] = []
                 for place, symbol in enumerate(alternative):
-                    is_last = place == len(alternative) - 1
-                    if is_last or not isinstance(symbol, Ref) or symbol.rule not in aliases or self._num_own >= MAX_OWN:
+                    is_followed = place < len(alternative) - 1
+                    is_basic = isinstance(symbol, Ref) and symbol.rule in aliases
+                    gets_own = is_basic and is_followed and self._num_own < MAX_OWN
+                    if not gets_own:
                         written.append(symbol)
                         continue
                     own = f"own{self._num_own}"
@@ -101,8 +114,9 @@ class Rules:
         queue = [root.rule] if root.rule not in self._basics else []
         queued = {root.rule, *self._basics}
         for name in queue:  # grows as it is read
-            kept = [a for a in self._rules[name] if self._ends(a, ending)]
-            lines.append(f"{name} ::= " + " | ".join(" ".join(map(_written, a)) or '""' for a in kept))
+            kept = [alternative for alternative in self._rules[name] if self._ends(alternative, ending)]
+            written = [" ".join(map(_written, alternative)) or '""' for alternative in kept]
+            lines.append(f"{name} ::= " + " | ".join(written))
             for found in _references(kept):
                 if found in ending and found not in queued:
                     queued.add(found)
@@ -122,7 +136,9 @@ class Rules:
         queue = list(self._rules)
         while queue:
             name = queue.pop()
-            if name not in ending and any(self._ends(a, ending) for a in self._rules[name]):
+            if name in ending:
+                continue
+            if any(self._ends(alternative, ending) for alternative in self._rules[name]):
                 ending.add(name)
                 queue += users.get(name, ())
         return ending
@@ -149,20 +165,24 @@ def _written(symbol: Symbol) -> str:
 
 
 def _is_plain(node: Node) -> bool:
-    """Can be written as it stands. Not so intersections, complements, and counts: engines expand `{m,n}` in ways that make some
-    masks take seconds, where an automaton's states are all cheap."""
+    """Whether the expression can be written in GBNF as it stands.
+
+    Intersections and complements cannot. Counts could, but engines expand `{m,n}` in ways that make some masks take
+    seconds, while the states of an automaton are all cheap.
+    """
     while node.kind == "cat":
         if not _is_plain(node.args[0]):
             return False
         node = node.args[1]
+    if node.kind in ("and", "not", "mod", "ends", "none"):
+        return False
     if node.kind == "repeat" and (node.args[1] > 1 or node.args[2] not in (None, 1)):
         return False
-    return node.kind not in ("and", "not", "mod", "ends", "none") and all(
-        _is_plain(a) for a in node.args if isinstance(a, Node)
-    )
+    return all(_is_plain(inner) for inner in node.args if isinstance(inner, Node))
 
 
-def _structured(node: Node, spell: Callable[[tuple[tuple[int, int], ...]], str]) -> str:
+def _structured(node: Node, spell: Spelling) -> str:
+    """A plain expression in GBNF."""
     if node.kind == "cat":
         parts = []
         while node.kind == "cat":
@@ -170,9 +190,12 @@ def _structured(node: Node, spell: Callable[[tuple[tuple[int, int], ...]], str])
             node = node.args[1]
         return " ".join([*parts, _structured(node, spell)])
     if node.kind == "or":
-        return "(" + " | ".join(_structured(a, spell) for a in node.args) + ")"
+        return "(" + " | ".join(_structured(part, spell) for part in node.args) + ")"
     if node.kind == "repeat":
-        return f"({_structured(node.args[0], spell)}){'?' if node.args[2] else '+' if node.args[1] else '*'}"
+        inner, low, high = node.args
+        if high:
+            return f"({_structured(inner, spell)})?"
+        return f"({_structured(inner, spell)}){'+' if low else '*'}"
     return spell(node.args) if node.kind == "chars" else '""'
 
 
@@ -181,8 +204,10 @@ def literal(text: str) -> str:
 
 
 def plain_class(ranges: Iterable[tuple[int, int]]) -> str:
-    ranges = without(ranges, [(0xD800, 0xDFFF)])
-    return "[" + "".join(_character(a) if a == b else f"{_character(a)}-{_character(b)}" for a, b in ranges) + "]"
+    written = "["
+    for low, high in without(ranges, [(0xD800, 0xDFFF)]):
+        written += _character(low) if low == high else f"{_character(low)}-{_character(high)}"
+    return written + "]"
 
 
 _SHORT_ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
@@ -191,7 +216,9 @@ _ESCAPED = [(0, 31), (34, 34), (92, 92)]
 
 def escaped(text: str) -> str:
     """Text as it stands inside a JSON string: one spelling for each character."""
-    return "".join(_json_escape(ord(c)) if any(a <= ord(c) <= b for a, b in _ESCAPED) else c for c in text)
+    return "".join(
+        _json_escape(ord(character)) if _is_in(ord(character), _ESCAPED) else character for character in text
+    )
 
 
 def quoted_class(ranges: Iterable[tuple[int, int]]) -> str:
@@ -199,17 +226,23 @@ def quoted_class(ranges: Iterable[tuple[int, int]]) -> str:
     ranges = tuple(ranges)
     plain = without(ranges, _ESCAPED)
     parts = [plain_class(plain)] if plain else []
-    parts += [
-        literal(_json_escape(c)) for a, b in _ESCAPED for c in range(a, b + 1) if any(x <= c <= y for x, y in ranges)
-    ]
+    for low, high in _ESCAPED:
+        parts += [literal(_json_escape(point)) for point in range(low, high + 1) if _is_in(point, ranges)]
     return parts[0] if len(parts) == 1 else f"({' | '.join(parts)})"
 
 
-def _json_escape(c: int) -> str:
-    return "\\" + _SHORT_ESCAPES[c] if c in _SHORT_ESCAPES else f"\\u{c:04x}"
+def _is_in(point: int, ranges: Iterable[tuple[int, int]]) -> bool:
+    return any(low <= point <= high for low, high in ranges)
 
 
-def _character(c: int) -> str:
-    if chr(c).isascii() and (chr(c).isalnum() or chr(c) in " _,:;{}()<>=/.!#%&@'`~+*?|"):
-        return chr(c)
-    return f"\\u{c:04x}" if c <= 0xFFFF else f"\\U{c:08x}"  # not \\x: engines read any number of digits after it
+def _json_escape(point: int) -> str:
+    return "\\" + _SHORT_ESCAPES[point] if point in _SHORT_ESCAPES else f"\\u{point:04x}"
+
+
+def _character(point: int) -> str:
+    character = chr(point)
+    if character.isascii() and (character.isalnum() or character in " _,:;{}()<>=/.!#%&@'`~+*?|"):
+        return character
+    return (
+        f"\\u{point:04x}" if point <= 0xFFFF else f"\\U{point:08x}"
+    )  # not \x: engines read any number of digits there

@@ -1,8 +1,8 @@
-"""JSON Schema's keywords (2020-12 and draft-07) worked out into alternatives; exactly, or to fewer values, never to more.
+"""JSON Schema's keywords (2020-12 and draft-07) worked out into alternatives that allow no value the schema forbids.
 
 Called by `json_grammar.py` for one goal after another. `expand(schema, True)` gives values that satisfy the schema and
-`expand(schema, False)` values that violate it: both may give fewer than there are (and say so by refusing when it matters),
-so whatever is built from them is sound. Must not know grammars.
+`expand(schema, False)` values that violate it. Both may leave out some of them (and refuse the schema where that
+matters), but never include others, so whatever is built from them is sound. Must not know grammars.
 """
 
 from collections.abc import Callable, Iterable
@@ -47,13 +47,13 @@ class Schema:
     def alternatives(self, goal: Goal) -> Alternatives:
         if goal not in self._goals:
             literals = sorted(goal, key=lambda literal: (literal[0].order, literal[1]))
-            self._goals[goal] = product([[a.unseen() for a in self.expand(*literal)] for literal in literals])
+            self._goals[goal] = product([_unseen(self.expand(*literal)) for literal in literals])
         return self._goals[goal]
 
     def expand(self, place: Subschema, holds: bool) -> Alternatives:
         key = (place, holds)
         if key not in self._expanded:
-            self._expanded[key] = None
+            self._expanded[key] = None  # being worked out
             self._expanded[key] = self._work_out(place, holds)
         result = self._expanded[key]
         if result is None:
@@ -66,11 +66,9 @@ class Schema:
             return [Alternative()] if schema == holds else []
         if "$ref" in schema and self.document.is_old:
             schema = {"$ref": schema["$ref"]}
-        parts = [
-            (_Positive if holds else _Negative)(self, place, schema).keyword(keyword, value)
-            for keyword, value in schema.items()
-        ]
-        parts = [part for part in parts if part is not None]
+        keywords = (_Positive if holds else _Negative)(self, place, schema)
+        meanings = [keywords.keyword(name, value) for name, value in schema.items()]
+        parts = [alternatives for alternatives in meanings if alternatives is not None]
         if not holds:
             return [alternative for part in parts for alternative in part]
         return [self._unevaluated(place, schema, alternative) for alternative in product(parts)]
@@ -91,16 +89,13 @@ class Schema:
     def are_apart(self, a: Alternative, b: Alternative) -> bool:
         """Whether two alternatives share no value, as far as a look at constants and required properties tells."""
         merged = a.merge(b)
-        if merged is None or "array" in merged.kinds:
-            return merged is None
-        if merged.kinds & {"null", "true", "false"}:
+        if merged is None:
+            return True
+        if merged.kinds & {"null", "true", "false", "array"} or not _has_no_scalar(merged):
             return False
-        for kind, node in (("string", merged.string), ("number", merged.number)):
-            if kind in merged.kinds and (node is None or not _is_void(node)):
-                return False
-        return "object" not in merged.kinds or any(
-            self._is_void(merged.object, name) for name in merged.object.required
-        )
+        if "object" not in merged.kinds:
+            return True
+        return any(self._is_void(merged.object, name) for name in merged.object.required)
 
     def _is_void(self, shape: Object, name: str) -> bool:
         """Whether no value is left for a required property."""
@@ -108,14 +103,7 @@ class Schema:
         if not goal or not all(_is_scalar(place.schema) for place, _ in goal):
             return False
         alternatives = self.alternatives(goal)
-        return all(
-            x.kinds <= {"string", "number"}
-            and all(
-                kind not in x.kinds or (node is not None and _is_void(node))
-                for kind, node in (("string", x.string), ("number", x.number))
-            )
-            for x in alternatives
-        )
+        return all(each.kinds <= {"string", "number"} and _has_no_scalar(each) for each in alternatives)
 
     def goal(self, schema: Any, near: Subschema, holds: bool = True) -> Goal:
         place = self.document.place(schema, near)
@@ -129,11 +117,24 @@ def _is_scalar(schema: Any) -> bool:
     return isinstance(schema, dict) and ("const" in schema or "enum" in schema) and "$ref" not in schema
 
 
-def _is_void(node: Node) -> bool:
-    words = [finite(part) for part in node.args] if node.kind == "and" else []
-    return node is NONE or (
-        len(words) > 1 and all(w is not None for w in words) and not set.intersection(*map(set, words))
-    )
+def _unseen(alternatives: Alternatives) -> Alternatives:
+    return [alternative.unseen() for alternative in alternatives]
+
+
+def _has_no_scalar(alternative: Alternative) -> bool:
+    """Whether no string and no number is left, as far as a look at constants tells."""
+    has_string = "string" in alternative.kinds and not _is_void(alternative.string)
+    has_number = "number" in alternative.kinds and not _is_void(alternative.number)
+    return not has_string and not has_number
+
+
+def _is_void(node: Node | None) -> bool:
+    """Whether the language is plainly empty: an intersection of lists of words that have none in common."""
+    if node is None or node.kind != "and":
+        return node is NONE
+    listed = [finite(part) for part in node.args]
+    words = [set(found) for found in listed if found is not None]
+    return len(words) == len(listed) and not set.intersection(*words)
 
 
 class _Keywords:
@@ -158,7 +159,7 @@ class _Keywords:
         return frozenset(_mapping("properties", self.schema.get("properties", {})))
 
     def name_patterns(self) -> tuple[Node, ...]:
-        return tuple(found_in(p) for p in _mapping("patternProperties", self.schema.get("patternProperties", {})))
+        return tuple(map(found_in, _mapping("patternProperties", self.schema.get("patternProperties", {}))))
 
     def tuple_length(self) -> int:
         prefix = self.schema.get("prefixItems", self.schema.get("items"))
@@ -207,26 +208,27 @@ class _Positive(_Keywords):
         return result
 
     def all_of(self, value: Any) -> Alternatives:
-        return product([self.sub(s) for s in _schemas("allOf", value)])
+        return product([self.sub(schema) for schema in _schemas("allOf", value)])
 
     def any_of(self, value: Any) -> Alternatives:
-        return [a for s in _schemas("anyOf", value) for a in self.sub(s)]
+        return [alternative for schema in _schemas("anyOf", value) for alternative in self.sub(schema)]
 
     def one_of(self, value: Any) -> Alternatives:
         result: Alternatives = []
         options = _schemas("oneOf", value)
-        for i, chosen in enumerate(options):
+        for idx, chosen in enumerate(options):
+            others = options[:idx] + options[idx + 1 :]
             for alternative in self.sub(chosen):
-                others = [s for j, s in enumerate(options) if j != i and not self._apart(alternative, s)]
-                result += product([[alternative], *([a.unseen() for a in self.sub(s, False)] for s in others)])
+                excluded = [schema for schema in others if not self._is_apart(alternative, schema)]
+                result += product([[alternative], *map(self.not_, excluded)])
         return result
 
-    def _apart(self, alternative: Alternative, schema: Any) -> bool:
-        """Plainly nothing in common with the schema, as branches told apart by a constant: no need to exclude it."""
+    def _is_apart(self, alternative: Alternative, schema: Any) -> bool:
+        """Plainly shares no value with the schema, as branches with different constants: no need to exclude it."""
         return all(self.owner.are_apart(alternative, other) for other in self.sub(schema))
 
     def not_(self, value: Any) -> Alternatives:
-        return [a.unseen() for a in self.sub(value, False)]
+        return _unseen(self.sub(value, False))
 
     def if_(self, value: Any) -> Alternatives:
         test, then, otherwise = self.branches(value)
@@ -263,7 +265,7 @@ class _Positive(_Keywords):
         return [Alternative(string=formats.language(value))] if value in formats.HONOURED else None
 
     def prefix_items(self, value: Any) -> Alternatives:
-        prefix = tuple(self.goal(s) for s in _schemas("prefixItems", value, allow_empty=True))
+        prefix = tuple(map(self.goal, _schemas("prefixItems", value, allow_empty=True)))
         return [Alternative(array=Array(prefix), seen=Seen(items=len(prefix)))]
 
     def items(self, value: Any) -> Alternatives:
@@ -289,19 +291,22 @@ class _Positive(_Keywords):
         return [Alternative(array=Array(contains=(contains,)))]
 
     def properties(self, value: Any) -> Alternatives:
-        goals = {name: self.goal(s) for name, s in _mapping("properties", value).items()}
+        goals = {name: self.goal(schema) for name, schema in _mapping("properties", value).items()}
         return [Alternative(object=Object(properties=goals), seen=Seen(names=frozenset(goals)))]
 
     def pattern_properties(self, value: Any) -> Alternatives:
-        patterns = tuple((found_in(p), self.goal(s)) for p, s in _mapping("patternProperties", value).items())
-        return [Alternative(object=Object(patterns=patterns), seen=Seen(patterns=tuple(node for node, _ in patterns)))]
+        goals = {pattern: self.goal(schema) for pattern, schema in _mapping("patternProperties", value).items()}
+        patterns = tuple((found_in(pattern), goal) for pattern, goal in goals.items())
+        seen = Seen(patterns=tuple(node for node, _ in patterns))
+        return [Alternative(object=Object(patterns=patterns), seen=seen)]
 
     def additional_properties(self, value: Any) -> Alternatives:
         rest = Rest(self.names(), self.name_patterns(), self.goal(value))
         return [Alternative(object=Object(rest=(rest,)), seen=Seen(all_properties=True))]
 
     def property_names(self, value: Any) -> Alternatives:
-        strings = [a.string or ANYTHING for a in self.sub(value) if "string" in a.kinds]
+        allowed = [alternative for alternative in self.sub(value) if "string" in alternative.kinds]
+        strings = [alternative.string or ANYTHING for alternative in allowed]
         return [_object(names=(either(*strings),))]
 
     def required(self, value: Any) -> Alternatives:
@@ -326,30 +331,59 @@ class _Positive(_Keywords):
         return product(parts)
 
     def dependencies(self, value: Any) -> Alternatives:
-        lists = {name: v for name, v in _mapping("dependencies", value).items() if isinstance(v, list)}
-        schemas = {name: v for name, v in value.items() if not isinstance(v, list)}
+        lists = {name: needed for name, needed in _mapping("dependencies", value).items() if isinstance(needed, list)}
+        schemas = {name: schema for name, schema in value.items() if not isinstance(schema, list)}
         return product([self.dependent_required(lists), self.dependent_schemas(schemas)])
 
     def _lacks(self, name: str) -> Alternative:
         return _object(properties={name: frozenset({(self.owner.document.never, True)})})
 
     HANDLERS = {
-        "$ref": "ref", "$dynamicRef": "dynamic_ref", "type": "type", "const": "const", "enum": "enum",
-        "allOf": "all_of", "anyOf": "any_of", "oneOf": "one_of", "not": "not_", "if": "if_",
-        "minimum": "minimum", "maximum": "maximum", "exclusiveMinimum": "exclusive_minimum",
-        "exclusiveMaximum": "exclusive_maximum", "multipleOf": "multiple_of",
-        "minLength": "min_length", "maxLength": "max_length", "pattern": "pattern", "format": "format",
-        "prefixItems": "prefix_items", "items": "items", "additionalItems": "additional_items",
-        "minItems": "min_items", "maxItems": "max_items", "uniqueItems": "unique_items", "contains": "contains",
-        "properties": "properties", "patternProperties": "pattern_properties",
-        "additionalProperties": "additional_properties", "propertyNames": "property_names", "required": "required",
-        "minProperties": "min_properties", "maxProperties": "max_properties",
-        "dependentRequired": "dependent_required", "dependentSchemas": "dependent_schemas", "dependencies": "dependencies",
-    }  # fmt: skip
+        "$ref": "ref",
+        "$dynamicRef": "dynamic_ref",
+        "type": "type",
+        "const": "const",
+        "enum": "enum",
+        "allOf": "all_of",
+        "anyOf": "any_of",
+        "oneOf": "one_of",
+        "not": "not_",
+        "if": "if_",
+        "minimum": "minimum",
+        "maximum": "maximum",
+        "exclusiveMinimum": "exclusive_minimum",
+        "exclusiveMaximum": "exclusive_maximum",
+        "multipleOf": "multiple_of",
+        "minLength": "min_length",
+        "maxLength": "max_length",
+        "pattern": "pattern",
+        "format": "format",
+        "prefixItems": "prefix_items",
+        "items": "items",
+        "additionalItems": "additional_items",
+        "minItems": "min_items",
+        "maxItems": "max_items",
+        "uniqueItems": "unique_items",
+        "contains": "contains",
+        "properties": "properties",
+        "patternProperties": "pattern_properties",
+        "additionalProperties": "additional_properties",
+        "propertyNames": "property_names",
+        "required": "required",
+        "minProperties": "min_properties",
+        "maxProperties": "max_properties",
+        "dependentRequired": "dependent_required",
+        "dependentSchemas": "dependent_schemas",
+        "dependencies": "dependencies",
+    }
 
 
 def _only(kind: str, **fields: Any) -> Alternative:
     return Alternative(frozenset({kind}), **fields)
+
+
+def _contains(inside: Goal, outside: Goal, low: int, high: int | None) -> Alternative:
+    return _only("array", array=Array(contains=(Contains(inside, outside, low, high),)))
 
 
 class _Negative(_Keywords):
@@ -380,24 +414,28 @@ class _Negative(_Keywords):
         return product([[other], *(self.owner.expand(place, False) for place in made)])
 
     def all_of(self, value: Any) -> Alternatives:
-        return [a for s in _schemas("allOf", value) for a in self.sub(s, False)]
+        return [alternative for schema in _schemas("allOf", value) for alternative in self.sub(schema, False)]
 
     def any_of(self, value: Any) -> Alternatives:
-        return product([self.sub(s, False) for s in _schemas("anyOf", value)])
+        return product([self.sub(schema, False) for schema in _schemas("anyOf", value)])
 
     def one_of(self, value: Any) -> Alternatives:
+        """None of the options, or two of them."""
+        result = self.any_of(value)
         options = _schemas("oneOf", value)
-        pairs = [(a, b) for i, a in enumerate(options) for b in options[:i]]
-        return self.any_of(value) + [x for a, b in pairs for x in product([self.sub(a), self.sub(b)])]
+        for idx, option in enumerate(options):
+            for earlier in options[:idx]:
+                result += product([self.sub(option), self.sub(earlier)])
+        return result
 
     def not_(self, value: Any) -> Alternatives:
         return self.sub(value)
 
     def if_(self, value: Any) -> Alternatives:
         test, then, otherwise = self.branches(value)
-        return product([self.sub(test), self.sub(then, False)]) + product(
-            [self.sub(test, False), self.sub(otherwise, False)]
-        )
+        violates_then = product([self.sub(test), self.sub(then, False)])
+        violates_else = product([self.sub(test, False), self.sub(otherwise, False)])
+        return violates_then + violates_else
 
     def minimum(self, value: Any) -> Alternatives:
         return [_only("number", number=numbers.at_most(_number("minimum", value), strict=True))]
@@ -425,17 +463,18 @@ class _Negative(_Keywords):
         return [_only("string", string=no(found_in(_text("pattern", value))))]
 
     def prefix_items(self, value: Any) -> Alternatives:
-        return [
-            _only("array", array=Array((NOTHING_ASKED,) * i + (self.goal(s, False),), low=i + 1))
-            for i, s in enumerate(_schemas("prefixItems", value, allow_empty=True))
-        ]
+        result = []
+        for idx, schema in enumerate(_schemas("prefixItems", value, allow_empty=True)):
+            prefix = (*(NOTHING_ASKED,) * idx, self.goal(schema, False))
+            result.append(_only("array", array=Array(prefix, low=idx + 1)))
+        return result
 
     def items(self, value: Any) -> Alternatives | None:
         if isinstance(value, list):
             return self.prefix_items(value)
         if self.tuple_length():
             return None
-        return [_only("array", array=Array(contains=(Contains(self.goal(value, False), NOTHING_ASKED, 1, None),)))]
+        return [_contains(self.goal(value, False), NOTHING_ASKED, 1, None)]
 
     def min_items(self, value: Any) -> Alternatives:
         least = _count("minItems", value)
@@ -445,21 +484,21 @@ class _Negative(_Keywords):
         return [_only("array", array=Array(low=_count("maxItems", value) + 1))]
 
     def contains(self, value: Any) -> Alternatives:
-        (low, high), inside, outside = self.contains_counts(), self.goal(value), self.goal(value, False)
+        low, high = self.contains_counts()
+        inside, outside = self.goal(value), self.goal(value, False)
         result = []
         if low == 1:
             result.append(_only("array", array=Array(items=outside, open=False)))
         elif low > 1:
-            result.append(_only("array", array=Array(contains=(Contains(inside, outside, 0, low - 1),))))
+            result.append(_contains(inside, outside, 0, low - 1))
         if high is not None:
-            result.append(_only("array", array=Array(contains=(Contains(inside, outside, high + 1, None),))))
+            result.append(_contains(inside, outside, high + 1, None))
         return result
 
     def properties(self, value: Any) -> Alternatives:
-        return [
-            _only("object", object=Object(properties={name: self.goal(s, False)}, required=(name,)))
-            for name, s in _mapping("properties", value).items()
-        ]
+        goals = {name: self.goal(schema, False) for name, schema in _mapping("properties", value).items()}
+        shapes = [Object(properties={name: goal}, required=(name,)) for name, goal in goals.items()]
+        return [_only("object", object=shape) for shape in shapes]
 
     def required(self, value: Any) -> Alternatives:
         return [self._lacks(name) for name in _strings("required", value)]
@@ -472,26 +511,30 @@ class _Negative(_Keywords):
         return [_only("object", object=Object(low=_count("maxProperties", value) + 1))]
 
     def dependent_required(self, value: Any) -> Alternatives:
-        pairs = [
-            (n, m)
-            for n, names in _mapping("dependentRequired", value).items()
-            for m in _strings("dependentRequired", names)
-        ]
-        return [a for n, m in pairs if (a := self._lacks(m).merge(_object(required=(n,)))) is not None]
+        result = []
+        for name, needed in _mapping("dependentRequired", value).items():
+            for lacked in _strings("dependentRequired", needed):
+                result += product([[self._lacks(lacked)], [_object(required=(name,))]])
+        return result
 
     def dependent_schemas(self, value: Any) -> Alternatives:
-        named = _mapping("dependentSchemas", value).items()
-        return [
-            a for n, s in named for a in product([[_only("object", object=Object(required=(n,)))], self.sub(s, False)])
-        ]
+        result = []
+        for name, schema in _mapping("dependentSchemas", value).items():
+            has_name = _only("object", object=Object(required=(name,)))
+            result += product([[has_name], self.sub(schema, False)])
+        return result
 
     def _lacks(self, name: str) -> Alternative:
         return _only("object", object=Object(properties={name: frozenset({(self.owner.document.never, True)})}))
 
-    HANDLERS = {k: v for k, v in _Positive.HANDLERS.items() if k not in ("format", "dependencies", "additionalItems")}
+    HANDLERS = {
+        keyword: method
+        for keyword, method in _Positive.HANDLERS.items()
+        if keyword not in ("format", "dependencies", "additionalItems")
+    }
 
 
-# Values of keywords, checked: a schema comes from a stranger.
+# Values of keywords, checked: a schema comes from an untrusted client.
 
 
 def _type_names(value: Any) -> list[str]:
@@ -551,7 +594,10 @@ def _mapping(keyword: str, value: Any) -> dict[str, Any]:
 
 def _sorted_values(values: Iterable[Any]) -> tuple[frozenset[str], Node | None, Node | None, list[Any]]:
     """The values of an enum by kind: constants, strings, numbers, and arrays or objects."""
-    kinds, texts, spellings, deep = set(), [], [], []
+    kinds: set[str] = set()
+    texts: list[Node] = []
+    spellings: list[Node] = []
+    deep: list[Any] = []
     for value in values:
         if value is None or isinstance(value, bool):
             kinds.add({None: "null", True: "true", False: "false"}[value])
@@ -561,17 +607,15 @@ def _sorted_values(values: Iterable[Any]) -> tuple[frozenset[str], Node | None, 
             spellings.append(numbers.literal(value))
         else:
             deep.append(value)
-    return frozenset(kinds), either(*texts) if texts else None, either(*spellings) if spellings else None, deep
+    strings = either(*texts) if texts else None
+    numerals = either(*spellings) if spellings else None
+    return frozenset(kinds), strings, numerals, deep
 
 
 def _exactly(value: Any) -> dict[str, Any]:
     """A schema that only this array or object satisfies."""
     if isinstance(value, list):
-        return {
-            "type": "array",
-            "prefixItems": [{"const": v} for v in value],
-            "minItems": len(value),
-            "maxItems": len(value),
-        }
-    properties = {name: {"const": v} for name, v in value.items()}
+        items = [{"const": item} for item in value]
+        return {"type": "array", "prefixItems": items, "minItems": len(value), "maxItems": len(value)}
+    properties = {name: {"const": member} for name, member in value.items()}
     return {"type": "object", "properties": properties, "required": list(value), "additionalProperties": False}
