@@ -73,13 +73,13 @@ def command(side: str, workload: str, gguf: Path, folder: Path) -> list[str]:
 
 
 def run_once(command_line: list[str]) -> dict[str, float]:
-    """The figures in the last line of standard output; what else a side says is shown only when it fails."""
+    """The figures in the last line of standard output; the standard error is shown only when the command fails."""
     environment = os.environ | {"OMP_NUM_THREADS": str(NUM_THREADS)}
     done = subprocess.run(command_line, env=environment, capture_output=True, text=True, timeout=RUN_LIMIT_S)
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
-        said = "\n".join(done.stderr.strip().splitlines()[-15:])
-        raise SystemExit(f"{' '.join(command_line)} failed with status {done.returncode}:\n{said}")
+        last_lines = "\n".join(done.stderr.strip().splitlines()[-15:])
+        raise SystemExit(f"{' '.join(command_line)} failed with status {done.returncode}:\n{last_lines}")
     figures = json.loads(lines[-1])
     return {key: figures[key] for key in KEYS if key in figures}
 
@@ -105,7 +105,8 @@ def collect(sides: list[str], names: list[str], num_runs: int, gguf: Path, folde
     for run_idx in range(num_runs):
         for name in names:
             able = [side for side in sides if side == "quire" or name in install.PEERS[side].workloads]
-            for side in able[run_idx % len(able) :] + able[: run_idx % len(able)]:  # nobody is always first
+            first = run_idx % len(able)  # another side in each run
+            for side in able[first:] + able[:first]:
                 busy = busy_share()
                 num_busy += busy > BUSY_SHARE_LIMIT
                 figures = run_once(command(side, name, gguf, folder))
@@ -116,16 +117,19 @@ def collect(sides: list[str], names: list[str], num_runs: int, gguf: Path, folde
 
 
 def medians_of(samples: dict) -> Medians:
-    return {
-        name: {side: {key: median(run[key] for run in runs) for key in runs[0]} for side, runs in by_side.items()}
-        for name, by_side in samples.items()
-    }
+    medians: Medians = {}
+    for name, by_side in samples.items():
+        medians[name] = {}
+        for side, runs in by_side.items():
+            medians[name][side] = {key: median(run[key] for run in runs) for key in runs[0]}
+    return medians
 
 
 def print_table(medians: Medians) -> None:
     print(f"\n{'workload':<12} {'figure':<13}", *(f"{side:>18}" for side in SIDES))
     for name, by_side in medians.items():
-        for key in LATENCY_KEYS if name in workloads.LATENCY_WORKLOADS else THROUGHPUT_KEYS:
+        keys = LATENCY_KEYS if name in workloads.LATENCY_WORKLOADS else THROUGHPUT_KEYS
+        for key in keys:
             cells = [cell(by_side, side, key) for side in SIDES]
             print(f"{name:<12} {key:<13}", *(f"{text:>18}" for text in cells))
     print("In brackets: Quire's figure over the peer's.\n")

@@ -1,9 +1,9 @@
-"""The same request gives the same tokens: alone, in company, in chunks, preempted, on a prefix hit, at any pipeline depth.
+"""The same request gives the same tokens: alone, batched, in chunks, preempted, on a prefix hit, at any pipeline depth.
 
     python benchmarks/invariance.py [--prompts 32] [--tokens 64]
 
-The default model in float32, every prompt greedy and at temperature 0.8 with a seed. Prints a line per condition; exits with 1 when a
-token differs. `tests/test_invariance.py` runs a part of it.
+The default model in float32, every prompt greedy and at temperature 0.8 with a seed. Prints a line per condition; exits
+with 1 when a token differs. `tests/test_invariance.py` runs a part of it.
 """
 
 import argparse
@@ -42,24 +42,21 @@ class Check:
 
     def params(self, num_tokens: int) -> list[SamplingParams]:
         half = len(self.prompts) // 2
-        greedy = [SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)] * half
-        return greedy + [
-            SamplingParams(temperature=0.8, seed=i, max_tokens=num_tokens, ignore_eos=True) for i in range(half)
-        ]
+        common = {"max_tokens": num_tokens, "ignore_eos": True}
+        greedy = [SamplingParams(temperature=0, **common)] * half
+        sampled = [SamplingParams(temperature=0.8, seed=seed, **common) for seed in range(half)]
+        return greedy + sampled
 
     def run(self, options: dict) -> tuple[int, "LLM"]:
         """(requests that differ from the first condition's, the engine)"""
-        llm = LLM(
-            "smollm2",
-            dtype="float32",
-            max_model_len=MAX_LEN,
-            **{"enable_prefix_caching": False, "max_num_seqs": 64, **options},
-        )
+        all_options = {"enable_prefix_caching": False, "max_num_seqs": 64, **options}
+        llm = LLM("smollm2", dtype="float32", max_model_len=MAX_LEN, **all_options)
         outputs = llm.generate(self.prompts, self.params(self.num_tokens), use_tqdm=False)
-        answers = [o.outputs[0].token_ids for o in outputs]
+        answers = [output.outputs[0].token_ids for output in outputs]
         if self.expected is None:
-            self.expected, self.prompt_ids = answers, [o.prompt_token_ids for o in outputs]
-        return sum(a != b for a, b in zip(answers, self.expected)), llm
+            self.expected = answers
+            self.prompt_ids = [output.prompt_token_ids for output in outputs]
+        return sum(answer != expected for answer, expected in zip(answers, self.expected)), llm
 
     def preempted(self, options: dict) -> tuple[int, int]:
         """(requests that differ, preemptions) with room for about a third of the requests."""
@@ -73,11 +70,12 @@ class Check:
         """(requests that differ, tokens found): each goes on from the middle of its own answer, found in the cache."""
         differing, llm = self.run({"enable_prefix_caching": True})
         half = self.num_tokens // 2
-        prompts = [p + a[:half] for p, a in zip(self.prompt_ids, self.expected)]
+        prompts = [prompt + answer[:half] for prompt, answer in zip(self.prompt_ids, self.expected)]
         outputs = llm.generate(prompts, self.params(self.num_tokens - half), use_tqdm=False)
-        differing += sum(o.outputs[0].token_ids != a[half:] for o, a in zip(outputs, self.expected))
+        for output, answer in zip(outputs, self.expected):
+            differing += output.outputs[0].token_ids != answer[half:]
         llm.close()
-        return differing, sum(o.num_cached_tokens for o in outputs)
+        return differing, sum(output.num_cached_tokens for output in outputs)
 
 
 def main() -> int:
@@ -85,15 +83,14 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=len(PROMPTS))
     parser.add_argument("--tokens", type=int, default=64)
     args = parser.parse_args()
-    check, failures = Check(args.prompts, args.tokens), 0
+    check = Check(args.prompts, args.tokens)
+    failures = 0
 
     def report(condition: str, differing: int, note: str = "") -> None:
         nonlocal failures, started
         failures += differing
-        print(
-            f"{condition:<28} {differing} of {len(check.prompts)} differ  {time.monotonic() - started:6.1f} s  {note}",
-            flush=True,
-        )
+        seconds = time.monotonic() - started
+        print(f"{condition:<28} {differing} of {len(check.prompts)} differ  {seconds:6.1f} s  {note}", flush=True)
         started = time.monotonic()
 
     started = time.monotonic()

@@ -1,9 +1,11 @@
-"""Is what is accepted honoured? Every schema of the official JSON-Schema-Test-Suite: accepted or refused, and do samples validate.
+"""Every schema of the official JSON-Schema-Test-Suite: is it accepted, and do the outputs generated under it validate?
 
-    python -m benchmarks.json_schema_suite --suite json/tests [--engine auto] [--sampler random|model] [--draft draft2020-12]
+    python -m benchmarks.json_schema_suite --suite json/tests \\
+        [--engine auto] [--sampler random|model] [--draft draft2020-12]
 
-The suite is the folder `json/tests` of jsonschema's source package; the validator is `jsonschema[format]` itself. `random` draws tokens under the
-masks, over the default model's vocabulary; `model` asks the default model itself, at temperature 1.
+The suite is the folder `json/tests` of jsonschema's source package; the validator is `jsonschema[format]` itself.
+`random` draws tokens under the masks, over the default model's vocabulary; `model` asks the default model itself, at
+temperature 1.
 """
 
 import argparse
@@ -29,7 +31,7 @@ DRAFTS = {
     "draft7": "http://json-schema.org/draft-07/schema#",
 }
 MAX_TOKENS = 600
-AT_ONCE = 8  # schemas
+AT_ONCE = 8  # schemas in one batch
 _ENDS = (b'"', b"}", b"]", b'"}', b'"]', b"}}", b"]}", b'"}]', b"e", b"l", b"0", b"1")
 
 
@@ -58,7 +60,7 @@ def vocabulary() -> tuple[Any, Vocabulary]:
 
 
 def validator(schema: Any) -> Callable[[str], str | None]:
-    """What is wrong with a text. Numbers are read as decimals, which is what they are: 0.07 is a multiple of 0.01."""
+    """A function that says what is wrong with a text. Numbers are read as decimals: 0.07 is a multiple of 0.01."""
     from jsonschema import FormatChecker
     from jsonschema.validators import validator_for
 
@@ -82,14 +84,16 @@ class RandomSampler:
     """Tokens at random under the masks, leaning towards those that close something, so that samples end."""
 
     def __init__(self, vocab: Vocabulary, seed: int = 0) -> None:
-        self._vocabulary, self._random = vocab, numpy.random.default_rng(seed)
+        self._vocabulary = vocab
+        self._random = numpy.random.default_rng(seed)
         self._mask = numpy.zeros(vocab.num_words, dtype=numpy.int32)
-        self._ends = numpy.array([i for i, token in enumerate(vocab.tokens) if token in _ENDS])
+        self._ends = numpy.array([token_id for token_id, token in enumerate(vocab.tokens) if token in _ENDS])
         self.fill_s: list[float] = []
 
     def sample(self, grammar: Grammar) -> str | None:
         """A finished output; None if it was cut."""
-        matcher, out = grammar.matcher(), []
+        matcher = grammar.matcher()
+        out: list[bytes] = []
         for count in range(MAX_TOKENS):
             started = time.perf_counter()
             if not matcher.fill(self._mask):
@@ -125,7 +129,8 @@ class Outcome(NamedTuple):
 def judged(case: Case, texts: list[str | None]) -> Outcome:
     problem = validator(case.schema)
     finished = tuple(text for text in texts if text is not None)
-    violations = tuple(f"{text[:200]!r}: {what}" for text in finished if (what := problem(text)))
+    problems = [(text, problem(text)) for text in finished]
+    violations = tuple(f"{text[:200]!r}: {what}" for text, what in problems if what)
     return Outcome(case, texts=finished, num_cut=len(texts) - len(finished), violations=violations)
 
 
@@ -155,47 +160,47 @@ def by_model(accepted: list[tuple[Case, Lowered]], engine: str, num_samples: int
     with LLM("smollm2", structured_outputs_backend=engine) as llm, tqdm(total=len(accepted)) as bar:
         for start in range(0, len(accepted), AT_ONCE):
             batch = [case for case, _ in accepted[start : start + AT_ONCE]]
-            asks = [
-                f"Answer with JSON for this schema, as short as you can: {json.dumps(case.schema)[:1500]}"
-                for case in batch
-            ]
-            shapes = [StructuredOutputs(json=case.schema) for case in batch]
-            params = [
-                SamplingParams(n=num_samples, temperature=1.0, max_tokens=MAX_TOKENS, seed=0, structured_outputs=shape)
-                for shape in shapes
-            ]
-            answers = llm.chat([[{"role": "user", "content": ask}] for ask in asks], params, use_tqdm=False)
-            for case, answer in zip(batch, answers):
-                yield judged(
-                    case, [output.text if output.finish_reason == "stop" else None for output in answer.outputs]
-                )
+            chats, params = [], []
+            for case in batch:
+                ask = f"Answer with JSON for this schema, as short as you can: {json.dumps(case.schema)[:1500]}"
+                chats.append([{"role": "user", "content": ask}])
+                shape = StructuredOutputs(json=case.schema)
+                sampling = {"temperature": 1.0, "max_tokens": MAX_TOKENS, "seed": 0}
+                params.append(SamplingParams(n=num_samples, structured_outputs=shape, **sampling))
+            for case, answer in zip(batch, llm.chat(chats, params, use_tqdm=False)):
+                texts = [output.text if output.finish_reason == "stop" else None for output in answer.outputs]
+                yield judged(case, texts)
             bar.update(len(batch))
+
+
+def _says_unsatisfiable(refusal: str) -> bool:
+    return "no JSON value satisfies" in refusal or "nsatisfiable" in refusal
 
 
 def report(outcomes: list[Outcome]) -> int:
     """Prints the table; gives the number of violations."""
     groups = dict.fromkeys(outcome.case.group for outcome in outcomes)
     refused = [outcome for outcome in outcomes if outcome.refused]
-    empty = [
-        outcome
-        for outcome in refused
-        if "no JSON value satisfies" in outcome.refused or "nsatisfiable" in outcome.refused
-    ]
-    lost = [g for g in groups if all(o.refused and o not in empty for o in outcomes if o.case.group == g)]
+    unsatisfiable = [outcome for outcome in refused if _says_unsatisfiable(outcome.refused)]
+    unsupported = [outcome for outcome in refused if not _says_unsatisfiable(outcome.refused)]
+    served_groups = {outcome.case.group for outcome in outcomes if outcome not in unsupported}
+    lost_groups = [group for group in groups if group not in served_groups]
     num_violations = sum(len(outcome.violations) for outcome in outcomes)
     for outcome in outcomes:
         for violation in outcome.violations[:2]:
-            print(
-                f"VIOLATION {outcome.case.group}: {outcome.case.name}: {json.dumps(outcome.case.schema)[:300]}\n    {violation[:400]}"
-            )
-    for reason, count in Counter(f"{o.case.group}: {o.refused[:100]}" for o in refused if o not in empty).most_common():
+            case = outcome.case
+            print(f"VIOLATION {case.group}: {case.name}: {json.dumps(case.schema)[:300]}\n    {violation[:400]}")
+    reasons = Counter(f"{outcome.case.group}: {outcome.refused[:100]}" for outcome in unsupported)
+    for reason, count in reasons.most_common():
         print(f"refused {count:3}  {reason}")
-    samples = sum(len(outcome.texts) for outcome in outcomes)
+    num_samples = sum(len(outcome.texts) for outcome in outcomes)
+    num_cut = sum(outcome.num_cut for outcome in outcomes)
     print(
-        f"schemas {len(outcomes)}: accepted {len(outcomes) - len(refused)}, refused {len(refused)} ({len(empty)} of them satisfied by no value)"
+        f"schemas {len(outcomes)}: accepted {len(outcomes) - len(refused)}, "
+        f"refused {len(refused)} ({len(unsatisfiable)} of them satisfied by no value)"
     )
-    print(f"samples {samples}, cut {sum(o.num_cut for o in outcomes)}, violations {num_violations}")
-    print(f"groups {len(groups)}: refused altogether {len(lost)} ({', '.join(lost) or 'none'})")
+    print(f"samples {num_samples}, cut {num_cut}, violations {num_violations}")
+    print(f"groups {len(groups)}: refused altogether {len(lost_groups)} ({', '.join(lost_groups) or 'none'})")
     return num_violations
 
 
@@ -213,11 +218,10 @@ def main() -> None:
     trial = Trial(Setup(args.engine, vocabulary()[1], timeout_s=10.0))
     tried = [(case, lowered(case, trial)) for case in chosen]
     accepted = [(case, low) for case, low in tried if low.spec is not None]
-    sampled = (
-        by_model(accepted, args.engine, args.samples)
-        if args.sampler == "model"
-        else by_random(accepted, trial, args.samples)
-    )
+    if args.sampler == "model":
+        sampled = by_model(accepted, args.engine, args.samples)
+    else:
+        sampled = by_random(accepted, trial, args.samples)
     outcomes = [*sampled, *(Outcome(case, refused=low.error) for case, low in tried if low.spec is None)]
     raise SystemExit(1 if report(outcomes) else 0)
 

@@ -30,7 +30,7 @@ ROUNDS = 9
 
 
 class SilentExecutor(FakeExecutor):
-    """Answers at once with a fixed token: what remains is the scheduler."""
+    """Answers at once with a fixed token, so that only the scheduler is timed."""
 
     def allocate(self, layout):
         self.groups = layout.groups
@@ -74,8 +74,10 @@ def cache_of(num_blocks: int) -> tuple[KVManager, list[int]]:
     layout = form_layout({"layer:kv": Full(1, 1, "bfloat16")}, 16, num_blocks + 500)
     kv = KVManager(layout)
     rng = random.Random(0)
-    prompts = [[rng.randrange(50_000) for _ in range(16 * 100)] for _ in range(num_blocks // 100)]
-    for prompt in prompts:
+    prompts: list[list[int]] = []
+    for _ in range(num_blocks // 100):
+        prompt = [rng.randrange(50_000) for _ in range(16 * 100)]
+        prompts.append(prompt)
         blocks = kv.open(prompt, "")
         kv.enter(blocks, 0)
         kv.grow(blocks, len(prompt))
@@ -109,9 +111,8 @@ def detokenize_s(tokenizer: Tokenizer, token_ids: list[int], at: int) -> float:
 
 def main() -> None:
     tokenizer = Tokenizer.from_files(find("smollm2"))
-    text_ids = (tokenizer.encode("The quick brown fox jumps over the lazy dog; naïve façade, 東京, 🦊. ") * 1000)[
-        :10_000
-    ]
+    sentence_ids = tokenizer.encode("The quick brown fox jumps over the lazy dog; naïve façade, 東京, 🦊. ")
+    text_ids = (sentence_ids * 1000)[:10_000]
     caches = {size: cache_of(size) for size in (1_000, 100_000)}
     gc.disable()
     rows = [
@@ -125,7 +126,7 @@ def main() -> None:
         for _ in range(ROUNDS):
             for size in best:
                 best[size] = min(best[size], measure(size))
-        cells = [f"{best[s] * 1e6:.2f} µs @{s:,}" for s in (small, large)]
+        cells = [f"{best[size] * 1e6:.2f} µs @{size:,}" for size in (small, large)]
         print(f"{what:<36} {unit:<18} {cells[0]:>16} {cells[1]:>16} {best[large] / best[small]:>6.2f}")
 
 

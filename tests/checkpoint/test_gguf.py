@@ -25,10 +25,20 @@ QUANTIZED = gguf.quants.quantize(
     np.linspace(-1, 1, 128, dtype=np.float32).reshape(2, 64), gguf.GGMLQuantizationType.Q4_1
 )
 VALUES = {
-    "u8": (200, "UINT8"), "i8": (-100, "INT8"), "u16": (60000, "UINT16"), "i16": (-30000, "INT16"),
-    "u32": (4_000_000_000, "UINT32"), "i32": (-2_000_000_000, "INT32"), "u64": (1 << 63, "UINT64"), "i64": (-(1 << 62), "INT64"),
-    "f32": (0.5, "FLOAT32"), "f64": (0.1, "FLOAT64"), "yes": (True, "BOOL"), "no": (False, "BOOL"), "text": ("caffè \U0001f999", "STRING"),
-}  # fmt: skip
+    "u8": (200, "UINT8"),
+    "i8": (-100, "INT8"),
+    "u16": (60000, "UINT16"),
+    "i16": (-30000, "INT16"),
+    "u32": (4_000_000_000, "UINT32"),
+    "i32": (-2_000_000_000, "INT32"),
+    "u64": (1 << 63, "UINT64"),
+    "i64": (-(1 << 62), "INT64"),
+    "f32": (0.5, "FLOAT32"),
+    "f64": (0.1, "FLOAT64"),
+    "yes": (True, "BOOL"),
+    "no": (False, "BOOL"),
+    "text": ("caffè \U0001f999", "STRING"),
+}
 ARRAYS = {"tokens": ["a", "ü", "<s>"], "types": [1, -2, 3], "scores": [0.5, -1.0], "flags": [True, False]}
 
 
@@ -136,7 +146,7 @@ FLAWS = {
     "tensors at the same place": header((), (tensor("a"), tensor("b"))),
     "nothing": b"",
     "only a magic": b"GGUF",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("flaw", FLAWS)

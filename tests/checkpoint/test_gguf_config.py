@@ -1,4 +1,4 @@
-"""Configs from GGUF headers, against what transformers makes of the same files; files with weights are in test_gguf_families.py."""
+"""Configs from GGUF headers, against what transformers makes of them; models that run are in test_gguf_families.py."""
 
 import math
 from pathlib import Path
@@ -31,9 +31,32 @@ SIZES = {
 }
 LLAMA = GGUF_ARCHITECTURES["llama"]
 LAYER = {
-    "attn_norm": (32,), "attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32), "attn_output": (32, 32),
-    "ffn_norm": (32,), "ffn_gate": (48, 32), "ffn_up": (48, 32), "ffn_down": (32, 48),
-}  # fmt: skip
+    "attn_norm": (32,),
+    "attn_q": (32, 32),
+    "attn_k": (16, 32),
+    "attn_v": (16, 32),
+    "attn_output": (32, 32),
+    "ffn_norm": (32,),
+    "ffn_gate": (48, 32),
+    "ffn_up": (48, 32),
+    "ffn_down": (32, 48),
+}
+COMPARED_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "vocab_size",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "hidden_act",
+    "model_type",
+)
 
 
 def write_gguf(
@@ -83,26 +106,25 @@ def test_a_gguf_has_the_config_names_and_weights_transformers_finds_in_it(archit
             "q_norm": (128,),
             "k_norm": (128,),
         }
-        names = {
-            f"blk.{layer_idx}.attn_{name}.weight": shape for layer_idx in range(2) for name, shape in shapes.items()
-        }
-        tensors = {name: np.random.default_rng(1).standard_normal(shape, np.float32) for name, shape in names.items()}
+        for layer_idx in range(2):
+            for name, shape in shapes.items():
+                weight = np.random.default_rng(1).standard_normal(shape, np.float32)
+                tensors[f"blk.{layer_idx}.attn_{name}.weight"] = weight
     files = write_gguf(tmp_path / "tiny.gguf", keys, tensors, architecture=architecture)
     truth_config = AutoConfig.from_pretrained(tmp_path, gguf_file="tiny.gguf")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(truth_config)
     expected = load_gguf_checkpoint(files.path, return_tensors=True, model_to_load=model)["tensors"]
     config = read_config(files)
-    for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-                "head_dim", "rms_norm_eps", "vocab_size", "max_position_embeddings", "tie_word_embeddings",
-                "attention_bias", "mlp_bias", "hidden_act", "model_type"):  # fmt: skip
+    for key in COMPARED_KEYS:
         assert config[key] == getattr(truth_config, key, False), key
     assert config["rope_theta"] == truth_config.rope_parameters["rope_theta"]
     assert config["rope_scaling"] is None
     assert config["architectures"] == [type(model).__name__]
     with GGUFFile(files.path) as file:
         for tensor in file.tensors.values():
-            weight = torch.from_numpy(np.frombuffer(file.data(tensor), np.float32).reshape(tensor.shape).copy())
+            stored = np.frombuffer(file.data(tensor), np.float32).reshape(tensor.shape)
+            weight = torch.from_numpy(stored.copy())
             if architecture == "llama" and "attn_q" in tensor.name:
                 weight = weight[unpermute_rows(32, 4)]
             if architecture == "llama" and "attn_k" in tensor.name:
@@ -116,46 +138,63 @@ def test_unpermuted_rows_rotate_in_halves_as_the_stored_ones_do_in_pairs() -> No
     num_heads, head_dim = 3, 8
     stored = np.random.default_rng(0).standard_normal(num_heads * head_dim)
     angle = np.arange(head_dim // 2) + 0.5
+
+    def rotated(first: np.ndarray, second: np.ndarray) -> list[np.ndarray]:
+        return [
+            first * np.cos(angle) - second * np.sin(angle),
+            first * np.sin(angle) + second * np.cos(angle),
+        ]
+
     pairs = stored.reshape(num_heads, head_dim // 2, 2)
-    turned = np.stack([
-        pairs[..., 0] * np.cos(angle) - pairs[..., 1] * np.sin(angle),
-        pairs[..., 0] * np.sin(angle) + pairs[..., 1] * np.cos(angle),
-    ], axis=-1)  # fmt: skip
+    rotated_pairs = np.stack(rotated(pairs[..., 0], pairs[..., 1]), axis=-1)
     rows = unpermute_rows(num_heads * head_dim, num_heads)
     first, second = np.split(stored[rows].reshape(num_heads, head_dim), 2, axis=1)
-    halves = np.concatenate([
-        first * np.cos(angle) - second * np.sin(angle),
-        first * np.sin(angle) + second * np.cos(angle),
-    ], axis=1)  # fmt: skip
-    assert np.array_equal(turned.reshape(-1)[rows], halves.reshape(-1))
+    rotated_halves = np.concatenate(rotated(first, second), axis=1)
+    assert np.array_equal(rotated_pairs.reshape(-1)[rows], rotated_halves.reshape(-1))
     assert sorted(rows) == list(range(num_heads * head_dim))
 
 
 def test_the_default_model_has_its_published_config() -> None:
     config = read_config(find("smollm2"))
     published = {
-        "architectures": ["LlamaForCausalLM"], "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-        "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192,
-        "rope_theta": 100000, "rope_scaling": None, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
-        "pad_token_id": 2, "hidden_act": "silu", "attention_bias": False,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000,
+        "rope_scaling": None,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
     assert {key: config[key] for key in published} == published
     assert math.isclose(config["rms_norm_eps"], 1e-5, rel_tol=1e-6)
     assert read_generation_config(find("smollm2")) == {"eos_token_id": [2]}
 
 
 def test_what_a_header_leaves_out_gets_its_default(tmp_path: Path) -> None:
-    without = ("llama.attention.head_count_kv", "llama.vocab_size", "llama.rope.dimension_count", "llama.rope.freq_base",
-               "output.weight")  # fmt: skip
+    without = (
+        "llama.attention.head_count_kv",
+        "llama.vocab_size",
+        "llama.rope.dimension_count",
+        "llama.rope.freq_base",
+        "output.weight",
+    )
     config = read_config(write_gguf(tmp_path / "tiny.gguf", without=without))
     assert config["num_key_value_heads"] == 4
     assert config["head_dim"] == 8
     assert config["vocab_size"] == 20
     assert config["rope_theta"] == 10000
     assert config["tie_word_embeddings"]
-    assert (
-        config["sliding_window"] is config["bos_token_id"] is config["eos_token_id"] is config["pad_token_id"] is None
-    )
+    for key in ("sliding_window", "bos_token_id", "eos_token_id", "pad_token_id"):
+        assert config[key] is None
 
 
 def test_rarer_keys_are_understood(tmp_path: Path) -> None:
@@ -363,8 +402,20 @@ def test_another_architecture_is_named(tmp_path: Path) -> None:
         read_config(write_gguf(tmp_path / "tiny.gguf", architecture="rwkv7"))
 
 
-@pytest.mark.parametrize("name", ["", "x", "blk.0.weight", "blk.x.attn_q.weight", "blk.99999.attn_q.weight",
-                                  "blk.0.attn_q.scale", "token_embd", "blk.0.output.weight", "attn_q.weight"])  # fmt: skip
+FOREIGN_NAMES = [
+    "",
+    "x",
+    "blk.0.weight",
+    "blk.x.attn_q.weight",
+    "blk.99999.attn_q.weight",
+    "blk.0.attn_q.scale",
+    "token_embd",
+    "blk.0.output.weight",
+    "attn_q.weight",
+]
+
+
+@pytest.mark.parametrize("name", FOREIGN_NAMES)
 def test_a_tensor_that_is_not_the_familys_is_refused(name: str) -> None:
     with pytest.raises(UnsupportedModelError):
         LLAMA.name(name)

@@ -1,4 +1,4 @@
-"""GGUF files of every family: made by llama.cpp's own converter from tiny random models, and compared with transformers."""
+"""GGUF files of every family, made by llama.cpp's own converter from tiny random models, compared with transformers."""
 
 import json
 import subprocess
@@ -16,8 +16,9 @@ from tests.frontend.conftest import SDIST, _download
 from tests.models.oracle import OPTIONS, PROMPTS, TOLERANCE, logprobs, oracle
 
 FUSED = "q, k and v in one"  # which the converter does if told to
-# model file -> case -> what differs from its TINY. Much of what a config.json can say has no place in a GGUF file: where TINY says such
-# a thing (a window in some layers of Qwen, sizes of heads in Granite, other patterns than a family's own), it is taken back here.
+# model file -> case -> what differs from its TINY. A GGUF file cannot hold all that a config.json can: where TINY has
+# such a thing (a window in some layers of Qwen, sizes of heads in Granite, other patterns than a family's own), it is
+# changed back here.
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
         "permuted": {},
@@ -26,7 +27,10 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "llama3": {
             "max_position_embeddings": 512,
             "rope_scaling": {
-                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 64,
             },
         },
@@ -50,7 +54,12 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "falcon": {
         "two norms": {"ffn_hidden_size": None},
         "one norm": {"ffn_hidden_size": None, "num_ln_in_parallel_attn": 1},
-        "one KV head": {"ffn_hidden_size": None, "new_decoder_architecture": False, "multi_query": True, "num_kv_heads": 1},
+        "one KV head": {
+            "ffn_hidden_size": None,
+            "new_decoder_architecture": False,
+            "multi_query": True,
+            "num_kv_heads": 1,
+        },
     },
     "mixtral": {"permuted": {"sliding_window": None}},
     "qwen2_moe": {"a gated shared expert": {"use_sliding_window": False, "mlp_only_layers": None}},
@@ -59,7 +68,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "glm4_moe": {"groups, and a layer that predicts further": {"num_nextn_predict_layers": 1}},
     "minimax_m2": {"sigmoid": {}},
     "ernie4_5_moe": {"dense before": {"moe_layer_end_index": 3}},
-}  # fmt: skip
+}
 ALL = [(name, case) for name, cases in CASES.items() for case in cases]
 # What the converter reads and transformers no longer says.
 FORGOTTEN = {"cohere2": {"rotary_pct": 1.0}, "gpt2": {"n_ctx": 256}, "gpt_neox": {"rotary_pct": 0.25}}
@@ -87,7 +96,8 @@ def converter() -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as work:
             with tarfile.open(_download(Path(work))) as archive:
-                wanted = [m for m in archive if Path(m.name).parts[3:4] in (("conversion",), ("gguf-py",))]
+                folders = (("conversion",), ("gguf-py",))
+                wanted = [member for member in archive if Path(member.name).parts[3:4] in folders]
                 archive.extractall(work, wanted, filter="data")
             (root,) = Path(work).glob("*/vendor/llama.cpp")
             try:

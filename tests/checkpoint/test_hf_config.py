@@ -18,8 +18,14 @@ def write_config(folder: Path, config: dict[str, Any] | str) -> ModelFiles:
 
 
 def test_a_config_saved_by_transformers_reads_in_one_spelling(tmp_path: Path) -> None:
-    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192}  # fmt: skip
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     LlamaConfig(rope_parameters=rope, dtype="bfloat16", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     config = read_config(ModelFiles("tiny", "hf", tmp_path))
     assert config["rope_theta"] == 500000.0
@@ -30,8 +36,13 @@ def test_a_config_saved_by_transformers_reads_in_one_spelling(tmp_path: Path) ->
 
 
 def test_an_older_config_reads_in_the_same_spelling(tmp_path: Path) -> None:
-    old = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "float16", "rope_theta": 1e6,
-           "rope_scaling": {"type": "linear", "factor": 2.0}, "auto_map": {"AutoModel": "evil.Model"}}  # fmt: skip
+    old = {
+        "architectures": ["LlamaForCausalLM"],
+        "torch_dtype": "float16",
+        "rope_theta": 1e6,
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+        "auto_map": {"AutoModel": "evil.Model"},
+    }
     config = read_config(write_config(tmp_path, old))
     assert config["dtype"] == "float16"
     assert (config["rope_theta"], config["rope_scaling"]) == (1e6, {"rope_type": "linear", "factor": 2.0})

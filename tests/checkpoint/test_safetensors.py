@@ -180,7 +180,7 @@ FLAWS = {
     "bytes that are nobody's": raw({"a": entry()}, bytes(16)),
     "an overlap": raw({"a": entry(), "b": entry(shape=[1], data_offsets=[4, 8])}),
     "the same place": raw({"a": entry(), "b": entry()}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("flaw", FLAWS)

@@ -19,7 +19,16 @@ def read(folder: Path, text: str) -> dict:
 
 
 def test_options_are_read_by_the_names_of_their_flags(tmp_path):
-    text = "model: smollm2\nmax-model-len: 4096\nmax_num_seqs: 8\nkv-cache-memory-bytes: 1.5G\nport: 9\nwatchdog-s: 5\nlog-requests: true\n"
+    lines = [
+        "model: smollm2",
+        "max-model-len: 4096",
+        "max_num_seqs: 8",
+        "kv-cache-memory-bytes: 1.5G",
+        "port: 9",
+        "watchdog-s: 5",
+        "log-requests: true",
+    ]
+    text = "\n".join(lines) + "\n"
     values = read(tmp_path, text)
     assert values.pop("port") == 9 and values.pop("log_requests") is True and values.pop("watchdog_s") == 5
     assert EngineConfig.from_kwargs(**values) == EngineConfig.from_kwargs(

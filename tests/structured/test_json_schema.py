@@ -1,4 +1,4 @@
-"""JSON schemas against the official test suite: `schemas.json` holds a part of it (MIT licence, see the suite's own page)."""
+"""JSON schemas against the official test suite: `schemas.json` holds a part of it (MIT licence, see its own page)."""
 
 import json
 from pathlib import Path
