@@ -1,6 +1,6 @@
 """The exception tree: every error a user can meet, by what they can do about it.
 
-Raised everywhere, caught by the ways in (`api/`), which turn them into exit codes and status codes.
+Raised everywhere, caught by the entry points (`api/`), which turn them into exit codes and status codes.
 Messages are one sentence that says what to do and never hold addresses or internals.
 
     QuireError

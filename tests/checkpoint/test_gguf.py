@@ -283,9 +283,10 @@ def test_the_real_model_opens_fast_and_holds_what_it_should(smollm2: Path) -> No
     assert len(file.metadata["tokenizer.ggml.tokens"]) == 49152
     assert len(file.metadata["tokenizer.ggml.merges"]) == 48900
     assert len(file.tensors) == 272
-    shape, offset, nbytes = (1536, 576), file.tensors["blk.0.ffn_up.weight"].offset, 1536 * 576 // 32 * 20
-    assert file.tensors["blk.0.ffn_up.weight"] == GGUFTensor("blk.0.ffn_up.weight", "Q4_1", shape, offset, nbytes)
-    assert max(t.offset + t.nbytes for t in file.tensors.values()) <= smollm2.stat().st_size
+    ffn_up = file.tensors["blk.0.ffn_up.weight"]
+    nbytes = 1536 * 576 // 32 * 20
+    assert ffn_up == GGUFTensor("blk.0.ffn_up.weight", "Q4_1", (1536, 576), ffn_up.offset, nbytes)
+    assert max(tensor.offset + tensor.nbytes for tensor in file.tensors.values()) <= smollm2.stat().st_size
 
 
 def test_pages_that_were_forgotten_are_read_again(smollm2: Path) -> None:

@@ -44,7 +44,9 @@ class Toy(Matcher):
 
     def __init__(self, token_id: int, slow: str) -> None:
         super().__init__(VOCABULARY)
-        self.token_id, self.slow, self.num_seen = token_id, slow, 0
+        self.token_id = token_id
+        self.slow = slow
+        self.num_seen = 0
 
     is_complete = terminated = property(lambda self: False)
 

@@ -43,12 +43,12 @@ def allowed(matcher) -> set[int]:
 
 def truth(language: set[str], prefix: bytes) -> set[int]:
     words = {word.encode() for word in language}
-    fits = {
-        token_id
-        for token_id, token in enumerate(TINY.tokens)
-        if token_id not in TINY.special_ids and any(word.startswith(prefix + token) for word in words)
-    }
-    return fits | ({STOP} if prefix in words else set())
+    fits = {STOP} if prefix in words else set()
+    for token_id, token in enumerate(TINY.tokens):
+        begins_word = any(word.startswith(prefix + token) for word in words)
+        if begins_word and token_id not in TINY.special_ids:
+            fits.add(token_id)
+    return fits
 
 
 def next_bytes(language: set[str], prefix: bytes) -> set[bytes]:
@@ -135,10 +135,7 @@ def test_a_batch_of_tokens_is_accepted_or_refused_one_by_one(engine):
     grammars = [engine.compile(spec) for spec in SPECS.values()]
     matchers = [grammar.matcher() for grammar in grammars for _ in range(TINY.size)]
     token_ids = list(range(TINY.size)) * len(grammars)
-    alone = [
-        grammar.matcher().accept(token_id)
-        for grammar, token_id in zip([g for g in grammars for _ in range(TINY.size)], token_ids)
-    ]
+    alone = [grammar.matcher().accept(token_id) for grammar in grammars for token_id in range(TINY.size)]
     refused = type(matchers[0]).accept_all(matchers, token_ids)
     assert refused == [idx for idx, accepted in enumerate(alone) if not accepted] and 0 < len(refused) < len(matchers)
     good = [idx for idx, accepted in enumerate(alone) if accepted]

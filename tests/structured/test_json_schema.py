@@ -51,12 +51,10 @@ def test_most_of_what_the_suite_calls_valid_can_be_generated(grammars, vocabular
 
 def test_samples_validate(grammars, vocabulary):
     sampler = RandomSampler(vocabulary)
-    outcomes = [
-        judged(
-            Case(case["group"], case["name"], case["schema"]), [sampler.sample(grammars[named(case)]) for _ in range(3)]
-        )
-        for case in ACCEPTED
-    ]
+    outcomes = []
+    for case in ACCEPTED:
+        samples = [sampler.sample(grammars[named(case)]) for _ in range(3)]
+        outcomes.append(judged(Case(case["group"], case["name"], case["schema"]), samples))
     assert [outcome.violations for outcome in outcomes if outcome.violations] == []
     assert sum(len(outcome.texts) for outcome in outcomes) > 2.5 * len(ACCEPTED)
 

@@ -48,7 +48,8 @@ class ModelFiles:
 
 def find(model: str, *, revision: str | None = None, download_dir: str | Path | None = None) -> ModelFiles:
     """Finds `model`, fetching it if it has to be; `revision` and `download_dir` matter for hub ids only."""
-    if not isinstance(model, str) or not model.strip() or "\0" in model:
+    is_name = isinstance(model, str) and bool(model.strip()) and "\0" not in model
+    if not is_name:
         raise ConfigError(f"{model!r:.80} is not a model: {_accepted()}.")
     if model in KNOWN_MODELS:
         return ModelFiles(model, "gguf", fetch(model, KNOWN_MODELS[model]))
@@ -118,6 +119,7 @@ def _why_no_download(model: str, revision: str | None, error: Exception) -> str:
         return f"{model} has no revision {revision!r:.80} on the hub: name a branch, tag or commit it has."
     if "RepositoryNotFoundError" in kinds:
         return f"there is no {model} here or on the hub: check its spelling, or log in if it is private."
-    if "EntryNotFoundError" not in kinds and isinstance(error, OSError) and error.strerror:
-        return f"{model} could not be fetched ({error.strerror}): make room or name another place with --download-dir."
+    system_error = error.strerror if isinstance(error, OSError) else None
+    if system_error and "EntryNotFoundError" not in kinds:
+        return f"{model} could not be fetched ({system_error}): make room or name another place with --download-dir."
     return f"there is no {model} here and no hub could be reached ({type(error).__name__}): {_accepted()}."

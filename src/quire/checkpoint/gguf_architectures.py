@@ -137,8 +137,9 @@ class GGUFArchitecture:
         `config`: as `config_from_gguf` gives it.
         """
         layer = _LAYER.match(tensor_name)
-        if config.get("num_nextn_predict_layers") and layer and int(layer[1]) >= config["num_hidden_layers"]:
-            return  # the layers after the last predict further tokens, which is not done here
+        if config.get("num_nextn_predict_layers") and layer:
+            if int(layer[1]) >= config["num_hidden_layers"]:
+                return  # the layers after the last predict further tokens, which is not done here
         name = self.name(tensor_name)
         if name is None:
             return

@@ -198,10 +198,10 @@ def _rope_scaling(gguf: GGUFFile, values: Mapping[str, Any], rotary_dim: int) ->
         rope_type, factor = "linear", values["rope.scale_linear"]
     if type(factor) is not float or not 0 < factor < math.inf:
         raise BadModelFileError(f"{gguf.path.name} scales RoPE by {factor!r:.80}: use another file.")
-    if rope_type == "none" or (rope_type == "linear" and factor == 1.0):
+    if rope_type == "none":
         return None
     if rope_type == "linear":
-        return {"rope_type": "linear", "factor": factor}
+        return {"rope_type": "linear", "factor": factor} if factor != 1.0 else None
     # Adjustments of yarn that config.json has no key for: without them the results would be wrong without an error.
     neutral = {"attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
     adjusted = [key for key, value in neutral.items() if scaling.get(key, value) != value]

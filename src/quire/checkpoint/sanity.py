@@ -48,7 +48,8 @@ def checked(config: dict[str, Any], source: str) -> dict[str, Any]:
     """The config itself; BadModelFileError, which names the `source`, if a value is not acceptable."""
     for key, limit in _LIMITS.items():
         value = config.get(key)
-        if value is not None and (type(value) is not int or not 0 < value <= limit):
+        is_count = type(value) is int and 0 < value <= limit
+        if value is not None and not is_count:
             raise BadModelFileError(f"{source} gives {key} as {value!r:.80}, not a whole number from 1 to {limit}.")
     for key in _POSITIVE:
         value = config.get(key)
@@ -78,7 +79,8 @@ def _is_between(value: Any, limit: float) -> bool:
 
 def _check_layers(config: dict[str, Any], source: str) -> None:
     full_layers = config.get("max_window_layers")
-    if full_layers is not None and (type(full_layers) is not int or full_layers < 0):
+    is_whole = type(full_layers) is int and full_layers >= 0
+    if full_layers is not None and not is_whole:
         raise BadModelFileError(f"{source} gives max_window_layers as {full_layers!r:.80}, not a whole number.")
     layer_types = config.get("layer_types")
     if layer_types is None:

@@ -57,9 +57,11 @@ def _check_one(field: dataclasses.Field, hint: Any, value: Any) -> None:
             raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
         return
     plain = typing.get_origin(kind) or kind
-    if plain is float and isinstance(value, int) and not isinstance(value, bool):
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if plain is float and is_integer:
         value = float(value)
-    if not isinstance(value, plain) or (isinstance(value, bool) and plain is not bool):
+    is_stray_bool = isinstance(value, bool) and plain is not bool
+    if is_stray_bool or not isinstance(value, plain):
         raise ConfigError(f"{name} must be {_words(plain)}, not {value!r}")
     if plain is float and not math.isfinite(value):
         raise ConfigError(f"{name} must be a finite number, not {value!r}")

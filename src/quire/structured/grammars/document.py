@@ -26,7 +26,9 @@ class Subschema:
     __slots__ = ("schema", "base", "order")
 
     def __init__(self, schema: Any, base: str, order: int) -> None:
-        self.schema, self.base, self.order = schema, base, order
+        self.schema = schema
+        self.base = base  # the address that references in it are relative to
+        self.order = order
 
 
 def read(text: str) -> Any:
@@ -96,8 +98,8 @@ class Document:
         base = resource.base
         for raw in pointer.split("/")[1:]:
             step = unquote(raw).replace("~1", "/").replace("~0", "~")
-            is_index = step.isascii() and step.isdigit()
-            if isinstance(here, list) and is_index and int(step) < len(here):
+            is_number = step.isascii() and step.isdigit()
+            if isinstance(here, list) and is_number and int(step) < len(here):
                 here = here[int(step)]
             elif isinstance(here, dict) and step in here:
                 here = here[step]

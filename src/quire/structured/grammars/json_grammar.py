@@ -159,8 +159,8 @@ class _Grammar:
         """After the named properties. Free names may repeat, so they add one at least, however many there are."""
         result: list[Alternative] = [_after(count, '"}"')] if count >= shape.low else []
         room = None if shape.high is None else shape.high - count
-        is_enough = count + 1 >= shape.low
-        if free and is_enough and room != 0:
+        may_add_one = count + 1 >= shape.low and room != 0
+        if free and may_add_one:
             member = self.rules.add(self.rules.new("f"), free)
             another: Alternative = ('","', Ref("blank"), member)
             if room is None:
@@ -215,7 +215,8 @@ class _Grammar:
         is_tuple = shape.open and shape.prefix and not shape.contains
         if is_tuple and shape.low <= len(shape.prefix):
             high = len(shape.prefix) if high is None else min(high, len(shape.prefix))
-        if shape.unique and (high is None or high > 1):
+        may_have_two = high is None or high > 1
+        if shape.unique and may_have_two:
             return self._unique(shape, high)
         if shape.contains:
             return self._counting(shape, high)
@@ -279,10 +280,8 @@ class _Grammar:
                 f"uniqueItems with prefixItems of more than {MAX_ANY_ORDER} values is not supported: remove it."
             )
         stem = self.rules.new("u")
-        start: tuple[int, frozenset[int]] = (
-            0,
-            frozenset(),
-        )  # the number of items so far, and which values may not follow
+        # A state is the number of items so far, and the indices of the values that may not follow.
+        start: tuple[int, frozenset[int]] = (0, frozenset())
         names = {start: f"{stem}_0"}
         queue = [start]
         for count, used in queue:  # grows as it is read

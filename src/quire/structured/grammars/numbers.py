@@ -51,14 +51,16 @@ def other_than(values: Node) -> Node:
 
 def at_least(bound: int | Decimal, strict: bool = False) -> Node:
     bound = Decimal(bound)
-    if bound > 0 or (bound == 0 and strict):
+    is_positive = bound > 0 or (bound == 0 and strict)  # every number that fits
+    if is_positive:
         return _above(bound, strict)
     return either(_UNSIGNED, cat(_MINUS, both(_below(-bound, strict), _above(Decimal(0), True))))
 
 
 def at_most(bound: int | Decimal, strict: bool = False) -> Node:
     bound = Decimal(bound)
-    if bound < 0 or (bound == 0 and strict):
+    is_negative = bound < 0 or (bound == 0 and strict)  # every number that fits
+    if is_negative:
         return cat(_MINUS, _above(-bound, strict))
     return either(cat(_MINUS, _above(Decimal(0), True)), _below(bound, strict))
 

@@ -216,8 +216,8 @@ class _Parser:
             if self._peek() == "-" and self._peek(2) != "-]":
                 self.at += 1
                 last = self._class_item()
-                is_character = len(item) == 1 and item[0][0] == item[0][1]
-                if not is_character or len(last) > 1 or last[0][1] < item[0][0]:
+                are_single = len(item) == len(last) == 1 and item[0][0] == item[0][1]
+                if not are_single or last[0][1] < item[0][0]:
                     raise self._error("has a range out of order")
                 item = [(item[0][0], last[0][1])]
             ranges += item

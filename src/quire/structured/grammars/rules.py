@@ -176,8 +176,10 @@ def _is_plain(node: Node) -> bool:
         node = node.args[1]
     if node.kind in ("and", "not", "mod", "ends", "none"):
         return False
-    if node.kind == "repeat" and (node.args[1] > 1 or node.args[2] not in (None, 1)):
-        return False
+    if node.kind == "repeat":
+        _, low, high = node.args
+        if low > 1 or high not in (None, 1):
+            return False
     return all(_is_plain(inner) for inner in node.args if isinstance(inner, Node))
 
 
@@ -216,9 +218,8 @@ _ESCAPED = [(0, 31), (34, 34), (92, 92)]
 
 def escaped(text: str) -> str:
     """Text as it stands inside a JSON string: one spelling for each character."""
-    return "".join(
-        _json_escape(ord(character)) if _is_in(ord(character), _ESCAPED) else character for character in text
-    )
+    points = map(ord, text)
+    return "".join(_json_escape(point) if _is_in(point, _ESCAPED) else chr(point) for point in points)
 
 
 def quoted_class(ranges: Iterable[tuple[int, int]]) -> str:
@@ -241,8 +242,8 @@ def _json_escape(point: int) -> str:
 
 def _character(point: int) -> str:
     character = chr(point)
-    if character.isascii() and (character.isalnum() or character in " _,:;{}()<>=/.!#%&@'`~+*?|"):
+    is_letter = character.isascii() and character.isalnum()
+    if is_letter or character in " _,:;{}()<>=/.!#%&@'`~+*?|":
         return character
-    return (
-        f"\\u{point:04x}" if point <= 0xFFFF else f"\\U{point:08x}"
-    )  # not \x: engines read any number of digits there
+    # Not \x: engines read any number of digits after it.
+    return f"\\u{point:04x}" if point <= 0xFFFF else f"\\U{point:08x}"

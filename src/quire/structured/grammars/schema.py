@@ -143,7 +143,9 @@ class _Keywords:
     HANDLERS: dict[str, str] = {}
 
     def __init__(self, owner: Schema, place: Subschema, schema: dict) -> None:
-        self.owner, self.place, self.schema = owner, place, schema
+        self.owner = owner
+        self.place = place
+        self.schema = schema
 
     def keyword(self, name: str, value: Any) -> Alternatives | None:
         handler: Callable[[Any], Alternatives | None] | None = getattr(self, self.HANDLERS.get(name, ""), None)

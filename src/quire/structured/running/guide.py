@@ -58,7 +58,8 @@ class Guide:
                 fits = self._call(lambda: self._accept_all(token_ids), len(token_ids))
             if not fits and not self.problem:
                 self.problem = CONTRADICTION
-        if not self.problem and self.matcher is not None and self.matcher.too_slow:
+        too_slow = self.matcher is not None and self.matcher.too_slow
+        if too_slow and not self.problem:
             self.problem = TOO_SLOW
         return self.problem
 
