@@ -121,7 +121,9 @@ def medians_of(samples: dict) -> Medians:
     for name, by_side in samples.items():
         medians[name] = {}
         for side, runs in by_side.items():
-            medians[name][side] = {key: median(run[key] for run in runs) for key in runs[0]}
+            medians[name][side] = {}
+            for key in runs[0]:
+                medians[name][side][key] = median(run[key] for run in runs)
     return medians
 
 
