@@ -15,7 +15,7 @@ from types import ModuleType
 
 
 def _load_workloads() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "src" / "quire" / "api" / "workloads.py"
+    path = Path(__file__).resolve().parents[2] / "src" / "quire" / "bench" / "workloads.py"
     spec = importlib.util.spec_from_file_location("workloads", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules["workloads"] = module  # dataclasses look their module up by name

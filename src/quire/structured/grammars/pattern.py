@@ -194,6 +194,8 @@ class _Parser:
     def _code_point(self, kind: str) -> int:
         if kind == "u" and self._peek() == "{":
             close = self.pattern.find("}", self.at)
+            if close < 0:
+                raise self._error("has a \\u{ without its }")
             digits = self.pattern[self.at + 1 : close]
             self.at = close + 1
         else:
