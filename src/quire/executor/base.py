@@ -1,7 +1,7 @@
 """The contract between core and workers, whatever lies between them: a call, a pipe or a network.
 
-Implemented by the files of this folder, used by `core/`. Steps are launched in order and their results
-come in order; a launch does not wait for the step to finish.
+Implemented by the files of this folder, used by `core/`. Steps are launched in order and their results come in order;
+a launch does not wait for the step to finish.
 """
 
 from abc import ABC, abstractmethod
@@ -15,12 +15,16 @@ from quire.step import Masks, StepPlan, StepResult
 class PendingStep(Protocol):
     def result(self) -> StepResult:
         """Waits for the step; raises what the worker raised."""
+        ...
 
 
 class Executor(ABC):
     """Starts workers and speaks to them as one."""
 
-    num_drafts = 0  # tokens that the workers' drafter guesses behind each one they choose; known once they are loaded
+    @property
+    def num_drafts(self) -> int:
+        """How many tokens the workers' drafter guesses after each one they choose; known once they are loaded."""
+        return 0
 
     @abstractmethod
     def __init__(self, config: EngineConfig) -> None:
@@ -47,8 +51,10 @@ class Executor(ABC):
         """Launches the choice of tokens for the step whose forward was launched last; `masks` limit it."""
 
     def mask_memory(self, num_rows: int, num_words: int, is_new: bool) -> memoryview | None:
-        """Memory for the next step's masks, from which they reach the device fastest; None: any will do. `is_new`: it must not be any
-        that was given before."""
+        """Memory for the next step's masks, from which they reach the device fastest; None: any will do.
+
+        `is_new`: it must not be memory that was given before.
+        """
         return None
 
     @abstractmethod

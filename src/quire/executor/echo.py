@@ -1,6 +1,7 @@
 """A model that repeats its prompt, over and over, at no cost: for measuring and testing everything that is not a model.
 
-`--executor echo` answers at once, `--executor echo:50` takes a fiftieth of a second per step. Knows rows, keeps no cache.
+`--executor echo` answers at once, `--executor echo:50` takes a fiftieth of a second per step. Knows rows, keeps no
+cache.
 """
 
 import time
@@ -39,13 +40,15 @@ class EchoExecutor(Executor):
     def sample(self, plan: StepPlan, masks: Masks | None = None) -> "_Done":
         self.next_end = max(self.next_end + self.step_s, time.monotonic())
         tokens: list[list[int]] = []
-        vectors = {}
+        vectors: dict[int, list[float]] = {}
         for row, start, count, produces in zip(plan.rows, plan.starts, plan.num_tokens, plan.produces):
-            token_ids, num_prompt = self.prompts[row]
+            token_ids, num_prompt_tokens = self.prompts[row]
             if produces == VECTOR:
                 vectors[len(tokens)] = [float(token_id) for token_id in token_ids]
-            tokens.append([token_ids[(start + count) % num_prompt]] if produces > 0 else [])
-        return _Done(StepResult(plan.step_id, tokens, vectors=vectors), self.next_end if self.step_s else 0.0)
+            next_token = token_ids[(start + count) % num_prompt_tokens]
+            tokens.append([next_token] if produces > 0 else [])
+        step = StepResult(plan.step_id, tokens, vectors=vectors)
+        return _Done(step, self.next_end if self.step_s else 0.0)
 
     def close(self) -> None:
         self.prompts.clear()

@@ -4,17 +4,20 @@ import ctypes
 import functools
 import importlib.util
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-_NO_DEVICE, _STUB_LIBRARY = 100, 34  # the driver's own words for: there is none
+# Errors of the CUDA driver that mean: there is no GPU.
+_NO_DEVICE = 100
+_STUB_LIBRARY = 34
 
 
-class Gpus(NamedTuple):
-    """NVIDIA GPUs that can be used, and why those that are there cannot, if so: half a sentence for people."""
+@dataclass(frozen=True)
+class Gpus:
+    """The NVIDIA GPUs of this machine, as far as they can be used."""
 
-    count: int
-    problem: str = ""
+    count: int  # of those that can be used
+    problem: str = ""  # why those that are there cannot be used, if so: half a sentence for people
     is_broken: bool = False  # the problem is the card's or its driver's, not a matter of installing
 
 

@@ -25,7 +25,7 @@ _KINDS = {
 def open_file(path: str | Path) -> BinaryIO:
     """The file, open for reading."""
     try:
-        _check_regular(os.stat(path))  # before it is opened, which alone can have effects on a device
+        _check_regular(os.stat(path))  # before it is opened: opening a device can have effects by itself
     except FileNotFoundError:
         if is_there(path):
             raise OSError(errno.EINVAL, "it is a link to a file that is not there") from None

@@ -1,7 +1,7 @@
 """A flight recorder: which requests are in the step under way, kept where it outlives the process that wrote it.
 
-The core writes before each step, into a small file mapped into memory; the frontend reads it after the core's death. Costs
-microseconds and no system call. Knows ids, not requests.
+The core writes before each step, into a small file mapped into memory; the frontend reads it after the core's death.
+Costs microseconds and no system call. Knows ids, not requests.
 """
 
 import mmap
@@ -16,16 +16,16 @@ _HEADER = struct.Struct("<BxxxI")  # which half is valid, and how much of it
 
 
 class NoRecorder:
-    """For a core nobody outlives."""
+    """For a core in the frontend's own process: nobody is left to read the record when it dies."""
 
     def write(self, request_ids: Iterable[str]) -> None:
         pass
 
 
-class FlightRecorder:
-    """Two halves, written in turn: whoever dies while writing leaves the other one as it was."""
+class FlightRecorder(NoRecorder):
+    """Two halves, written in turn: a core that dies while it writes leaves the other half as it was."""
 
-    def __init__(self, path: Path, create: bool = False) -> None:
+    def __init__(self, path: Path | str, create: bool = False) -> None:
         if create:
             with open(path, "xb") as file:
                 file.truncate(_HEADER.size + 2 * _HALF_BYTES)

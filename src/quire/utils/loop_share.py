@@ -1,4 +1,4 @@
-"""Long work on an event loop in short pieces: others get their turn in between."""
+"""Cuts long work on an event loop into short pieces, so that other tasks run in between."""
 
 import asyncio
 import time
@@ -7,7 +7,7 @@ MAX_PIECE_S = 0.002
 
 
 class LoopShare:
-    """`await share.pause()` between the parts of a long piece of work: the loop turns whenever they took long enough."""
+    """`await share.pause()` between the parts of long work lets other tasks run once the parts took `MAX_PIECE_S`."""
 
     def __init__(self) -> None:
         self._started_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Ctrl-C between steps instead of inside one: the engine stays whole and can be used again."""
+"""Lets Ctrl-C interrupt between two steps, never inside one: the engine stays whole and can be used again."""
 
 import contextlib
 import signal
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def interrupts_deferred() -> Iterator[Callable[[], None]]:
-    """Gives a function that raises KeyboardInterrupt if Ctrl-C was_interrupted since; a second Ctrl-C raises at once."""
+    """Gives a function that raises KeyboardInterrupt if Ctrl-C was pressed since; a second Ctrl-C raises at once."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
