@@ -1,13 +1,13 @@
 """Harmony, the format of gpt-oss: an answer is a series of messages, each with a header, a channel and a text.
 
-The machine behind `reasoning/harmony.py` and `tools/harmony.py`. The channel analysis is reasoning, others are content,
-and a message to functions.NAME is a call. Without tools, messages to anyone are passed on as they are, for the machine
-with the tools that comes next.
+The parser behind `reasoning/harmony.py` and `tools/harmony.py`. The channel analysis is reasoning, others are content,
+and a message to functions.NAME is a call. Without tools, messages to anyone are passed on as they are: the parser with
+the tools, which comes next, reads them.
 """
 
 import re
 
-from quire.frontend.parse import Malformed, Steps
+from quire.frontend.parse import Emit, Malformed, Steps
 from quire.frontend.stop import StopStrings
 from quire.frontend.tools.base import Tool, ToolParser
 
@@ -44,7 +44,7 @@ class Harmony(ToolParser):
                 yield from self.attempt(self._message())
 
     def _begins_with_recipient(self) -> Steps[bool]:
-        """Leaves it unread."""
+        """Whether a message to a function comes next, which is left unread."""
         found = yield from self.one_of(" to=functions.")
         self.unread(found)
         return bool(found)
@@ -86,7 +86,7 @@ class Harmony(ToolParser):
         self._has_reasoning = True
         self.reasoning(text)
 
-    def _message_text(self, emit, keeps_end: bool = False) -> Steps[None]:
+    def _message_text(self, emit: Emit, keeps_end: bool = False) -> Steps[None]:
         mark = yield from self.until(_TEXT_MARKS, emit)
         if mark in _ENDS:
             text = self.read(len(mark))

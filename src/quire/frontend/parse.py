@@ -1,8 +1,8 @@
 """What a model wrote, taken apart as it arrives: content, reasoning and tool calls.
 
 The server makes one `OutputParser` per choice from a format of `reasoning/` and one of `tools/`; both are built on
-`StreamParser`, a parser written as straight-line code that waits for text where it needs more. Must not know any format,
-tokens or protocols. Time is linear in the text, and no result depends on how the text was cut into pieces.
+`StreamParser`, a parser written as straight-line code that waits for text where it needs more. Must not know any
+format, tokens or protocols. Time is linear in the text, and no result depends on how the text was cut into pieces.
 """
 
 import re
@@ -15,7 +15,7 @@ import msgspec
 from quire.frontend.stop import StopStrings
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]  # code of a machine: it yields where it needs more text
+Steps = Generator[None, None, T]  # a parser's code: it yields where it needs more text
 Emit = Callable[[str], object]
 
 SPACE = re.compile(r"[ \t\r\n]+")
@@ -46,7 +46,7 @@ class Parser(Protocol):
 
 
 class Malformed(Exception):
-    """The text is not what it seemed to become: raised within a machine, never out of it.
+    """The text is not what it seemed to become: raised within a parser, never out of it.
 
     `text` is what was read but not passed on.
     """
@@ -91,7 +91,7 @@ class StreamParser(ABC):
     def reasoning(self, text: str) -> None:
         self._reasoning.append(text)
 
-    # Reading. What takes a mark apart from text waits until it is certain.
+    # Reading. Where text may be the beginning of a mark, these wait until that is certain.
 
     def peek(self) -> Steps[str]:
         """The next character, left unread; "" at the end of the text."""
@@ -124,8 +124,9 @@ class StreamParser(ABC):
         longest = max(map(len, strings), default=0)
         while True:
             text = self._text[self._at : self._at + longest]
-            if self._ended or not any(len(text) < len(s) and s.startswith(text) for s in strings):
-                return self.read(max((len(s) for s in strings if text.startswith(s)), default=0))
+            may_grow = any(len(text) < len(string) and string.startswith(text) for string in strings)
+            if self._ended or not may_grow:
+                return self.read(max((len(string) for string in strings if text.startswith(string)), default=0))
             yield
 
     def expect(self, *strings: str) -> Steps[str]:
@@ -198,7 +199,9 @@ class OutputParser:
         for stage in self._stages:
             delta = _joined(delta, [stage.feed(delta.content)])
         if self._filters is not None:
-            delta.content, delta.reasoning = (f.feed(t).content for f, t in zip(self._filters, _texts(delta)))
+            of_content, of_reasoning = self._filters
+            delta.content = of_content.feed(delta.content).content
+            delta.reasoning = of_reasoning.feed(delta.reasoning).content
         return delta
 
     def finish(self) -> Delta:
@@ -206,9 +209,9 @@ class OutputParser:
         for stage in self._stages:
             delta = _joined(delta, [stage.feed(delta.content), stage.finish()])
         if self._filters is not None:
-            delta.content, delta.reasoning = (
-                f.feed(t).content + f.finish().content for f, t in zip(self._filters, _texts(delta))
-            )
+            of_content, of_reasoning = self._filters
+            delta.content = of_content.feed(delta.content).content + of_content.finish().content
+            delta.reasoning = of_reasoning.feed(delta.reasoning).content + of_reasoning.finish().content
         return delta
 
 
@@ -222,10 +225,6 @@ class _Without(StreamParser):
     def run(self) -> Steps[None]:
         while mark := (yield from self.until(self._strings, self.content)):
             self.read(len(mark))
-
-
-def _texts(delta: Delta) -> tuple[str, str]:
-    return delta.content, delta.reasoning
 
 
 def _joined(before: Delta, news: Iterable[Delta]) -> Delta:

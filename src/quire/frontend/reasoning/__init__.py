@@ -13,12 +13,13 @@ _PACKAGE = "quire.frontend.reasoning"
 
 def choose(template: str | None, model_type: str) -> str | None:
     """The format a model's chat template knows, else the one of its type where there is no template."""
-    marks = registry.literals(_PACKAGE, "TEMPLATE_MARKS")
-    fits = {
-        name: max((len(mark) for mark in found if mark in (template or "")), default=0) for name, found in marks.items()
-    }
-    best = max(fits, key=lambda name: fits[name])
-    if fits[best]:
+
+    def longest_mark(marks: tuple[str, ...]) -> int:
+        return max((len(mark) for mark in marks if mark in (template or "")), default=0)
+
+    marks_by_name = registry.literals(_PACKAGE, "TEMPLATE_MARKS")
+    best = max(marks_by_name, key=lambda name: longest_mark(marks_by_name[name]))
+    if longest_mark(marks_by_name[best]):
         return best
     if template is not None:
         return None

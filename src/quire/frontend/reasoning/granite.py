@@ -1,6 +1,7 @@
 """Granite: <think>…</think><response>…</response>, or in version 3.2 two sentences that announce thought and response.
 
-Chosen by `reasoning.choose`, used by the server; read as the <think> family is. The tags around the response are dropped.
+Chosen by `reasoning.choose`, used by the server; read as the <think> family is. The tags around the response are
+dropped.
 """
 
 from quire.frontend.parse import Steps, Trimmed

@@ -15,7 +15,7 @@ START, END = "<|channel|>analysis<|message|>", "<|end|>"
 
 
 def answer(form: dict[str, Any]) -> dict[str, Any]:
-    """A format of the answer with what the model writes before it, as a structural tag: a header, after thinking a new message's."""
+    """The structural tag of an answer with the header before it; after thinking, the header begins a new message."""
     start = {"type": "optional", "content": {"type": "const_string", "value": "<|start|>assistant"}}
     header = {"type": "const_string", "value": "<|channel|>final<|message|>"}
     return {"type": "sequence", "elements": [start, header, form]}

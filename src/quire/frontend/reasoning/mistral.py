@@ -12,4 +12,4 @@ START, END = "[THINK]", "[/THINK]"
 
 
 class Parser(think.Parser):
-    MARKS = ((START, END), (think.START, think.END))  # the first Magistral wrote the others
+    MARKS = ((START, END), (think.START, think.END))  # the first Magistral wrote the marks of `think`

@@ -14,9 +14,9 @@ START, END = "<think>", "</think>"
 
 
 class Parser(StreamParser):
-    """`starts_open`: the prompt has opened the thinking. White space around thinking belongs to nobody."""
+    """`starts_open`: the prompt has opened the thinking. White space around thinking is dropped."""
 
-    MARKS = ((START, END),)  # each opening spelling with its closing one
+    MARKS: tuple[tuple[str, str], ...] = ((START, END),)  # each opening mark with its closing one
 
     def __init__(self, starts_open: bool) -> None:
         self._starts_open = starts_open

@@ -1,7 +1,7 @@
 """Tool-call formats, one file each, named as `--tool-call-parser` names them; `choose` finds a model's own.
 
-Used by the server when it starts. A file's literals are read without importing it:
-MODEL_TYPES are Hugging Face's model types, TEMPLATE_MARKS pieces of chat templates that only this format has.
+Used by the server when it starts. A file's literals are read without importing it: MODEL_TYPES are Hugging Face's model
+types, TEMPLATE_MARKS pieces of chat templates that only this format has.
 """
 
 from quire import registry
@@ -16,10 +16,13 @@ def choose(template: str | None, model_type: str) -> str | None:
     not know must not be read as another one.
     """
     text = (template or "").replace("\\n", "\n").replace('\\"', '"')
-    marks = registry.literals(_PACKAGE, "TEMPLATE_MARKS")
-    fits = {name: max((len(mark) for mark in found if mark in text), default=0) for name, found in marks.items()}
-    best = max(fits, key=lambda name: fits[name])
-    if fits[best]:
+
+    def longest_mark(marks: tuple[str, ...]) -> int:
+        return max((len(mark) for mark in marks if mark in text), default=0)
+
+    marks_by_name = registry.literals(_PACKAGE, "TEMPLATE_MARKS")
+    best = max(marks_by_name, key=lambda name: longest_mark(marks_by_name[name]))
+    if longest_mark(marks_by_name[best]):
         return best
     if "tool_calls" in text:
         return None

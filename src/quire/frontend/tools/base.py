@@ -18,7 +18,7 @@ Tool = dict[str, Any]
 Format = dict[str, Any]  # of xgrammar's structural tags
 
 MAX_DEPTH = 64  # of nesting in arguments
-_MAX_SCALAR_CHARS = 1000  # Python's own limit for integers is 4,300 digits: a client must be able to read this
+_MAX_SCALAR_CHARS = 1000  # clients must be able to read it: Python's own limit for integers is 4,300 digits
 _MAX_SPACE = 16  # characters in a row, so that a model cannot indent for ever
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
@@ -262,7 +262,9 @@ class JsonCalls(ToolParser):
 
     def call(self) -> Steps[None]:
         """{"name": …, "arguments": {…}}; other members are left out, or tell that a bare object is no call."""
-        name, early, is_begun = "", None, False
+        name = ""
+        early: str | None = None  # arguments that came before the name
+        is_begun = False
         yield from self.expect("{")
         while True:
             yield from self.space()
@@ -270,6 +272,7 @@ class JsonCalls(ToolParser):
             yield from self.space()
             yield from self.expect(":")
             yield from self.space()
+            has_arguments = is_begun or early is not None
             if key in self.NAME_KEYS and not name:
                 name = yield from self.text()
                 if name not in self.tools:
@@ -277,11 +280,12 @@ class JsonCalls(ToolParser):
                 if early is not None:
                     is_begun = True
                     self._whole_call(name, early)
-            elif key in self.ARGUMENTS_KEYS and name and not is_begun:
-                is_begun = True
-                yield from self._call_arguments(name)
-            elif key in self.ARGUMENTS_KEYS and early is None and not is_begun:
-                early = yield from self._early_arguments()
+            elif key in self.ARGUMENTS_KEYS and not has_arguments:
+                if name:
+                    is_begun = True
+                    yield from self._call_arguments(name)
+                else:
+                    early = yield from self._early_arguments()
             elif self.BARE and key not in ("id", "type"):
                 raise Malformed
             else:

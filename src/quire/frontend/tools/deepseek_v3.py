@@ -12,8 +12,11 @@ MODEL_TYPES = ("deepseek_v3",)
 TEMPLATE_MARKS = ("<｜tool▁calls▁begin｜>",)
 NEEDS_SPECIAL_TOKENS = True
 
-_BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-_CALL, _SEPARATOR, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_BEGIN = "<｜tool▁calls▁begin｜>"
+_END = "<｜tool▁calls▁end｜>"
+_CALL = "<｜tool▁call▁begin｜>"
+_SEPARATOR = "<｜tool▁sep｜>"
+_CALL_END = "<｜tool▁call▁end｜>"
 _MARKS = StopStrings((_BEGIN, _CALL))  # a model may leave out the outer mark
 
 

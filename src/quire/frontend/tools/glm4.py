@@ -1,4 +1,4 @@
-"""GLM 4.5 and later: <tool_call>name, then <arg_key>…</arg_key><arg_value>…</arg_value> for each argument, </tool_call>.
+"""GLM 4.5 and later: <tool_call>name<arg_key>…</arg_key><arg_value>…</arg_value></tool_call>, a pair per argument.
 
 Chosen by `tools.choose`, used by the server. A value is plain text or JSON, and only the tool's schema can tell: text
 where the schema wants a string, else JSON if it is JSON of a type the schema names.
@@ -63,7 +63,8 @@ class Parser(base.ToolParser):
 
     def _json_or_text(self) -> Steps[str]:
         """A value's text; a closing tag in a string of JSON does not end it."""
-        self._kept = read = []
+        read: list[str] = []
+        self._kept = read
         try:
             yield from self.space()
             if (yield from self.peek()) in ("{", "["):
@@ -124,7 +125,8 @@ def _referred(root: dict[str, Any], reference: str) -> Any:
 
 def _is_value(text: str, types: set[str]) -> bool:
     """Whether a value's text is JSON of one of the types; strings are written plain, so quotes belong to them."""
-    if not text or text.startswith('"') or not base.is_json(text):
+    is_json = not text.startswith('"') and base.is_json(text)
+    if not is_json:
         return False
     kinds = {"{": {"object"}, "[": {"array"}, "t": {"boolean"}, "f": {"boolean"}, "n": {"null"}}
     return not types or bool(types & kinds.get(text[0], {"number", "integer"}))

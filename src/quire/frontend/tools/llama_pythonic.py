@@ -24,7 +24,8 @@ _KEY = re.compile(r"\w+")
 _PLAIN = {quote: re.compile(rf"[^{quote}\\\x00-\x1f]+") for quote in "'\""}
 _ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[^xuU])", re.DOTALL)
 _ESCAPE_BEGUN = re.compile(r"\\(?:x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7})?\Z")
-_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": "", "/": "/"}
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": ""}
+_ESCAPED |= {char: char for char in "/\\'\""}
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -108,7 +109,7 @@ class Parser(base.ToolParser):
             return json.dumps(chr(code))[1:-1]
         if not text:
             raise Malformed
-        return _quoted(_ESCAPED.get(text[1], text[1] if text[1] in "\\'\"" else text))
+        return _quoted(_ESCAPED.get(text[1], text))  # an unknown escape stays as it is written
 
     def scalar(self, text: str) -> str | None:
         return _WORDS.get(text) or super().scalar(text)
@@ -119,10 +120,12 @@ def _quoted(text: str) -> str:
 
 
 # Root keywords of a schema that a list of named arguments cannot honour.
-_UNSUPPORTED = (
-    "$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "minProperties",
-    "maxProperties", "dependentRequired", "dependentSchemas", "dependencies", "const", "enum", "unevaluatedProperties",
-)  # fmt: skip
+_UNSUPPORTED = tuple(
+    """
+    $ref allOf anyOf oneOf not if patternProperties propertyNames minProperties maxProperties
+    dependentRequired dependentSchemas dependencies const enum unevaluatedProperties
+    """.split()
+)
 _OTHER_REFERENCE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
 
 
@@ -137,7 +140,7 @@ def structure(tools: list[base.Tool], *, required: bool, parallel: bool) -> base
         return {"type": "tag", "begin": "[", "content": base.separated(calls, ", ", parallel=parallel), "end": "]"}
     more = {"type": "star", "content": base.sequence(base.const(", "), {"type": "or", "elements": calls})}
     rest = [base.const(")"), more] if parallel else [base.const(")")]
-    lists = [
+    lists: list[base.Format] = [
         {"type": "tag", "begin": f"[{call['begin']}", "content": base.sequence(call["content"], *rest), "end": "]"}
         for call in calls
     ]
@@ -185,9 +188,8 @@ def _arguments_format(schema: dict[str, Any]) -> base.Format:
 def _with_commas(first: list[base.Format], later: list[base.Format]) -> base.Format:
     """All of the first, any of the later ones in their order, with commas between."""
     if first:
-        parts = [first[0], *(base.sequence(base.const(", "), part) for part in first[1:])]
-        return base.sequence(
-            *parts, *({"type": "optional", "content": base.sequence(base.const(", "), p)} for p in later)
-        )
+        others = [base.sequence(base.const(", "), part) for part in first[1:]]
+        optional = [{"type": "optional", "content": base.sequence(base.const(", "), part)} for part in later]
+        return base.sequence(first[0], *others, *optional)
     ways = [_with_commas([part], later[idx + 1 :]) for idx, part in enumerate(later)]
     return {"type": "or", "elements": [base.const(""), *ways]}
