@@ -1,7 +1,8 @@
 """AsyncLLM: the engine in a process of its own, for servers and asyncio programs.
 
-Public. Requests are checked and tokenized here, off the event loop where that takes long; the core computes in another process
-and is replaced when it dies, without any request noticing (`supervisor.py`). Knows prompts and streams, not protocols.
+Public. Requests are checked and tokenized here, off the event loop where that takes long; the core computes in another
+process and is replaced when it dies, without any request noticing (`supervisor.py`). Knows prompts and streams, not
+protocols.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 from quire.config import EngineConfig, ServingConfig
 from quire.errors import OverloadedError
 from quire.frontend.chat import encode_chat
-from quire.frontend.core_client import start_process
+from quire.frontend.core_client import end_process, start_process
 from quire.frontend.inputs import MAX_LOGPROB_ENTRIES, InputProcessor, Prompt
 from quire.frontend.model import ModelInfo
 from quire.frontend.stream import Stream
@@ -53,8 +54,7 @@ class AsyncLLM:
         try:
             llm = await asyncio.to_thread(cls.from_config, config, serving)
         except BaseException:
-            process.kill()
-            await process.wait()
+            await end_process(process)
             raise
         llm.process = process
         return llm
@@ -83,8 +83,11 @@ class AsyncLLM:
     async def drain(self, timeout_s: float) -> None:
         """Takes no more requests and waits for those there are; what is left after `timeout_s` is aborted."""
         self.accepting = False
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        while self.supervisor.live and asyncio.get_running_loop().time() < deadline:
+        if self.supervisor is None:
+            return
+        now = asyncio.get_running_loop().time
+        deadline = now() + timeout_s
+        while self.supervisor.live and now() < deadline:
             await asyncio.sleep(0.02)
         for stream in list(self.supervisor.live.values()):
             stream.abort()
@@ -130,13 +133,23 @@ class AsyncLLM:
     # -- asking --------------------------------------------------------------------------------------------------
 
     async def submit(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0,
-        cache_salt: str = "", timeout_s: float | None = None, thinks: bool = False, owner: str = "", wants_vector: bool = False,
-    ) -> Stream:  # fmt: skip
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+        thinks: bool = False,
+        owner: str = "",
+        wants_vector: bool = False,
+    ) -> Stream:
         """Starts a request. RequestError: it is wrong. OverloadedError: the queue is full. EngineError: giving up.
 
         `owner`: a digest of the sender's API key; a request that made the engine fail is refused to its owner alone.
-        `wants_vector`: the stream's request gets the prompt's vector instead of an answer."""
+        `wants_vector`: the stream's request gets the prompt's vector instead of an answer.
+        """
         self._admit()
         request_id = request_id or uuid.uuid4().hex
         make = functools.partial(
@@ -145,15 +158,17 @@ class AsyncLLM:
         size = _size(prompt) + _size(params.bad_words)  # both are tokenized
         is_long = size > INLINE_CHARS or params.structured_outputs is not None
         request = await self.off_loop(make, size) if is_long else make()
-        self._admit()  # others may have come meanwhile
-        stream = Stream(request, self.supervisor.abort)
-        self.supervisor.add(stream)
-        timeouts = [t for t in (timeout_s, self.serving.request_timeout_s) if t is not None]
+        supervisor = self._admit()  # again: others may have come meanwhile
+        stream = Stream(request, supervisor.abort)
+        supervisor.add(stream)
+        timeouts = [limit for limit in (timeout_s, self.serving.request_timeout_s) if limit is not None]
         if timeouts:
-            stream.expire_at(asyncio.get_running_loop().time() + min(*timeouts, MAX_TIMEOUT_S), self.supervisor.expire)
+            now = asyncio.get_running_loop().time()
+            stream.expire_at(now + min(*timeouts, MAX_TIMEOUT_S), supervisor.expire)
         return stream
 
-    def _admit(self) -> None:
+    def _admit(self) -> Supervisor:
+        """Who takes one more request; OverloadedError if none may be started now."""
         if self.supervisor is None:
             raise OverloadedError("the engine is starting: try again in a moment")
         if not self.accepting:
@@ -162,8 +177,10 @@ class AsyncLLM:
         if len(self.supervisor.live) >= limit:
             self.metrics.rejected("queue_full")
             raise OverloadedError(
-                f"{limit} requests are running or waiting, which is the limit: try again later or raise --max-queued-requests"
+                f"{limit} requests are running or waiting, which is the limit: "
+                "try again later or raise --max-queued-requests"
             )
+        return self.supervisor
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
@@ -185,15 +202,25 @@ class AsyncLLM:
     # -- text ----------------------------------------------------------------------------------------------------
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None, tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[int]:  # fmt: skip
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
         """The token ids of a conversation, by the model's chat template."""
-        tokenizer, template = self.model.need_tokenizer("a chat"), self.model.template
         encode = functools.partial(
-            encode_chat, tokenizer, template, messages, add_generation_prompt, continue_final_message,
-            tools=tools, template_kwargs=chat_template_kwargs, max_tokens=self.model.max_model_len,
-        )  # fmt: skip
+            encode_chat,
+            self.model.need_tokenizer("a chat"),
+            self.model.template,
+            messages,
+            add_generation_prompt,
+            continue_final_message,
+            tools=tools,
+            template_kwargs=chat_template_kwargs,
+            max_tokens=self.model.max_model_len,
+        )
         return await self.off_loop(encode, _size(messages))
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -213,7 +240,8 @@ class AsyncLLM:
 def _size(prompt: Any) -> int:
     """Characters or token ids of a prompt in any of its forms, or of messages; 0 for what is neither."""
     if isinstance(prompt, Mapping):
-        prompt = next((prompt[key] for key in ("prompt_token_ids", "prompt", "content", "text") if key in prompt), None)
+        keys = ("prompt_token_ids", "prompt", "content", "text")
+        prompt = next((prompt[key] for key in keys if key in prompt), None)
     if isinstance(prompt, str):
         return len(prompt)
     if not isinstance(prompt, Sequence) or not prompt:

@@ -1,16 +1,17 @@
-"""Who took the core down? Decides, after each death, which requests may run next, and finds a guilty one by halving.
+"""Finds the request that makes the core crash: after each death it decides which requests may run next.
 
-Asked by the supervisor. Presence is not guilt: a kill from outside or a stall blames nobody. When the core fell by itself, the
-requests of the step under way are suspects, as are those in the steps of two stalls without a token of theirs in between. They are
-tried with nobody else there: in halves, then alone. A group is cleared when
-each of its members has got a token. Only a request whose trial alone ends in another fall is guilty. Pure: no clock, no process.
+Asked by the supervisor. A core killed from outside, or one that stalled once, makes nobody a suspect. When the core
+crashed by itself, the requests of the step under way are suspects; so are those in the steps of two stalls that got no
+token in between. Suspects run with no other requests on the core: first in halves, then alone. A group is cleared when
+each of its members has got a token. Only a request that ran alone when the core crashed again is guilty. Pure: no
+clock, no process.
 """
 
 import enum
 from collections import deque
 from collections.abc import Collection, Iterable
 
-MAX_DEATHS = 8  # in a row, without a token between them, that no guilty request explains
+MAX_DEATHS = 8  # in a row, without a token between them and without a guilty request
 MAX_GUILTY = 64  # requests found guilty in a row, without a token between them: then it is not the requests
 
 
@@ -22,7 +23,7 @@ class Cause(enum.Enum):
 
 class Blame:
     def __init__(self) -> None:
-        self.groups: deque[set[str]] = deque()  # suspects to be tried; the first group is on trial, and runs alone
+        self.groups: deque[set[str]] = deque()  # suspects to be tried; the first group is on trial: only it runs
         self.waiting: set[str] = set()  # of the group on trial: those without a token yet
         self.num_deaths = 0  # since the last token or guilty request
         self.num_guilty = 0  # since the last token
@@ -47,15 +48,17 @@ class Blame:
         """
         self.num_deaths += 1
         suspects = {request_id for request_id in in_flight if request_id in live} or set(live)
-        if cause is Cause.STALL and not self.groups:  # a suspect's stall tells as much as its fall
-            suspects, self.stalled = suspects & self.stalled, suspects | self.stalled
+        if cause is Cause.STALL and not self.groups:  # during a trial, a stall tells as much as a crash
+            stalled_again = suspects & self.stalled
+            self.stalled |= suspects
+            suspects = stalled_again
         if cause is Cause.OUTSIDE or not suspects:
             self._begin_trial()
             return None
         guilty = None
         if self.groups:
             on_trial = self.groups.popleft()
-            suspects = on_trial & suspects or on_trial
+            suspects = (on_trial & suspects) or on_trial
             guilty = next(iter(on_trial)) if len(on_trial) == 1 else None
         if guilty is None:
             self.groups.extend(_halves(suspects))

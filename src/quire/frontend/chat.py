@@ -25,19 +25,18 @@ Message = Mapping[str, Any]
 
 # What a template finds under these names is ours to say; some are arguments of other engines' template functions.
 RESERVED_NAMES = frozenset(
-    {
-        "messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message",
-        "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs",
-        "return_assistant_tokens_mask", "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token",
-        "mask_token", "raise_exception", "strftime_now", "range", "dict", "namespace", "cycler", "joiner", "lipsum",
-        "self", "loop",
-    }
-)  # fmt: skip
+    """
+    messages conversation tools chat_template add_generation_prompt continue_final_message
+    tokenize padding truncation max_length return_tensors return_dict tokenizer_kwargs return_assistant_tokens_mask
+    bos_token eos_token unk_token pad_token sep_token cls_token mask_token
+    raise_exception strftime_now range dict namespace cycler joiner lipsum self loop
+    """.split()
+)
 
 _MAX_RENDERED_CHARS = 1 << 25  # far above any context; stops a template that loops
 _MAX_DEPTH = 32  # of JSON inside a message
 _ROLE = re.compile(r"[\w.-]{1,64}")
-_SENTINELS = re.compile("[\U00100000-\U0010fffd]")  # a private-use plane: no text has a reason to hold them, some may
+_SENTINELS = re.compile("[\U00100000-\U0010fffd]")  # a private-use plane: texts rarely hold these characters
 
 
 class ChatTemplate:
@@ -48,19 +47,20 @@ class ChatTemplate:
         self.source = source
         self._template = None
         self._own_sentinels = set(_SENTINELS.findall(source or ""))
-        if source is not None:
-            if len(source) > MAX_TEMPLATE_BYTES:
-                raise ConfigError(
-                    f"the chat template is longer than {MAX_TEMPLATE_BYTES:,} characters: "
-                    "give another with --chat-template."
-                )
-            try:
-                self._sandbox = _sandbox()
-                self._template = self._sandbox.from_string(source)
-            except Exception as error:  # jinja's own errors, and Python's with the code that is made of a template
-                raise ConfigError(
-                    f"the chat template is broken: {error!s:.200}; give another with --chat-template."
-                ) from None
+        if source is None:
+            return
+        if len(source) > MAX_TEMPLATE_BYTES:
+            raise ConfigError(
+                f"the chat template is longer than {MAX_TEMPLATE_BYTES:,} characters: "
+                "give another with --chat-template."
+            )
+        try:
+            self._sandbox = _sandbox()
+            self._template = self._sandbox.from_string(source)
+        except Exception as error:  # jinja's own errors, and Python's when it compiles what jinja made of the template
+            raise ConfigError(
+                f"the chat template is broken: {error!s:.200}; give another with --chat-template."
+            ) from None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, source: str | None = None) -> "ChatTemplate":
@@ -86,16 +86,14 @@ class ChatTemplate:
                 raise RequestError("add_generation_prompt and continue_final_message exclude each other: set one.")
             (end,) = conversation.unused_sentinels(1, self._own_sentinels)
             conversation = conversation.with_end(end)
-        text = self._run(
-            {
-                **conversation.template_kwargs,
-                **self._special_tokens,
-                "messages": conversation.messages,
-                "tools": conversation.tools,
-                "add_generation_prompt": add_generation_prompt,
-            },
-            sum(map(len, conversation.texts)),
-        )
+        variables = {
+            **conversation.template_kwargs,
+            **self._special_tokens,
+            "messages": conversation.messages,
+            "tools": conversation.tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = self._run(variables, sum(map(len, conversation.texts)))
         if not end:
             return text
         if end not in text:
@@ -105,7 +103,8 @@ class ChatTemplate:
     def _run(self, variables: dict[str, Any], conversation_chars: int) -> str:
         if self._template is None:
             raise RequestError("this model has no chat template: give one with --chat-template or send a plain prompt.")
-        chunks, num_chars = [], 0
+        chunks: list[str] = []
+        num_chars = 0
         try:
             for chunk in self._sandbox.render(self._template, variables, conversation_chars):
                 chunks.append(chunk)
@@ -139,7 +138,8 @@ def encode_chat(
 ) -> list[int]:
     """The prompt as token ids: special tokens are those the template writes, never those a message spells.
 
-    `max_tokens`: a prompt that has as many for certain is refused before it is tokenized."""
+    `max_tokens`: a prompt that is certain to have as many is refused before it is tokenized.
+    """
     conversation = _Conversation.checked(messages, tools, template_kwargs)
     spellings = tokenizer.special_pattern
     if not any(map(spellings.search, conversation.texts)):
@@ -148,7 +148,8 @@ def encode_chat(
             tokenizer.check_fits(text, max_tokens)
         return tokenizer.encode(text, add_special_tokens=False)
     marks = conversation.unused_sentinels(2, template._own_sentinels)
-    marked = conversation.mapped(lambda text: spellings.sub(rf"{marks[0]}\g<0>{marks[1]}", text))
+    spelling_in_marks = rf"{marks[0]}\g<0>{marks[1]}"
+    marked = conversation.mapped(lambda text: spellings.sub(spelling_in_marks, text))
     text = template._render(marked, add_generation_prompt, continue_final_message)
     return _encode_marked(tokenizer, spellings, text, marks, max_tokens)
 
@@ -165,7 +166,9 @@ def _encode_marked(
     if max_tokens is not None:
         tokenizer.check_fits(clean, max_tokens)
     ids: list[int] = []
-    start = gap_start = position = 0  # of text not encoded yet, of the text after the last special token, of the search
+    start = 0  # of the text not encoded yet
+    gap_start = 0  # of the text after the last special token
+    position = 0  # of the search
     while True:
         match = spellings.search(clean, position)
         if match is not None:
@@ -188,7 +191,8 @@ def _unmark(text: str, marks: Sequence[str]) -> tuple[str, list[int], dict[int, 
     parts = re.split(f"([{''.join(marks)}])", text)
     positions: list[int] = []
     plain_ends: dict[int, int] = {}
-    position, opened_at = 0, None
+    position = 0
+    opened_at: int | None = None
     for part in parts:
         if part == marks[0]:
             opened_at = position
@@ -223,12 +227,14 @@ class _Conversation:
         if not isinstance(messages, (list, tuple)) or not messages:
             raise RequestError("messages must be a list with at least one message.")
         checked_messages = [_message(idx, message) for idx, message in enumerate(messages)]
-        if not isinstance(tools or [], (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools or []):
+        tools = tools or []
+        if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
             raise RequestError("tools must be a list of objects.")
         if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
             raise RequestError("the arguments of the chat template must be an object.")
         for name in template_kwargs or {}:
-            if not isinstance(name, str) or not name.isidentifier() or name in RESERVED_NAMES:
+            is_usable = isinstance(name, str) and name.isidentifier() and name not in RESERVED_NAMES
+            if not is_usable:
                 raise RequestError(
                     f"{name!r:.80} cannot be an argument of the chat template: it is reserved or no identifier."
                 )
@@ -270,8 +276,8 @@ class _Conversation:
     def unused_sentinels(self, count: int, taken: set[str]) -> list[str]:
         """Characters that occur nowhere in the conversation or the template."""
         used = taken.union(*map(_SENTINELS.findall, self.texts))
-        free = [char for code in range(0x100000, 0x100000 + len(used) + count) if (char := chr(code)) not in used]
-        return free[:count]
+        candidates = map(chr, range(0x100000, 0x100000 + len(used) + count))
+        return [char for char in candidates if char not in used][:count]
 
 
 def _message(idx: int, message: Any) -> dict[str, Any]:
@@ -296,8 +302,9 @@ def _content(idx: int, content: Any) -> str:
     if not isinstance(content, (list, tuple)):
         raise RequestError(f"the content of message {idx} must be a string or a list of text parts.")
     for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, Mapping) else part
+        kind = part.get("type") if isinstance(part, Mapping) else part
+        has_text = isinstance(part, Mapping) and isinstance(part.get("text"), str)
+        if kind != "text" or not has_text:
             raise RequestError(
                 f"message {idx} has a part of type {kind!r:.80}: only text parts with a text are supported."
             )

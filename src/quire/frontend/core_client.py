@@ -1,6 +1,7 @@
-"""One core process and the socket to it. The supervisor makes a new one for each epoch; nothing of an old one is used again.
+"""One core process and the socket to it; the supervisor makes a new one for each epoch and reuses nothing of the last.
 
-The socket lies in a folder only this user may enter, under a name of its own. Knows processes and messages, not requests.
+The socket lies in a folder only this user may enter, under a name of its own. Knows processes and messages, not
+requests.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from quire.utils.flight import FlightRecorder
 CORE = "quire.core.process"
 DUMP_GRACE_S = 0.3  # for a core that stands still to write what it is doing
 
-# What a core does not do to itself.
+# A core never sends these to itself: it was killed from outside.
 OUTSIDE_SIGNALS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 
 encode = msgspec.msgpack.Encoder().encode
@@ -31,13 +32,22 @@ _decode = msgspec.msgpack.Decoder(FromCore).decode
 
 
 async def start_process(config: EngineConfig) -> Process:
-    """A core process that has imported what it will need and waits to be told what to do: its set-up decides what it becomes.
+    """A core process that imports what it will need, then waits for its `CoreSetup`.
 
-    In a session of its own: the terminal's Ctrl-C is for us alone.
+    It has a session of its own, so that the terminal's Ctrl-C reaches this process alone.
     """
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", CORE, config.device.executor, stdin=PIPE, start_new_session=True
     )
+
+
+async def end_process(process: Process) -> None:
+    """Kills it if it still runs, reaps it, and closes our end of its standard input."""
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
 
 
 class CoreClient(Client):
@@ -56,7 +66,12 @@ class CoreClient(Client):
 
     @property
     def pid(self) -> int:
-        return self.process.pid
+        return self._require_process().pid
+
+    def _require_process(self) -> Process:
+        if self.process is None:
+            raise RuntimeError("the core's process was not started")
+        return self.process
 
     async def start(self, spare: Process | None = None) -> None:
         """`spare`: a process that waits already, if there is one."""
@@ -64,11 +79,12 @@ class CoreClient(Client):
         if self.killed:
             self.kill()
         setup = encode(CoreSetup(self.config, self.address, str(self.record_path)))
-        with contextlib.suppress(
-            ConnectionError, RuntimeError
-        ):  # it is dead already (RuntimeError: uvloop's word for it): `exited` tells
-            self.process.stdin.write(len(setup).to_bytes(4, "little") + setup)
-            await self.process.stdin.drain()
+        stdin = self.process.stdin
+        # An error here means that the process is dead (uvloop raises RuntimeError then): `exited` will tell.
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            if stdin is not None:
+                stdin.write(len(setup).to_bytes(4, "little") + setup)
+                await stdin.drain()
 
     def send(self, message: ToCore) -> None:
         self.send_encoded(encode(message))
@@ -77,20 +93,20 @@ class CoreClient(Client):
         self.socket.send(data, zmq.NOBLOCK)
 
     async def receive(self) -> FromCore:
-        """The next message; msgspec.DecodeError where there is none in what came: what a core says is then unknown."""
+        """The next message; msgspec.DecodeError if what came cannot be read as one."""
         return _decode(await self.socket.recv())
 
     def rest(self) -> Iterator[FromCore]:
         """What a dead core had still sent, as far as it can be read."""
-        socket = zmq.Socket.shadow(self.socket)
+        socket: zmq.Socket[bytes] = zmq.Socket.shadow(self.socket)
         with contextlib.suppress(zmq.Again, msgspec.DecodeError):
             while True:
                 yield _decode(socket.recv(zmq.NOBLOCK))
 
     async def exited(self) -> bool:
-        """Waits for the end; True if the core fell by itself."""
-        code = await self.process.wait()
-        return not (code < 0 and -code in OUTSIDE_SIGNALS)
+        """Waits for the end; True if the core crashed or exited by itself, False if a signal from outside killed it."""
+        code = await self._require_process().wait()
+        return -code not in OUTSIDE_SIGNALS
 
     def in_flight(self) -> list[str]:
         return self.recorder.read()
@@ -98,7 +114,7 @@ class CoreClient(Client):
     async def dump_and_kill(self) -> None:
         """For a core that stands still: it writes what its threads are doing to the log, if it can."""
         with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGUSR1)
+            self._require_process().send_signal(signal.SIGUSR1)
             await asyncio.sleep(DUMP_GRACE_S)
         self.kill()
 
@@ -109,11 +125,10 @@ class CoreClient(Client):
                 self.process.kill()
 
     async def close(self) -> None:
-        """Kills the process if it still runs, reaps it, and leaves nothing behind."""
+        """Ends the process and removes its socket and its flight record."""
         if self.process is not None:
-            self.kill()
-            await self.process.wait()
-            self.process.stdin.close()
+            self.killed = True
+            await end_process(self.process)
         self.socket.close(linger=0)
         self.context.term()
         self.recorder.close()

@@ -6,6 +6,7 @@ the same state. Must not know requests or stop strings. The time per token does 
 
 import codecs
 import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,16 @@ if TYPE_CHECKING:
 
 _BAD = "\ufffd"
 _EACH_BYTE = "quire.replace_each_byte"
-codecs.register_error(_EACH_BYTE, lambda error: (_BAD * (error.end - error.start), error.end))
+_BYTE_TOKEN = re.compile("<0x([0-9a-fA-F]{2})>")
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    return _BAD * (error.end - error.start), error.end
+
+
+codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
 
 class Pieces:
@@ -32,7 +42,7 @@ class Pieces:
         self._cache: dict[int, bytes] = {}
         self.num_stripped = num_stripped  # spaces taken off the front of a text
         # `tokenizers` writes one U+FFFD per bad byte for <0xHH> tokens, and one per bad run for byte-level text. (It
-        # also blanks good bytes next to bad <0xHH> ones; a stream has shown those by then, so we keep them.)
+        # also replaces good bytes next to bad <0xHH> ones; a stream has shown those by then, so we keep them.)
         self.errors = "replace" if byte_level else _EACH_BYTE
 
     @classmethod
@@ -49,9 +59,12 @@ class Pieces:
             return None
         if steps[0]["pattern"] != {"String": "▁"} or steps[0]["content"] != " ":
             return None
-        if kinds[3:] and (steps[3]["content"] != " " or steps[3]["stop"] != 0):
+        if len(steps) == 3:
+            return cls(backend, byte_level=False, num_stripped=0)
+        strip = steps[3]
+        if strip["content"] != " " or strip["stop"] != 0:
             return None
-        return cls(backend, byte_level=False, num_stripped=steps[3]["start"] if kinds[3:] else 0)
+        return cls(backend, byte_level=False, num_stripped=strip["start"])
 
     def __getitem__(self, token_id: int) -> bytes:
         piece = self._cache.get(token_id)
@@ -67,18 +80,15 @@ class Pieces:
                 return bytes(map(_BYTE_OF_CHAR.__getitem__, token))
             except KeyError:  # an added token, written as it is
                 return token.encode()
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            try:
-                return bytes.fromhex(token[3:5])
-            except ValueError:
-                pass
+        if byte_token := _BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(byte_token[1])
         return token.replace("▁", " ").encode()
 
 
 def _byte_level_alphabet() -> dict[str, int]:
     """GPT-2's way to write bytes: Latin-1 where it is printable, else the next character from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in printable)
+    others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + idx): byte for idx, byte in enumerate(others)}
 
 
@@ -105,9 +115,10 @@ class Detokenizer:
             has_context = any(token_id not in self._skipped for token_id in prompt_ids)
             self._text: _ByteText | _WindowText = _ByteText(tokenizer.pieces, has_context)
         else:
-            unspaced = frozenset() if spaces_between_special_tokens else tokenizer.added_ids
-            context = [token_id for token_id in prompt_ids[-_WindowText.CONTEXT * 2 :] if token_id not in self._skipped]
-            self._text = _WindowText(tokenizer.backend, context, unspaced)
+            unspaced_ids = frozenset() if spaces_between_special_tokens else tokenizer.added_ids
+            last_ids = prompt_ids[-_WindowText.CONTEXT * 2 :]
+            context = [token_id for token_id in last_ids if token_id not in self._skipped]
+            self._text = _WindowText(tokenizer.backend, context, unspaced_ids)
 
     def feed(self, token_ids: Iterable[int]) -> str:
         """The text these tokens made certain; what may still change stays inside."""
@@ -152,7 +163,7 @@ class _WindowText:
     """Any decoder: decode the last few tokens with and without the new ones; the difference is new text."""
 
     CONTEXT = 6  # tokens kept before the new ones: what a decoder may look back at
-    MAX_HELD = 8  # a character has at most 4 bytes: more tokens than that are not waiting for their rest
+    MAX_HELD = 8  # tokens without a whole character: one has at most 4 bytes, so these are simply bad bytes
 
     def __init__(self, backend: Backend, context: list[int], unspaced_ids: frozenset[int]) -> None:
         self._backend = backend

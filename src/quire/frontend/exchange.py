@@ -1,4 +1,4 @@
-"""Client: a way to a core, and how what the core says reaches the requests; the same in this process and over a socket.
+"""Client: sends messages to a core and gives each request what the core answers, in one process or over a socket.
 
 Used by `LLM` and by the supervisor, which decide what follows from a change. Knows messages and requests, not who waits
 for them.
@@ -14,7 +14,7 @@ from quire.messages import AddRequest, ChoiceDelta, StepOutputs, ToCore, Vocabul
 
 
 class Change(NamedTuple):
-    """Something the core said of a request, which has taken it in unless there is an error."""
+    """What a delta of the core changed in a request; with an error, the request has not taken the delta in."""
 
     request: RequestState
     num_tokens: int  # that came with it
@@ -30,7 +30,7 @@ class Client(ABC):
         """Does not wait for an answer."""
 
     def prepare(self, message: AddRequest, vocabulary: Callable[[], Vocabulary]) -> None:
-        """Before a request is sent: a core must know what tokens spell when its first constraint comes."""
+        """Call before a request is sent: a core must know what tokens spell before its first constraint comes."""
         if message.constraint is not None and not self.knows_vocabulary:
             self.send(vocabulary())
             self.knows_vocabulary = True
@@ -50,9 +50,8 @@ class Client(ABC):
             reason = delta.error
             return RequestError(reason) if reason else InternalError("the engine could not take this request in")
         try:
-            if (
-                abort := request.add_delta(delta)
-            ) is not None:  # a stop string ended the choice, which the core cannot see
+            abort = request.add_delta(delta)
+            if abort is not None:  # a stop string ended the choice, which the core cannot see
                 self.send(abort)
         except Exception as error:
             return error

@@ -14,9 +14,14 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from quire.errors import BadModelFileError, QuireError, UnsupportedModelError
 
 # tokenizer.ggml.token_type
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+BYTE = 6
 
-# Every way to cut every token in two is tried for some vocabularies. About ten times what real ones have.
+# Limits, because for some vocabularies every way to cut every token in two is tried. Real ones have about a tenth.
 _MAX_TOKEN_CHARS = 1 << 12
 _MAX_VOCABULARY_CHARS = 1 << 24
 
@@ -24,11 +29,11 @@ _SPACE = "▁"  # how SentencePiece vocabularies write a space
 
 # GGUF files carry no generation_config.json, and many name only one of the tokens that end a turn.
 _TURN_ENDS = frozenset(
-    {
-        "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>",
-        "<turn|>", "<|return|>", "<|call|>", "<｜end▁of▁sentence｜>", "<EOT>", "[EOT]", "<end_of_utterance>",
-    }
-)  # fmt: skip
+    """
+    <|im_end|> <|eot_id|> <|eom_id|> <|end|> <|endoftext|> <|end_of_text|> <end_of_turn>
+    <turn|> <|return|> <|call|> <｜end▁of▁sentence｜> <EOT> [EOT] <end_of_utterance>
+    """.split()
+)
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,8 @@ def _cased_words(numbers: str, *, contractions: str) -> str:
     )
 
 
-# DeepSeek LLM lists the letters that have case one by one, as of an old Unicode version. As numbers: some of them
-# turn into others where an editor normalizes.
+# DeepSeek LLM lists the letters that have case one by one, as of an old Unicode version. They are written as numbers
+# because an editor that normalizes Unicode would turn some of them into others.
 _CASED_LETTERS = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376"
     "\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f"
@@ -89,7 +94,7 @@ _DEEPSEEK_LLM_PUNCTUATION = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\
 
 # tokenizer.ggml.pre -> rule
 _RULES: dict[str, _Rule] = {
-    # The tests compare these with llama.cpp's expected ids; those say nothing about NFC but that qwen35 is without.
+    # The tests compare these with llama.cpp's expected ids, which say nothing about NFC except that qwen35 has none.
     "gpt-2": _GPT2,
     "mpt": _NEOX,
     "starcoder": _DIGITS,
@@ -162,14 +167,16 @@ def build(metadata: Mapping[str, Any]) -> GGUFVocabulary:
         raise
     except Exception as error:  # merges that name no tokens and the like: `tokenizers` raises plain Exception
         raise BadModelFileError(f"the tokenizer in this GGUF file is damaged ({error}): use another file.") from None
-    # Phi-3 swallows the spaces and line ends after most of its special tokens; GGUF has no field to say so.
-    strips = kind == "llama" and metadata.get("general.architecture") == "phi3"
-    _add_special(tokenizer, fields, unstripped=("<unk>", "<s>", "<|endoftext|>") if strips else None)
+    # Phi-3 drops the spaces and line ends after most of its special tokens; GGUF has no field to say so.
+    is_phi3 = kind == "llama" and metadata.get("general.architecture") == "phi3"
+    _add_special(tokenizer, fields, unstripped=("<unk>", "<s>", "<|endoftext|>") if is_phi3 else None)
     bos, eos = fields.token_id("bos"), fields.token_id("eos")
     turn_ends = {idx for idx in fields.of_type(CONTROL) if fields.tokens[idx] in _TURN_ENDS}
-    turn_ends |= {idx for name in ("eos", "eot", "eom") if (idx := fields.token_id(name)) is not None}
+    named_ends = [fields.token_id(name) for name in ("eos", "eot", "eom")]
+    turn_ends.update(idx for idx in named_ends if idx is not None)
     if "<|return|>" in fields.vocab:  # harmony: <|end|> ends a message there, not the answer
         turn_ends.discard(fields.vocab.get("<|end|>", -1))
+    named_tokens = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     return GGUFVocabulary(
         tokenizer=tokenizer,
         bos_token_id=bos,
@@ -178,9 +185,7 @@ def build(metadata: Mapping[str, Any]) -> GGUFVocabulary:
         prefix_ids=(bos,) if bos is not None and fields.flag("add_bos_token", add_bos) else (),
         suffix_ids=(eos,) if eos is not None and fields.flag("add_eos_token", False) else (),
         special_tokens={
-            f"{name}_token": fields.tokens[idx]
-            for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-            if (idx := fields.token_id(key)) is not None
+            name: fields.tokens[idx] for name, key in named_tokens.items() if (idx := fields.token_id(key)) is not None
         },
     )
 
@@ -245,15 +250,20 @@ def _byte_level(fields: _Fields) -> tuple[Tokenizer, bool]:
         raise UnsupportedModelError(
             f"this GGUF file cuts text by a rule {name!r:.40} that Quire does not know: give another with --tokenizer."
         )
-    merges = [tuple(merge.split(" ", 1)) for merge in fields.strings("merges")]
+    merges = [_pair(merge) for merge in fields.strings("merges")]
     tokenizer = Tokenizer(models.BPE(fields.vocab, merges, ignore_merges=rule.whole_words))
     if rule.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns]
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, rule.add_bos
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, right = merge.split(" ", 1)
+    return left, right
 
 
 def _sentencepiece(fields: _Fields) -> tuple[Tokenizer, bool]:

@@ -1,4 +1,4 @@
-"""From what a user sends to a request the core can run: text becomes ids, limits of the model are checked, seeds are drawn.
+"""Turns what a user sends into a request the core can run: tokenizes text, checks the model's limits, draws seeds.
 
 Called by the ways in. After this a request can no longer be wrong, only slow.
 """
@@ -33,52 +33,64 @@ class InputProcessor:
         self.seeds = random.Random(model.config.model.seed)
 
     def request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str = "",
-        thinks: bool = False, owner: str = "", wants_vector: bool = False,
-    ) -> RequestState:  # fmt: skip
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        cache_salt: str = "",
+        thinks: bool = False,
+        owner: str = "",
+        wants_vector: bool = False,
+    ) -> RequestState:
         """A checked request with the message that starts it; RequestError says what is wrong.
 
-        `thinks`: the answer may begin with thinking, which a grammar leaves alone. `owner`: a digest of the sender's API key.
-        `wants_vector`: see AddRequest."""
+        `thinks`: the answer may begin with thinking, to which a grammar does not apply. `owner`: a digest of the
+        sender's API key. `wants_vector`: see AddRequest.
+        """
         params.verify()
         if isinstance(prompt, Mapping):
             cache_salt = prompt.get("cache_salt") or cache_salt
         text, token_ids = self.tokenize(prompt)
         self._check(token_ids, params, priority, cache_salt)
         constraint = self._constraint(params, token_ids, thinks)
-        complete = msgspec.structs.replace(
-            params, max_tokens=self._max_tokens(params, len(token_ids)), structured_outputs=None
-        )
-        if complete.min_tokens > complete.max_tokens:
-            complete.min_tokens = complete.max_tokens
-        seed = params.seed if params.seed is not None else self.seeds.getrandbits(63)
-        bad_words = self._bad_word_ids(params.bad_words)
+        max_tokens = self._max_tokens(params, len(token_ids))
+        complete = msgspec.structs.replace(params, max_tokens=max_tokens, structured_outputs=None)
         message = AddRequest(
-            request_id, token_ids, complete, seed, {choice_idx: [] for choice_idx in range(params.n)}, self.model.eos_ids,
-            bad_words=bad_words, priority=priority, cache_salt=cache_salt, constraint=constraint,
+            request_id,
+            token_ids,
+            complete,
+            seed=params.seed if params.seed is not None else self.seeds.getrandbits(63),
+            choices={choice_idx: [] for choice_idx in range(params.n)},
+            eos_ids=self.model.eos_ids,
+            bad_words=self._bad_word_ids(params.bad_words),
+            priority=priority,
+            cache_salt=cache_salt,
+            constraint=constraint,
             wants_vector=wants_vector,
-        )  # fmt: skip
+        )
         return RequestState(request_id, text, token_ids, complete, message, self.model.tokenizer, owner)
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text or None, token ids) of a prompt in any of its forms."""
+        given: Any = prompt
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
-                prompt = prompt["prompt_token_ids"]
+                given = prompt["prompt_token_ids"]
             elif "prompt" in prompt:
-                prompt = prompt["prompt"]
+                given = prompt["prompt"]
             else:
                 raise RequestError('a prompt given as a dict needs "prompt" or "prompt_token_ids"')
-        if isinstance(prompt, str):
-            if "\0" in prompt:
+        if isinstance(given, str):
+            if "\0" in given:
                 raise RequestError("the prompt holds a null character: remove it")
-            return prompt, self.encode(prompt)
-        if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
-            raise RequestError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
-        return None, list(prompt)
+            return given, self.encode(given)
+        if not isinstance(given, Sequence) or isinstance(given, (bytes, bytearray)):
+            raise RequestError(f"a prompt is text or a list of token ids, not {type(given).__name__}")
+        return None, list(given)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. One that is too long for the context by its characters alone is refused, not tokenized."""
+        """Token ids of a text; one with so many characters that it cannot fit is refused before it is tokenized."""
         tokenizer = self.model.need_tokenizer("a text")
         tokenizer.check_fits(text, self.model.max_model_len)
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -93,22 +105,21 @@ class InputProcessor:
         _in_vocabulary("stop_token_ids", params.stop_token_ids, vocab_size)
         _in_vocabulary("logit_bias", params.logit_bias, vocab_size)
         _in_vocabulary("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
-        if (
-            not isinstance(priority, int)
-            or isinstance(priority, bool)
-            or not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT
-        ):
+        is_whole = isinstance(priority, int) and not isinstance(priority, bool)
+        if not is_whole or not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT:
             raise RequestError("priority must be a whole number of 32 bits")
         if not isinstance(cache_salt, str) or len(cache_salt) > MAX_CACHE_SALT_CHARS:
             raise RequestError(f"cache_salt must be text of at most {MAX_CACHE_SALT_CHARS} characters")
 
     def _constraint(self, params: SamplingParams, token_ids: list[int], thinks: bool) -> Constraint | None:
-        budget, grammar = params.thinking_token_budget, None
+        budget = params.thinking_token_budget
+        grammar: GrammarSpec | None = None
         if params.structured_outputs is not None:
             grammar = grammar_spec(params.structured_outputs)
             if params.min_tokens:
                 raise RequestError(
-                    "min_tokens cannot be combined with structured output, whose grammar says when it ends: leave it out"
+                    "min_tokens cannot be combined with structured output, whose grammar says when it ends: "
+                    "leave it out"
                 )
             if not self.model.eos_ids:
                 raise RequestError("structured output needs a token that ends an answer, and this model names none")
@@ -134,17 +145,21 @@ class InputProcessor:
         return found
 
     def _max_tokens(self, params: SamplingParams, num_prompt_tokens: int) -> int:
-        """What the context leaves room for, or less where that was asked for. Logprobs are bounded in number: where nobody said
-        how long an answer may be, it ends before it has too many."""
-        room, limit = self.model.max_model_len - num_prompt_tokens, self.max_logprobs
+        """What the context leaves room for, or less where that was asked for.
+
+        The number of logprobs has a limit: an answer for which no length was asked ends before it has too many.
+        """
+        room = self.model.max_model_len - num_prompt_tokens
+        limit = self.max_logprobs
         if limit is None:
             return min(params.max_tokens or room, room)
         of_prompt = 0 if params.prompt_logprobs is None else params.n * num_prompt_tokens * (params.prompt_logprobs + 1)
         per_token = 0 if params.logprobs is None else params.n * (params.logprobs + 1)
         asked = min(params.max_tokens or 1, room)
-        if of_prompt + per_token * asked > limit:
+        num_logprobs = of_prompt + per_token * asked
+        if num_logprobs > limit:
             raise RequestError(
-                f"this asks for {of_prompt + per_token * asked:,} logprobs, and the limit is {limit:,}: "
+                f"this asks for {num_logprobs:,} logprobs, and the limit is {limit:,}: "
                 "lower max_tokens, n, logprobs or prompt_logprobs"
             )
         if params.max_tokens is not None:
@@ -155,7 +170,7 @@ class InputProcessor:
 def grammar_spec(asked: StructuredOutputs) -> GrammarSpec:
     """Checked as far as that can be done without compiling it."""
     kind = asked.kind()
-    value = {"type": "object"} if kind == "json_object" else getattr(asked, kind)
+    value: Any = {"type": "object"} if kind == "json_object" else getattr(asked, kind)
     is_text = kind in ("regex", "grammar") or (kind != "choice" and isinstance(value, str))
     try:
         text = value if is_text else json.dumps(value, ensure_ascii=False)
@@ -168,9 +183,10 @@ def grammar_spec(asked: StructuredOutputs) -> GrammarSpec:
 
 
 def _in_vocabulary(what: str, token_ids: Any, vocab_size: int) -> None:
-    if token_ids and not set(map(type, token_ids)) - {int} and 0 <= min(token_ids) and max(token_ids) < vocab_size:
+    are_ids = set(map(type, token_ids)) == {int} and 0 <= min(token_ids) and max(token_ids) < vocab_size
+    if are_ids:
         return
-    for token_id in token_ids:  # slower, and says which
+    for token_id in token_ids:  # slower, and says which one is wrong
         if not isinstance(token_id, int) or isinstance(token_id, bool):
             raise RequestError(f"{what} must hold token ids, not {shown(token_id)}")
         if not 0 <= token_id < vocab_size:

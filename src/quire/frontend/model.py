@@ -29,7 +29,7 @@ from quire.utils.files import read_file
 
 log = logging.getLogger(__name__)
 
-MARKER_TOKENS = 32  # more than open any thinking, with the white space after
+MARKER_TOKENS = 32  # more than any mark that opens thinking has, with the white space after it
 
 # generation_config.json's names that mean the same here
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -41,7 +41,7 @@ class ModelInfo:
     hf_config: dict[str, Any]
     generation: dict[str, Any]
     tokenizer: Tokenizer | None  # None with --skip-tokenizer-init
-    template: ChatTemplate | None
+    template: ChatTemplate
 
     @classmethod
     def open(cls, config: EngineConfig, serving: bool = False) -> "ModelInfo":
@@ -54,14 +54,15 @@ class ModelInfo:
             log.warning("computing on the CPU: %s", here.gpu_problem)
         _check_format("--tool-call-parser", tools, config.structured.tool_call_parser)
         _check_format("--reasoning-parser", reasoning, config.structured.reasoning_parser)
-        tokenizer = template = None
+        tokenizer: Tokenizer | None = None
+        template = ChatTemplate(None)
         if not options.skip_tokenizer_init:
             tokenizer = Tokenizer.from_path(options.tokenizer) if options.tokenizer else Tokenizer.from_files(files)
             template = ChatTemplate.of(tokenizer, _template_source(options.chat_template))
         return cls(resolved, hf_config, read_generation_config(files), tokenizer, template)
 
     def prepare(self) -> None:
-        """Makes what requests would make at first use, and then hold others up."""
+        """Makes now what the first request would make, while others wait."""
         _ = self.tool_format, self.reasoning_format
         if self.tokenizer is not None:
             self.tokenizer.prepare()
@@ -72,15 +73,18 @@ class ModelInfo:
 
     @property
     def max_model_len(self) -> int:
-        return self.config.model.max_model_len
+        limit = self.config.model.max_model_len
+        if limit is None:
+            raise ValueError("the config is not resolved: it has no max_model_len")
+        return limit
 
     @cached_property
     def eos_ids(self) -> list[int]:
         found = set(self.tokenizer.eos_token_ids) if self.tokenizer else set()
         for source in (self.generation, self.hf_config):
-            ids = source.get("eos_token_id")
-            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-        return sorted(i for i in found if isinstance(i, int) and 0 <= i < self.vocab_size)
+            named = source.get("eos_token_id")
+            found.update(named if isinstance(named, list) else [named])
+        return sorted(idx for idx in found if isinstance(idx, int) and 0 <= idx < self.vocab_size)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -101,34 +105,41 @@ class ModelInfo:
 
     def _format(self, package: ModuleType, name: str) -> ModuleType | None:
         if name == "auto":
-            source = self.template.source if self.template is not None else None
-            name = package.choose(source, str(self.hf_config.get("model_type", ""))) or "none"
+            name = package.choose(self.template.source, str(self.hf_config.get("model_type", ""))) or "none"
         return registry.load(package.__name__, name) if name != "none" else None
 
     def thinking(self, token_ids: Sequence[int], budget: int | None = None) -> Thinking | None:
         """Where thinking begins and ends after this prompt; None where the model does none."""
-        if self.reasoning_format is None or self.tokenizer is None or not self.reasoning_format.END:
+        marks_thinking = self.reasoning_format is not None and self.reasoning_format.END
+        if not marks_thinking or self.tokenizer is None:
             return None
         return Thinking(self.thinking_is_open(token_ids), *self._thinking_ids, budget)
 
     def thinking_is_open(self, token_ids: Sequence[int]) -> bool:
         """Whether a prompt ends with the beginning of thinking."""
-        end = self.tokenizer.decode(token_ids[-MARKER_TOKENS:], skip_special_tokens=False)
+        if self.reasoning_format is None:
+            return False
+        tokenizer = self.need_tokenizer("thinking")
+        end = tokenizer.decode(token_ids[-MARKER_TOKENS:], skip_special_tokens=False)
         return reasoning.is_open(self.reasoning_format, end)
 
     @cached_property
     def special_spellings(self) -> StopStrings:
-        return StopStrings(sorted(filter(None, map(self.tokenizer.backend.id_to_token, self.tokenizer.special_ids))))
+        return StopStrings(self.need_tokenizer("a special token").special_spellings())
 
     @cached_property
     def _thinking_ids(self) -> tuple[list[int], list[int]]:
-        """What opens and closes it, in tokens."""
-        start_ids, end_ids = (
-            self.tokenizer.encode(marker, add_special_tokens=False) if marker else []
-            for marker in (self.reasoning_format.START, self.reasoning_format.END)
-        )
-        # A marker that a model was trained on begins with a token of its own; else a bracket would be taken for the beginning of a thought.
-        return start_ids if start_ids and start_ids[0] in self.tokenizer.added_ids else [], end_ids
+        """The tokens that open thinking, and those that close it."""
+        if self.reasoning_format is None:
+            return [], []
+        tokenizer = self.need_tokenizer("thinking")
+        start, end = self.reasoning_format.START, self.reasoning_format.END
+        start_ids = tokenizer.encode(start, add_special_tokens=False) if start else []
+        end_ids = tokenizer.encode(end, add_special_tokens=False) if end else []
+        # A model that was trained on the mark has a token for its beginning. In another model the first token may be a
+        # mere bracket, which must not be taken for the beginning of thinking.
+        has_own_token = bool(start_ids) and start_ids[0] in tokenizer.added_ids
+        return start_ids if has_own_token else [], end_ids
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
@@ -156,7 +167,8 @@ def _check_format(flag: str, package: ModuleType, name: str) -> None:
 
 def machine() -> Machine:
     """The one this process runs on."""
-    return Machine(len(os.sched_getaffinity(0)), *gpus())
+    found = gpus()
+    return Machine(len(os.sched_getaffinity(0)), found.count, found.problem, found.is_broken)
 
 
 def _template_source(option: str | None) -> str | None:
@@ -165,10 +177,7 @@ def _template_source(option: str | None) -> str | None:
         return option
     try:
         return read_file(Path(option).expanduser(), MAX_TEMPLATE_BYTES).decode()
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # RuntimeError: no such home; ValueError: bad UTF-8, a null character
+    # RuntimeError: the path names a home folder that does not exist. ValueError: bad UTF-8, or a null character.
+    except (OSError, RuntimeError, ValueError) as error:
         why = getattr(error, "strerror", None) or "it is not the path of a UTF-8 text"
         raise ConfigError(f"the chat template {option!r:.200} cannot be read: {why}") from None

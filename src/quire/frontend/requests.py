@@ -1,6 +1,7 @@
 """The truth about a live request: prompt, parameters, seed, every token so far, and the text they make.
 
-Fed with the core's deltas, read by whoever answers the user. Everything needed to start the request again on a fresh core is here.
+Fed with the core's deltas, read by whoever answers the user. Everything needed to start the request again on a fresh
+core is here.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from quire.step import TokenLogprobs
 class ChoiceUpdate(NamedTuple):
     """What a choice gained since its reader last looked."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls on an update
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
@@ -31,9 +32,15 @@ class ChoiceUpdate(NamedTuple):
 
 class RequestState:
     def __init__(
-        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, message: AddRequest,
-        tokenizer: Tokenizer | None, owner: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        message: AddRequest,
+        tokenizer: Tokenizer | None,
+        owner: str = "",
+    ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
@@ -43,9 +50,9 @@ class RequestState:
         self.tokenizer = tokenizer
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
         self.prompt_logprobs: list[TokenLogprobs] = []
-        strings = StopStrings(params.stop)
         self.vector: list[float] = []  # of a request that wants one, when it is finished
-        self.choices = [ChoiceState(idx, params, strings, tokenizer, prompt_token_ids) for idx in range(params.n)]
+        stops = StopStrings(params.stop)
+        self.choices = [ChoiceState(idx, params, stops, tokenizer, prompt_token_ids) for idx in range(params.n)]
         self.num_unfinished = params.n
 
     @property
@@ -54,9 +61,10 @@ class RequestState:
 
     def add_delta(self, delta: ChoiceDelta) -> Abort | None:
         """Takes a delta in; an Abort comes back when the text ended where the core could not see it."""
-        choice, now = self.choices[delta.choice_idx], time.monotonic()
+        choice = self.choices[delta.choice_idx]
+        now = time.monotonic()
         if choice.finish_reason is not None:
-            return None  # what was under way when a stop string ended it
+            return None  # computed before the core knew that a stop string ended it
         self.prompt_logprobs += delta.prompt_logprobs
         self.vector = delta.vector or self.vector
         metrics = self.metrics
@@ -193,16 +201,21 @@ class ChoiceState:
 
     def update(self) -> ChoiceUpdate | None:
         """What is new since the last call; None if nothing is."""
-        texts, tokens, logprobs = self.num_read
+        first_text, first_token, first_logprob = self.num_read
         self.num_read = len(self.texts), len(self.token_ids), len(self.logprobs)
-        if tokens == self.num_read[1] and self.told_end is (self.finish_reason is not None):
+        is_finished = self.finish_reason is not None
+        if first_token == len(self.token_ids) and self.told_end is is_finished:
             return None
-        self.told_end = self.finish_reason is not None
-        new_texts = self.texts[texts:]
+        self.told_end = is_finished
+        new_texts = self.texts[first_text:]
         return ChoiceUpdate(
-            self.index, new_texts[0] if len(new_texts) == 1 else "".join(new_texts), self.token_ids[tokens:],
-            self.logprobs[logprobs:], self.finish_reason, self.stop_reason,
-        )  # fmt: skip
+            self.index,
+            new_texts[0] if len(new_texts) == 1 else "".join(new_texts),
+            self.token_ids[first_token:],
+            self.logprobs[first_logprob:],
+            self.finish_reason,
+            self.stop_reason,
+        )
 
     def output(self) -> CompletionOutput:
         has_logprobs = self.params.logprobs is not None

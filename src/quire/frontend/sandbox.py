@@ -1,12 +1,12 @@
 """The jinja2 environment of chat templates: jinja's own sandbox, and bounds on what rendering takes in time and memory.
 
 Made by `chat.py`, once per template. A template comes with a model, from a stranger, and a few characters of it can
-stand for terabytes or for years. So every rendering has a `Meter`, and all that makes something larger is charged to
-it before or right after it is made: loops and macros by what their body holds, operators, filters, methods and
-literals by the size of their results.
+ask for terabytes of text or years of work. So every rendering has a `Meter`, and all that makes something larger is
+charged to it before or right after it is made: loops and macros by what their body holds, operators, filters, methods
+and literals by the size of their results.
 
-A value's size counts everything in it as often as it occurs there. So lists in lists that double are paid for when
-they are made, and comparing or printing them later cannot take more than was paid.
+A value's size counts everything in it as often as it occurs there. So lists that hold a list many times over are paid
+for in full when they are made, and comparing or printing them later cannot take more than was paid.
 """
 
 import re
@@ -23,8 +23,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.visitor import NodeTransformer
 
 MAX_SECONDS = 5.0  # of this thread's own time
-MAX_CHARS = 1 << 26  # made on the way, rendered or not, and for each character of the conversation:
-MAX_COPIES = 32
+MAX_CHARS = 1 << 26  # made on the way, rendered or not
+MAX_COPIES = 32  # as many more characters for each character of the conversation
 
 _STEP = 64  # an iteration, a call; also one entry of a list
 _CLOCK_STEP = 64 * _STEP
@@ -41,7 +41,12 @@ _CONVERSION_OF_GIVEN_WIDTH = re.compile(r"%[^%a-zA-Z]*\*")
 _NUMBER = re.compile(r"\d+")
 
 # How the changes to a template's tree are spelled: as filters, which a template's author could not write.
-_TICK, _LITERAL, _SLICE, _ADD, _CONCAT, _OUTPUT = "<tick>", "<literal>", "<slice>", "<add>", "<concat>", "<output>"
+_TICK = "<tick>"
+_LITERAL = "<literal>"
+_SLICE = "<slice>"
+_ADD = "<add>"
+_CONCAT = "<concat>"
+_OUTPUT = "<output>"
 
 
 class TooMuchError(jinja2.TemplateRuntimeError):
@@ -57,7 +62,8 @@ class Meter:
         """`num_chars`: of the conversation."""
         self._left = MAX_CHARS + MAX_COPIES * num_chars
         self._clock_at = self._left  # how much is left when the clock is read next
-        self._deadline, self._started = time.monotonic() + MAX_SECONDS, time.thread_time()
+        self._deadline = time.monotonic() + MAX_SECONDS
+        self._started = time.thread_time()
 
     def charge(self, amount: int) -> None:
         self._left -= amount
@@ -70,7 +76,7 @@ class Meter:
                 raise TooMuchError(f"it takes over {MAX_SECONDS:.0f} s")
 
     def need(self, amount: int) -> None:
-        """Before something is made that may be this large."""
+        """Call before something is made that may be this large."""
         if amount > self._left:
             raise TooMuchError("it makes too much text")
 
@@ -105,9 +111,13 @@ class _Context(Context):
     meter: Meter
 
     def derived(self, locals: dict[str, Any] | None = None) -> Context:
-        context = super().derived(locals)
-        context.meter = self.meter
-        return context
+        return _with_meter(super().derived(locals), self.meter)
+
+
+def _with_meter(context: Context, meter: Meter) -> Context:
+    if isinstance(context, _Context):  # always: it is the `context_class` of the environment
+        context.meter = meter
+    return context
 
 
 class _Namespace(Namespace):
@@ -140,8 +150,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def render(self, template: jinja2.Template, variables: dict[str, Any], num_chars: int) -> Iterator[str]:
         """The text in pieces; `num_chars`: of the conversation."""
-        context = template.new_context(variables)
-        context.meter = Meter(num_chars)
+        context = _with_meter(template.new_context(variables), Meter(num_chars))
         return template.root_render_func(context)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -149,7 +158,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         tree.set_environment(self)
         return tree
 
-    def call_binop(self, context: _Context, operator: str, left: Any, right: Any) -> Any:
+    # The signatures of these two say what the environment makes: every context is a _Context.
+
+    def call_binop(self, context: _Context, operator: str, left: Any, right: Any) -> Any:  # type: ignore[override]
         if operator == "%":
             return _percent(context.meter, left, right) if isinstance(left, str) else left % right
         if isinstance(left, int) and isinstance(right, int):
@@ -160,7 +171,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                     context.meter.charge(context.meter.size(value) * max(times, 0))
         return super().call_binop(context, operator, left, right)
 
-    def call(__self, __context: _Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  jinja's own way
+    def call(__self, __context: _Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         meter = __context.meter
         meter.charge(_STEP)
         if type(__obj) is not BuiltinMethodType:
@@ -168,7 +179,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if __obj is dict or isinstance(result, str):
                 meter.charge(meter.size(result))
             return result
-        if kwargs:  # these two are jinja's own, for functions that want the context
+        if kwargs:  # jinja adds these two, for functions that want the context
             kwargs.pop("_loop_vars", None)
             kwargs.pop("_block_vars", None)
         owner = __obj.__self__
@@ -238,8 +249,9 @@ def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if hasattr(type(value), "__next__"):
             value = meter.charged(value)
             value = list(value) if grows else value
-        if grows and (args or kwargs):
-            meter.need((meter.size(value) + 1) * (_weight(meter, (*args, *kwargs.values())) + 1))
+        arguments = (*args, *kwargs.values())
+        if grows and arguments:
+            meter.need((meter.size(value) + 1) * (_weight(meter, arguments) + 1))
         if passed is None:
             result = function(value, *args, **kwargs)
         else:
@@ -274,8 +286,8 @@ def _joined(join: Callable[..., str]) -> Callable[..., str]:
 def _summed(add_up: Callable[..., Any]) -> Callable[..., Any]:
     @pass_context
     def run(context: _Context, value: Any, attribute: Any = None, start: Any = 0) -> Any:
-        if not isinstance(start, (int, float)):
-            raise TooMuchError("it adds up something other than numbers")  # lists: each is copied once for all after it
+        if not isinstance(start, (int, float)):  # a sum of lists copies what it has so far for every list it adds
+            raise TooMuchError("it adds up something other than numbers")
         return add_up(context, value, attribute, start)
 
     return run
@@ -309,7 +321,7 @@ def _check_integers(operator: str, left: int, right: int) -> None:
 
 
 def check_pattern(pattern: Any) -> str:
-    """Of a date."""
+    """The pattern of a date, unless it is too long."""
     if len(pattern) > _MAX_PATTERN_CHARS:
         raise TooMuchError("it gives a date in too many characters")
     return pattern
@@ -370,7 +382,7 @@ class _Rewrite(NodeTransformer):
     """Puts a charge wherever a template repeats, collects or cuts."""
 
     def __init__(self) -> None:
-        self._keeps_output = False  # what is written becomes a value; else it is handed out at once, and counted there
+        self._keeps_output = False  # whether what is written here becomes a value; else the renderer counts it
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self._visit_body(node, keeps_output=node.recursive)
@@ -396,7 +408,8 @@ class _Rewrite(NodeTransformer):
     visit_AssignBlock = visit_FilterBlock = visit_Block = _visit_body
 
     def visit_Add(self, node: nodes.Add) -> nodes.Node:
-        values, first = [], node
+        values: list[nodes.Expr] = []
+        first: nodes.Expr = node
         while isinstance(first, nodes.Add):  # a + b + c at once
             values.append(self.visit(first.right))
             first = first.left
@@ -407,7 +420,7 @@ class _Rewrite(NodeTransformer):
         self.generic_visit(node)
         return _filtered(_CONCAT, nodes.Tuple(node.nodes, "load", lineno=node.lineno))
 
-    def visit_List(self, node: nodes.List) -> nodes.Node:
+    def visit_List(self, node: nodes.List | nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
         return node if all(isinstance(item, nodes.Const) for item in node.items) else _filtered(_LITERAL, node)
 
@@ -443,6 +456,6 @@ def _charge(node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Filter:
                 cost += len(found.data)
             elif isinstance(found, nodes.Const):
                 cost += len(found.value) if isinstance(found.value, str) else 1
-            else:
+            elif isinstance(found, (nodes.List, nodes.Tuple, nodes.Dict)):
                 cost += _STEP // 8 * len(found.items)
     return _filtered(_TICK, nodes.Const(cost, lineno=node.lineno))

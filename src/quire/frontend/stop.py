@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """The strings as an Aho-Corasick automaton: its state after a text is the longest end of it that begins one."""
+    """The strings as an Aho-Corasick automaton: its state is the longest end of the text that begins a string."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self.next: list[dict[str, int]] = [{}]  # state -> character -> state
@@ -81,7 +81,8 @@ class StopStream:
         if len(strings.next) == 1:
             return text
         may_stop = num_tokens is None or num_tokens > self._min_tokens
-        state, step, found = self._state, strings.step, strings.found
+        state = self._state
+        step, found = strings.step, strings.found
         for idx, char in enumerate(text):
             state = step(state, char)
             if may_stop and (string := found[state]) is not None:

@@ -8,11 +8,11 @@ from quire.frontend.requests import ChoiceUpdate, RequestState
 
 
 class Stream:
-    """Iterating gives what was added since the last read, one list per wake-up: a reader that keeps up gets one per step, a
-    slow one gets several steps merged, so what waits for it never exceeds the request's own length.
+    """Iterating gives what was added since the last read, one list per wake-up.
 
-    Raises DeadlineError, PoisonError or EngineError where the request could not be finished. Whoever stops reading early
-    calls `abort()`, which frees the request in the core within one step.
+    A reader that keeps up gets one list per step, a slow one gets several steps merged: what waits for it is never
+    longer than the request. Raises DeadlineError, PoisonError or EngineError where the request could not be finished.
+    Whoever stops reading early calls `abort()`, which frees the request in the core within one step.
     """
 
     def __init__(self, request: RequestState, on_abort: Callable[[str], None]) -> None:
@@ -54,9 +54,8 @@ class Stream:
 
     def _raise_error(self) -> None:
         if self.error is not None:
-            raise copy.copy(
-                self.error
-            )  # a traceback leads back here: ours stays without, else the request would be in a cycle
+            # A copy: raising adds a traceback, which refers to this stream, so our own error would be part of a cycle.
+            raise copy.copy(self.error)
 
     def abort(self) -> None:
         """Ends the request with what it has; harmless when it is over."""
@@ -69,7 +68,8 @@ class Stream:
         self._timer = asyncio.get_running_loop().call_at(when, callback, self)
 
     def wake(self) -> None:
-        if self._only_end and self.error is None and not self.request.finished:
+        is_over = self.error is not None or self.request.finished
+        if self._only_end and not is_over:
             return
         self._changed = True
         waiter = self._waiter

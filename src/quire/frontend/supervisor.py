@@ -1,7 +1,8 @@
-"""Keeps a core alive under the live requests: starts it, hands out what it gives, replaces it when it dies or stands still.
+"""Keeps a core running for the live requests: starts it, hands out what it gives, replaces it when it dies or stalls.
 
-Used by AsyncLLM. The truth about each request is in its RequestState, so a fresh core gets every unfinished request with the tokens
-it has, and streams go on. Who may run after a crash is decided in `blame.py`. Knows requests and processes, not text or protocols.
+Used by AsyncLLM. The truth about each request is in its RequestState, so a fresh core gets every unfinished request
+with the tokens it has, and streams go on. Who may run after a crash is decided in `blame.py`. Knows requests and
+processes, not text or protocols.
 """
 
 import asyncio
@@ -18,21 +19,11 @@ from quire import errors
 from quire.config import EngineConfig, ServingConfig
 from quire.errors import DeadlineError, EngineError, InternalError, PoisonError, QuireError, RequestError
 from quire.frontend.blame import MAX_DEATHS, Blame, Cause
-from quire.frontend.core_client import CoreClient, encode, start_process
+from quire.frontend.core_client import CoreClient, encode, end_process, start_process
 from quire.frontend.exchange import Change
 from quire.frontend.requests import RequestState
 from quire.frontend.stream import Stream
-from quire.messages import (
-    Abort,
-    Check,
-    Checked,
-    EngineStats,
-    Failed,
-    FromCore,
-    Ready,
-    StepOutputs,
-    Vocabulary,
-)
+from quire.messages import Abort, Check, Checked, EngineStats, Failed, FromCore, Ready, StepOutputs, Vocabulary
 from quire.metrics.serving import ServingMetrics
 from quire.utils.loop_share import LoopShare
 
@@ -50,9 +41,13 @@ MAX_REQUEST_BYTES = 16 << 20  # of a request as it is sent to the core
 
 class Supervisor:
     def __init__(
-        self, config: EngineConfig, serving: ServingConfig, metrics: ServingMetrics, vocabulary: Callable[[], Vocabulary],
+        self,
+        config: EngineConfig,
+        serving: ServingConfig,
+        metrics: ServingMetrics,
+        vocabulary: Callable[[], Vocabulary],
         process: Process | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config = config
         self.serving = serving
         self.metrics = metrics
@@ -65,12 +60,12 @@ class Supervisor:
         self.epoch = 0
         self.stats = EngineStats()
         self.num_restarts = 0
-        self.failure: errors.QuireError | None = None  # why there is no core and will be none
+        self.failure: QuireError | None = None  # why there is no core and will be none
         self.silent_s = 0.0  # since the core's last message
         self.longest_step_s = 0.0  # decays
         self._checks: list[asyncio.Future[str]] = []
         self._unsent = asyncio.Event()  # live requests may wait to be sent to the core
-        self._sending = False  # the task that sends them is at it: newcomers wait their turn
+        self._sending = False  # the task that sends them is at work: new requests wait until their turn
         self.num_kv_tokens = 0  # that fit into the KV cache; the core says so when it is ready
         self._first_core = asyncio.Event()
         self._folder = _private_folder()
@@ -78,6 +73,11 @@ class Supervisor:
         self._closing = False
 
     # -- living --------------------------------------------------------------------------------------------------
+
+    @property
+    def _ready_core(self) -> CoreClient | None:
+        """The core, if it takes requests now."""
+        return self.core if self.core is not None and self.core.ready else None
 
     async def start(self) -> None:
         """Returns when the first core takes requests; raises what kept it from that."""
@@ -90,7 +90,7 @@ class Supervisor:
     async def close(self) -> None:
         self._closing = True
         if self.core is not None:
-            self.core.kill()  # the supervising task sees it end, or starts none if it had not come to that
+            self.core.kill()  # the supervising task then sees it end, or does not start it at all
         if self._task is not None:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
@@ -101,7 +101,7 @@ class Supervisor:
     def health(self) -> str | None:
         if self.failure is not None:
             return str(self.failure)
-        if self.core is None or not self.core.ready:
+        if self._ready_core is None:
             return "the engine is starting"
         if self.silent_s > self._patience_s:
             return f"the engine has not moved for {self.silent_s:.0f} s"
@@ -109,11 +109,12 @@ class Supervisor:
 
     async def check(self) -> str:
         """What is wrong with the core's books; empty if nothing is."""
-        if self.core is None or not self.core.ready:
+        core = self._ready_core
+        if core is None:
             return "no core"
         answer = asyncio.get_running_loop().create_future()
         self._checks.append(answer)
-        self.core.send(Check())
+        core.send(Check())
         return await answer
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -152,8 +153,9 @@ class Supervisor:
             return
         stream.request.end(reason)
         self.metrics.finished(stream.request, reason)
-        if stream.epoch == self.epoch and self.core is not None and self.core.ready:
-            self.core.send(Abort(request_id))
+        core = self._ready_core
+        if core is not None and stream.epoch == self.epoch:
+            core.send(Abort(request_id))
         if self.blame.forget(request_id):
             self._unsent.set()
 
@@ -163,9 +165,15 @@ class Supervisor:
             self._fail(stream, DeadlineError("the request's time limit passed before it was finished: raise timeout_s"))
 
     def _send(self, stream: Stream, encoded: bytes | None = None) -> None:
-        """To the core, unless it has it already or must not have it now. `encoded`: its first message, where it is at hand."""
-        core, request = self.core, stream.request
-        if core is None or not core.ready or stream.epoch == self.epoch or not self.blame.may_run(request.request_id):
+        """Sends a request to the core, unless it has it already or must not have it now.
+
+        `encoded`: the request's first message, if the caller has encoded it.
+        """
+        core, request = self._ready_core, stream.request
+        is_sent = stream.epoch == self.epoch
+        if core is None or is_sent:
+            return
+        if not self.blame.may_run(request.request_id):
             return
         if stream.epoch >= 0:
             encoded = encode(request.restart())
@@ -176,11 +184,15 @@ class Supervisor:
         stream.epoch = self.epoch
 
     async def _send_unsent(self) -> None:
-        """Sends live requests that the core does not have, in the order they came: to a fresh core, or when a trial is over."""
+        """Sends live requests that the core does not have, in the order they came.
+
+        There are some when a core is fresh, and when a trial (`blame.py`) is over.
+        """
         while True:
             await self._unsent.wait()
             self._unsent.clear()
-            self._sending, share = True, LoopShare()
+            self._sending = True
+            share = LoopShare()
             for stream in list(self.live.values()):
                 try:
                     self._send(stream)
@@ -203,17 +215,17 @@ class Supervisor:
     async def _pump(self, core: CoreClient) -> None:
         share = LoopShare()
         while True:
-            self._handle(await core.receive())
+            self._handle(core, await core.receive())
             await share.pause()
 
-    def _handle(self, message: FromCore) -> None:
+    def _handle(self, core: CoreClient, message: FromCore) -> None:
         self.silent_s = 0.0
         match message:
             case StepOutputs():
-                self._apply_outputs(message)
+                self._apply_outputs(core, message)
             case Ready():
                 self.num_kv_tokens = message.num_tokens
-                self.core.ready = True
+                core.ready = True
                 self._first_core.set()
                 self._unsent.set()
             case Failed():
@@ -228,9 +240,9 @@ class Supervisor:
         if not answer.done():  # whoever asked may have given up
             answer.set_result(problem)
 
-    def _apply_outputs(self, outputs: StepOutputs) -> None:
+    def _apply_outputs(self, core: CoreClient, outputs: StepOutputs) -> None:
         num_tokens = 0
-        for change in self.core.apply_outputs(outputs, self._find):
+        for change in core.apply_outputs(outputs, self._find):
             stream = self.live[change.request.request_id]
             try:
                 self._apply_change(stream, change)
@@ -252,8 +264,10 @@ class Supervisor:
         request = change.request
         if change.is_first:
             self.metrics.first_token(request)
-        if (change.num_tokens or request.finished) and self.blame.watches and self.blame.progressed(request.request_id):
-            self._unsent.set()
+        has_progressed = change.num_tokens > 0 or request.finished
+        if has_progressed and self.blame.watches:
+            if self.blame.progressed(request.request_id):
+                self._unsent.set()
         if request.finished:
             del self.live[request.request_id]
             self.metrics.finished(request)
@@ -293,14 +307,9 @@ class Supervisor:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            share = LoopShare()
-            try:
-                for message in core.rest():
-                    self._handle(message)
-                    await share.pause()
-            except Exception:
-                log.exception("what the engine said last cannot be taken in: its requests go on from what was before")
-            in_flight, was_ready = core.in_flight(), core.ready
+            await self._handle_rest(core)
+            in_flight = core.in_flight()
+            was_ready = core.ready
             core.ready = False
             while self._checks:
                 self._answer_check("the core died")
@@ -308,8 +317,20 @@ class Supervisor:
         if not self._closing:
             await self._after_core_exit(cause, in_flight, was_ready)
 
+    async def _handle_rest(self, core: CoreClient) -> None:
+        share = LoopShare()
+        try:
+            for message in core.rest():
+                self._handle(core, message)
+                await share.pause()
+        except Exception:
+            log.exception("what the engine said last cannot be taken in: its requests go on from what was before")
+
     async def _until_exit(self, core: CoreClient, attendants: list[asyncio.Task]) -> Cause:
-        """Waits for the core's end, and says why it came. A core whose attendant failed is ended too: nobody looks after it."""
+        """Waits for the core's end, and says why it came.
+
+        `attendants`: the tasks that work for the core. If one of them fails, the core is killed: nobody looks after it.
+        """
         exited = asyncio.create_task(core.exited())
         await asyncio.wait([exited, *attendants], return_when=asyncio.FIRST_COMPLETED)
         failures = [error for task in attendants if task.done() and (error := task.exception()) is not None]
@@ -325,7 +346,7 @@ class Supervisor:
         return Cause.OWN if fell_by_itself and core.ready else Cause.OUTSIDE
 
     async def _prepare_spare(self) -> None:
-        """When the core has taken up its work: importing would slow its start."""
+        """Starts the next core's process once this core works: its imports would slow this core's start."""
         if not self.serving.standby:
             return
         await self._first_core.wait()
@@ -337,10 +358,7 @@ class Supervisor:
 
     async def _end_spare(self) -> None:
         if self.spare is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self.spare.kill()
-            await self.spare.wait()
-            self.spare.stdin.close()
+            await end_process(self.spare)
 
     async def _after_core_exit(self, cause: Cause, in_flight: list[str], was_ready: bool) -> None:
         if self.failure is None and not self._first_core.is_set():
@@ -359,10 +377,10 @@ class Supervisor:
             )
             log.critical("%s", self.failure)
         elif self.blame.num_deaths > 1 and not was_ready:
-            await asyncio.sleep(min(0.1 * 2**self.blame.num_deaths, 5.0))  # it does not even start: no hurry
+            await asyncio.sleep(min(0.1 * 2**self.blame.num_deaths, 5.0))  # it does not even start: wait longer
 
     async def _watch(self, core: CoreClient) -> None:
-        """Returns after it has killed a core that stood still. Time in which this very process slept does not count."""
+        """Returns after it has killed a core that stood still; time in which this process slept is not counted."""
         last = time.monotonic()
         while True:
             await asyncio.sleep(TICK_S)
@@ -391,12 +409,13 @@ class Supervisor:
         self._fail(stream, PoisonError("this request makes the engine fail and was stopped; others are not affected"))
 
     def _refuse_poison(self, request: RequestState) -> None:
-        fingerprint, now = request.fingerprint(), time.monotonic()
+        fingerprint = request.fingerprint()
+        now = time.monotonic()
         self.refused = {known: until for known, until in self.refused.items() if until > now}
         if fingerprint in self.refused:
             raise PoisonError("this request made the engine fail a short while ago and is refused for ten minutes")
 
-    def _end_all(self, error: errors.QuireError) -> None:
+    def _end_all(self, error: QuireError) -> None:
         for stream in list(self.live.values()):
             self._fail(stream, error)
 
@@ -404,4 +423,5 @@ class Supervisor:
 def _private_folder() -> Path:
     """Where sockets and records lie: only this user may enter. A long TMPDIR would not fit into a socket's address."""
     default = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="quire-", dir=default if len(default) < MAX_SOCKET_PATH - 30 else "/tmp"))
+    parent = default if len(default) < MAX_SOCKET_PATH - 30 else "/tmp"
+    return Path(tempfile.mkdtemp(prefix="quire-", dir=parent))

@@ -146,11 +146,13 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id in self.special_ids
 
+    def special_spellings(self) -> list[str]:
+        return sorted(filter(None, map(self.backend.id_to_token, self.special_ids)))
+
     @cached_property
     def special_pattern(self) -> re.Pattern[str]:
         """Finds special tokens in text as `encode` does: the first, and the longest of those that begin there."""
-        spellings = filter(None, map(self.backend.id_to_token, self.special_ids))
-        longest_first = sorted(spellings, key=lambda spelling: (-len(spelling), spelling))
+        longest_first = sorted(self.special_spellings(), key=lambda spelling: (-len(spelling), spelling))
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     @cached_property
@@ -216,7 +218,7 @@ def _spelling(token: Any) -> str | None:
 
 
 def _add_missing_tokens(backend: Backend, listed: Any) -> None:
-    """tokenizer_config.json may list tokens tokenizer.json lacks; one that would get another id is left out."""
+    """Adds tokens that only tokenizer_config.json lists; one that would get another id than listed is left out."""
     if not isinstance(listed, dict):
         return
     tokens = {key: token for key, token in listed.items() if _ID.fullmatch(key) and isinstance(token, dict)}
@@ -225,7 +227,8 @@ def _add_missing_tokens(backend: Backend, listed: Any) -> None:
     missing: dict[str, AddedToken] = {}
     for token_id, token in sorted(numbered, key=lambda item: item[0]):
         spelling = token["content"]
-        if token_id == next_id and spelling not in missing and backend.token_to_id(spelling) is None:
+        is_missing = spelling not in missing and backend.token_to_id(spelling) is None
+        if token_id == next_id and is_missing:
             missing[spelling] = AddedToken(spelling, **{flag: bool(token.get(flag)) for flag in _TOKEN_FLAGS})
             next_id += 1
     backend.add_tokens(list(missing.values()))  # at once: each call goes through all there are
