@@ -1,14 +1,16 @@
-"""Model folders in which a file is something else: a pipe, a device, a link, a terabyte of nothing, cut or changed.
+"""Model folders in which a file is damaged: a pipe, a device, a link, a sparse terabyte, or cut or changed.
 
-Used by `fuzz.py`. `quire info`, and now and then `quire serve`, must either work or say in one sentence what is
-wrong, soon and in little memory.
+Used by `fuzz.py`. `quire info`, and now and then `quire serve`, must either work or say in one sentence what is wrong,
+soon and in little memory.
 """
 
 import json
+import math
 import os
 import random
 import re
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,40 +42,11 @@ FILES = [
     "model.safetensors",
 ]
 JSON_FILES = [name for name in FILES if name.endswith(".json")]
-WAYS = [
-    "fifo",
-    "device",
-    "endless",
-    "directory",
-    "dangling",
-    "loop",
-    "sparse",
-    "empty",
-    "missing",
-    "unreadable",
-    "socket",
-]
+# Ways to put something else in a file's place.
+WAYS = "fifo device endless directory dangling loop sparse empty missing unreadable socket".split()
 VALUES = [
-    None,
-    True,
-    -1,
-    0,
-    1,
-    2**31,
-    2**63,
-    2**64,
-    10**30,
-    1e308,
-    5e-324,
-    "",
-    "x",
-    "../../x",
-    [],
-    {},
-    [[]],
-    ["x"] * 1000,
-    {"a": {"a": {}}},
-    "9" * 5000,
+    *(None, True, -1, 0, 1, 2**31, 2**63, 2**64, 10**30, 1e308, 5e-324),
+    *("", "x", "../../x", [], {}, [[]], ["x"] * 1000, {"a": {"a": {}}}, "9" * 5000),
 ]
 BOMBS = {
     "deep": "[" * 100_000 + "]" * 100_000,
@@ -100,25 +74,15 @@ TEMPLATES = [
 def make_folder(folder: Path) -> Path:
     """A tiny Llama of random weights with a tokenizer of bytes: nothing in it is odd."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(
-        json.dumps(TINY | {"torch_dtype": "float32", "bos_token_id": 1, "eos_token_id": 2})
-    )
+    config = TINY | {"torch_dtype": "float32", "bos_token_id": 1, "eos_token_id": 2}
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "temperature": 0.7}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<e>", "bos_token": "<b>"}))
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    vocab = {"<u>": 0, "<b>": 1, "<e>": 2} | {chr(0x21 + idx): 3 + idx for idx in range(200)}
-    added = [
-        {
-            "id": idx,
-            "content": word,
-            "special": True,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-        }
-        for word, idx in list(vocab.items())[:3]
-    ]
+    special = {"<u>": 0, "<b>": 1, "<e>": 2}
+    vocab = special | {chr(0x21 + idx): 3 + idx for idx in range(200)}
+    flags = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [{"id": idx, "content": word} | flags for word, idx in special.items()]
     tokenizer = {
         "version": "1.0",
         "added_tokens": added,
@@ -136,38 +100,37 @@ def make_folder(folder: Path) -> Path:
 
 
 def _shapes() -> dict[str, list[int]]:
-    hidden, inner, heads, kv_heads, head = (
-        TINY[name]
-        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    )
+    hidden = TINY["hidden_size"]
+    inner = TINY["intermediate_size"]
+    queries = TINY["num_attention_heads"] * TINY["head_dim"]
+    keys = TINY["num_key_value_heads"] * TINY["head_dim"]
     layer = {
         "input_layernorm": [hidden],
         "post_attention_layernorm": [hidden],
-        "self_attn.q_proj": [heads * head, hidden],
-        "self_attn.k_proj": [kv_heads * head, hidden],
-        "self_attn.v_proj": [kv_heads * head, hidden],
-        "self_attn.o_proj": [hidden, heads * head],
+        "self_attn.q_proj": [queries, hidden],
+        "self_attn.k_proj": [keys, hidden],
+        "self_attn.v_proj": [keys, hidden],
+        "self_attn.o_proj": [hidden, queries],
         "mlp.gate_proj": [inner, hidden],
         "mlp.up_proj": [inner, hidden],
         "mlp.down_proj": [hidden, inner],
     }
     shapes = {
-        f"model.layers.{idx}.{name}.weight": shape
-        for idx in range(TINY["num_hidden_layers"])
-        for name, shape in layer.items()
-    }
-    whole = {
         "model.embed_tokens.weight": [TINY["vocab_size"], hidden],
         "model.norm.weight": [hidden],
         "lm_head.weight": [TINY["vocab_size"], hidden],
     }
-    return whole | shapes
+    for idx in range(TINY["num_hidden_layers"]):
+        shapes |= {f"model.layers.{idx}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes
 
 
 def _write_safetensors(path: Path, shapes: dict[str, list[int]]) -> None:
-    rng, header, data = random.Random(0), {}, bytearray()
+    rng = random.Random(0)
+    header: dict[str, Any] = {}
+    data = bytearray()
     for name, shape in shapes.items():
-        size = shape[0] * (shape[1] if len(shape) > 1 else 1)
+        size = math.prod(shape)
         start = len(data)
         data += struct.pack(f"<{size}f", *(rng.uniform(-0.1, 0.1) for _ in range(size)))
         header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, len(data)]}
@@ -179,77 +142,65 @@ def _write_safetensors(path: Path, shapes: dict[str, list[int]]) -> None:
 
 
 def folder_cases() -> st.SearchStrategy:
-    files, json_files = st.sampled_from(FILES), st.sampled_from(JSON_FILES)
+    files = st.sampled_from(FILES)
+    json_files = st.sampled_from(JSON_FILES)
+    weights = st.just("model.safetensors")
+    template = st.just("chat_template.jinja")
     where = st.floats(0, 1)
-    keys = st.sampled_from(
-        sorted(TINY)
-        + [
-            "torch_dtype",
-            "eos_token_id",
-            "rope_scaling",
-            "quantization_config",
-            "auto_map",
-            "temperature",
-            "model",
-            "added_tokens",
-        ]
-    )
+    flips = st.lists(st.tuples(where, st.integers(0, 255)).map(list), min_size=1, max_size=8)
+    other_keys = "torch_dtype eos_token_id rope_scaling quantization_config auto_map temperature model added_tokens"
+    keys = st.sampled_from(sorted(TINY) + other_keys.split())
+    fields = st.sampled_from(["dtype", "shape", "data_offsets"])
+    field_values = [*VALUES, [0, 0], [-1, 5], [2**63, 1], [2**32, 2**32], [5, 1], "F64", "I8", [0, 2**62]]
+    lengths = st.sampled_from([0, 1, 2**31, 2**63, 2**64 - 1])
+    weight_maps = st.sampled_from([*VALUES, {"x": "../../etc/passwd"}, {"x": "/dev/zero"}])
     damage = st.one_of(
         st.fixed_dictionaries({"file": files, "way": st.sampled_from(WAYS)}),
-        st.fixed_dictionaries({"file": files, "way": st.just("cut"), "where": where}),
-        st.fixed_dictionaries(
-            {
-                "file": files,
-                "way": st.just("flips"),
-                "flips": st.lists(st.tuples(where, st.integers(0, 255)).map(list), min_size=1, max_size=8),
-            }
-        ),
-        st.fixed_dictionaries(
-            {"file": json_files, "way": st.just("value"), "key": keys, "value": st.sampled_from(VALUES)}
-        ),
-        st.fixed_dictionaries({"file": json_files, "way": st.just("bomb"), "bomb": st.sampled_from(sorted(BOMBS))}),
-        st.fixed_dictionaries(
-            {"file": st.just("chat_template.jinja"), "way": st.just("template"), "template": st.sampled_from(TEMPLATES)}
-        ),
-        st.fixed_dictionaries(
-            {
-                "file": st.just("model.safetensors"),
-                "way": st.just("header"),
-                "length": st.sampled_from([0, 1, 2**31, 2**63, 2**64 - 1]),
-            }
-        ),
-        st.fixed_dictionaries(
-            {
-                "file": st.just("model.safetensors"),
-                "way": st.just("tensor"),
-                "field": st.sampled_from(["dtype", "shape", "data_offsets"]),
-                "value": st.sampled_from(
-                    [*VALUES, [0, 0], [-1, 5], [2**63, 1], [2**32, 2**32], [5, 1], "F64", "I8", [0, 2**62]]
-                ),
-            }
-        ),
-        st.fixed_dictionaries(
-            {
-                "file": st.just("model.safetensors"),
-                "way": st.just("index"),
-                "value": st.sampled_from([*VALUES, {"x": "../../etc/passwd"}, {"x": "/dev/zero"}]),
-            }
-        ),
+        _edits("cut", files, where=where),
+        _edits("flips", files, flips=flips),
+        _edits("value", json_files, key=keys, value=st.sampled_from(VALUES)),
+        _edits("bomb", json_files, bomb=st.sampled_from(sorted(BOMBS))),
+        _edits("template", template, template=st.sampled_from(TEMPLATES)),
+        _edits("header", weights, length=lengths),
+        _edits("tensor", weights, field=fields, value=st.sampled_from(field_values)),
+        _edits("index", weights, value=weight_maps),
     )
     return st.fixed_dictionaries(
         {"damage": st.lists(damage, min_size=1, max_size=2), "command": st.sampled_from(["info"] * 7 + ["serve"])}
     )
 
 
+def _edits(way: str, files: st.SearchStrategy, **details: st.SearchStrategy) -> st.SearchStrategy:
+    return st.fixed_dictionaries({"file": files, "way": st.just(way), **details})
+
+
 def apply(folder: Path, damage: Case) -> None:
     path, way = folder / damage["file"], damage["way"]
-    edits = way in ("cut", "flips", "value", "header", "tensor")
-    is_small = (
-        path.is_file() and path.stat().st_size <= MAX_EDITED_BYTES
-    )  # the damage before may have made it a terabyte
-    data = path.read_bytes() if edits and is_small else b""
-    if way in WAYS and (path.is_symlink() or path.exists()):
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    if way in WAYS:
+        _remove(path)
+        _make_odd_file(path, way)
+        return
+    match way:
+        case "cut":
+            data = _read_small(path)
+            path.write_bytes(data[: int(len(data) * damage["where"])])
+        case "flips":
+            _flip_bytes(path, damage["flips"])
+        case "value":
+            _set_value(path, damage["key"], damage["value"])
+        case "bomb":
+            _replace(path, BOMBS[damage["bomb"]].encode("utf-8", "surrogatepass"))
+        case "template":
+            _replace(path, damage["template"].encode())
+        case "header":
+            _replace(path, struct.pack("<Q", damage["length"]) + _read_small(path)[8:])
+        case "tensor":
+            _set_tensor_field(path, damage["field"], damage["value"])
+        case "index":
+            _replace(folder / "model.safetensors.index.json", json.dumps({"weight_map": damage["value"]}).encode())
+
+
+def _make_odd_file(path: Path, way: str) -> None:
     match way:
         case "fifo":
             os.mkfifo(path)
@@ -260,7 +211,7 @@ def apply(folder: Path, damage: Case) -> None:
         case "directory":
             path.mkdir()
         case "dangling":
-            path.symlink_to(folder / "nothing")
+            path.symlink_to(path.parent / "nothing")
         case "loop":
             path.symlink_to(path.name)
         case "sparse":
@@ -271,53 +222,59 @@ def apply(folder: Path, damage: Case) -> None:
         case "unreadable":
             path.touch(mode=0)
         case "socket":
-            import socket
-
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(str(path))
-        case "cut":
-            path.write_bytes(data[: int(len(data) * damage["where"])])
-        case "flips":
-            changed = bytearray(data)
-            for where, byte in damage["flips"]:
-                head = min(len(changed), 4096)  # where it tells how the rest is to be read
-                if head:
-                    changed[min(int(head * where), head - 1)] = byte
-            path.write_bytes(changed)
-        case "value":
-            try:
-                values = json.loads(data)
-            except (ValueError, RecursionError):
-                return
-            path.write_text(
-                json.dumps(values | {damage["key"]: damage["value"]} if isinstance(values, dict) else values)
-            )
-        case "bomb":
-            _replace(path, BOMBS[damage["bomb"]].encode("utf-8", "surrogatepass"))
-        case "template":
-            _replace(path, damage["template"].encode())
-        case "header":
-            _replace(path, struct.pack("<Q", damage["length"]) + data[8:])
-        case "tensor":
-            if len(data) < 8:
-                return
-            size = struct.unpack("<Q", data[:8])[0]
-            try:
-                header = json.loads(data[8 : 8 + size])
-                header["lm_head.weight"][damage["field"]] = damage["value"]
-            except (ValueError, KeyError, TypeError):
-                return
-            text = json.dumps(header).encode()
-            _replace(path, struct.pack("<Q", len(text)) + text + data[8 + size :])
-        case "index":
-            _replace(folder / "model.safetensors.index.json", json.dumps({"weight_map": damage["value"]}).encode())
+
+
+def _flip_bytes(path: Path, flips: list[tuple[float, int]]) -> None:
+    data = bytearray(_read_small(path))
+    head = min(len(data), 4096)  # the part that tells how the rest is to be read
+    for where, byte in flips:
+        if head:
+            data[min(int(head * where), head - 1)] = byte
+    path.write_bytes(data)
+
+
+def _set_value(path: Path, key: str, value: Any) -> None:
+    try:
+        values = json.loads(_read_small(path))
+    except (ValueError, RecursionError):
+        return
+    if isinstance(values, dict):
+        values[key] = value
+    path.write_text(json.dumps(values))
+
+
+def _set_tensor_field(path: Path, field: str, value: Any) -> None:
+    data = _read_small(path)
+    if len(data) < 8:
+        return
+    size = struct.unpack("<Q", data[:8])[0]
+    try:
+        header = json.loads(data[8 : 8 + size])
+        header["lm_head.weight"][field] = value
+    except (ValueError, KeyError, TypeError):
+        return
+    text = json.dumps(header).encode()
+    _replace(path, struct.pack("<Q", len(text)) + text + data[8 + size :])
+
+
+def _read_small(path: Path) -> bytes:
+    """The file's content; empty where there is none, or where an earlier damage made it a terabyte."""
+    is_small = path.is_file() and path.stat().st_size <= MAX_EDITED_BYTES
+    return path.read_bytes() if is_small else b""
 
 
 def _replace(path: Path, data: bytes) -> None:
+    _remove(path)
+    path.write_bytes(data)
+
+
+def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
-    path.unlink(missing_ok=True)
-    path.write_bytes(data)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def play(case: Case, sound: Path) -> str:
@@ -338,17 +295,7 @@ def _info(folder: Path) -> str:
 def _serve(folder: Path) -> str:
     """It refuses to start, or it answers."""
     port = free_port()
-    flags = [
-        "--port",
-        str(port),
-        "--kv-cache-memory-bytes",
-        "16M",
-        "--num-threads",
-        "1",
-        "--no-standby",
-        "--startup-timeout-s",
-        "25",
-    ]
+    flags = "--kv-cache-memory-bytes 16M --num-threads 1 --no-standby --startup-timeout-s 25".split()
 
     def answers() -> bool:
         try:
@@ -367,38 +314,41 @@ def _serve(folder: Path) -> str:
             return False
         return True
 
-    code, said, seconds, num_bytes = run([sys.executable, "-m", "quire", "serve", str(folder), *flags], answers)
+    command = [sys.executable, "-m", "quire", "serve", str(folder), "--port", str(port), *flags]
+    code, said, seconds, num_bytes = run(command, answers)
     return judge(code, said, seconds, num_bytes, folder)
 
 
-def run(command: list[str], is_up: Any = None) -> tuple[int | None, str, float, int]:
+def run(command: list[str], is_up: Callable[[], bool] | None = None) -> tuple[int | None, str, float, int]:
     """(exit code, None when it had to be killed; what it said; seconds; most memory it had).
 
-    A server is stopped as soon as it is up."""
-    started, told, most = time.monotonic(), False, 0
+    A server is stopped as soon as it is up.
+    """
+    started = time.monotonic()
+    most_bytes = 0
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
         try:
             while (code := process.poll()) is None and time.monotonic() - started < LIMIT_S:
-                most = max(most, _memory(process.pid))
-                if most > LIMIT_BYTES:
+                most_bytes = max(most_bytes, _memory(process.pid))
+                if most_bytes > LIMIT_BYTES:
                     break
-                if is_up is not None and not told and is_up():
+                if is_up is not None and is_up():
                     process.terminate()
-                    told = True
+                    is_up = None
                 time.sleep(0.05)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, 9)
             process.wait()
         output.seek(0)
-        return code, output.read(), time.monotonic() - started, most
+        return code, output.read(), time.monotonic() - started, most_bytes
 
 
 def _memory(pid: int) -> int:
-    """What is its own; the file it maps is not."""
+    """Of its own, in bytes: without the files it maps."""
     try:
         found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     except OSError:
@@ -419,6 +369,7 @@ def judge(code: int | None, said: str, seconds: float, num_bytes: int, folder: P
         return f"it was ended by signal {-code}: {shown[-300:]}"
     if code and not last.startswith("quire: "):
         return f"exit code {code} without a sentence: {shown[-300:]}"
-    if code and (len(last) > 600 or str(folder.parent) in last):
+    says_too_much = len(last) > 600 or str(folder.parent) in last
+    if code and says_too_much:
         return f"the sentence says too much: {last[:700]}"
     return ""

@@ -8,6 +8,7 @@ import http.client
 import json
 import re
 import time
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
@@ -22,112 +23,28 @@ MAX_BODY = ServerConfig().max_body_bytes + 64
 
 # -- values ------------------------------------------------------------------------------------------------------------
 
-BORDERS = sorted(
-    {
-        sign * (2**bits + by)
-        for bits in (0, 7, 8, 15, 16, 31, 32, 52, 53, 62, 63, 64, 127, 128)
-        for by in (-1, 0, 1)
-        for sign in (1, -1)
-    }
-)
+BITS = (0, 7, 8, 15, 16, 31, 32, 52, 53, 62, 63, 64, 127, 128)
+_POSITIVE_BORDERS = [2**bits + by for bits in BITS for by in (-1, 0, 1)]
+BORDERS = sorted({*_POSITIVE_BORDERS, *(-number for number in _POSITIVE_BORDERS)})
 RAW_NUMBERS = [
-    "5e-324",
-    "1.7976931348623157e308",
-    "1e308",
-    "2.2250738585072014e-308",
-    "-0",
-    "-0.0",
-    "1e-999",
-    "0.1e1",
-    "9" * 19,
-    "9" * 20,
-    "9" * 300,
-    "9" * 4300,
-    "9" * 4301,
-    "9" * 20_000,
-    "-" + "9" * 5000,
-    "0." + "3" * 5000,
-    "1" + "0" * 400,
+    *"5e-324 1.7976931348623157e308 1e308 2.2250738585072014e-308 -0 -0.0 1e-999 0.1e1".split(),
+    *("9" * 19, "9" * 20, "9" * 300, "9" * 4300, "9" * 4301, "9" * 20_000),
+    *("-" + "9" * 5000, "0." + "3" * 5000, "1" + "0" * 400),
 ]
-NO_NUMBERS = [
-    "NaN",
-    "Infinity",
-    "-Infinity",
-    "1e999",
-    "-1e999",
-    "1E400",
-    "01",
-    "1.",
-    ".5",
-    "0x10",
-    "1_000",
-    "1e" + "9" * 30,
-]
+NO_NUMBERS = [*"NaN Infinity -Infinity 1e999 -1e999 1E400 01 1. .5 0x10 1_000".split(), "1e" + "9" * 30]
 TEXTS = [
-    "",
-    " ",
-    "a",
-    "Hello",
-    "\0",
-    "a\0b",
-    "\x7f",
-    "\u2028",
-    "\ufeff",
-    "\U0010ffff",
-    "é" * 50,
-    "👩‍👩‍👧‍👦",
-    "<|im_end|>",
-    "<|im_start|>system\n",
-    "<|endoftext|>",
-    "</s>",
-    "{{ 7 * 7 }}",
-    "{% for x in range(10**9) %}x{% endfor %}",
-    "../../etc/passwd",
-    "%s%n%x",
-    "null",
-    "true",
-    "1",
-    "\r\nX: y",
-    "a" * 1025,
-    "a" * 4097,
+    *("", " ", "a", "Hello", "\0", "a\0b", "\x7f", "\u2028", "\ufeff", "\U0010ffff", "é" * 50, "👩‍👩‍👧‍👦"),
+    *("<|im_end|>", "<|im_start|>system\n", "<|endoftext|>", "</s>"),
+    *("{{ 7 * 7 }}", "{% for x in range(10**9) %}x{% endfor %}", "../../etc/passwd", "%s%n%x"),
+    *("null", "true", "1", "\r\nX: y", "a" * 1025, "a" * 4097),
 ]
 RAW_TEXTS = [
-    '"\\ud800"',
-    '"\\udc00\\ud800"',
-    '"a\\ud83d"',
-    '"\\u0000"',
-    '"\\x41"',
-    '"\t"',
-    '"\n"',
-    "'a'",
-    '"\\ud83d\\ude00"',
+    *(r'"\ud800"', r'"\udc00\ud800"', r'"a\ud83d"', r'"\u0000"', r'"\x41"'),
+    *('"\t"', '"\n"', "'a'", r'"\ud83d\ude00"'),
 ]
 COUNTS = [
-    0,
-    1,
-    2,
-    3,
-    16,
-    64,
-    65,
-    128,
-    129,
-    255,
-    256,
-    257,
-    512,
-    1000,
-    1024,
-    1025,
-    4096,
-    4097,
-    10_000,
-    32_000,
-    65_537,
-    100_000,
-    262_000,
-    300_000,
-    1_000_000,
+    *(0, 1, 2, 3, 16, 64, 65, 128, 129, 255, 256, 257, 512, 1000, 1024, 1025, 4096, 4097),
+    *(10_000, 32_000, 65_537, 100_000, 262_000, 300_000, 1_000_000),
 ]
 
 counts = st.sampled_from(COUNTS)
@@ -135,61 +52,56 @@ integers = st.sampled_from(BORDERS) | st.integers(-300, 70_000)
 raw_numbers = st.sampled_from(RAW_NUMBERS) | st.sampled_from(RAW_NUMBERS) | st.sampled_from(NO_NUMBERS)
 numbers = integers | raw_numbers.map(lambda text: {"$raw": text}) | st.floats(allow_nan=False, allow_infinity=False)
 controls = st.integers(0, 0x9F).map(chr)
+repeated = st.sampled_from(["x", "é", "\\", '"', "[", " ", "\n", "word ", "<|im_end|>"])
 texts = (
     st.sampled_from(TEXTS)
     | st.sampled_from(RAW_TEXTS).map(lambda text: {"$raw": text})
     | st.text(controls | st.characters(exclude_categories=["Cs"]), max_size=30)
-    | st.tuples(st.sampled_from(["x", "é", "\\", '"', "[", " ", "\n", "word ", "<|im_end|>"]), counts).map(
-        lambda pair: {"$text": list(pair)}
-    )
+    | st.tuples(repeated, counts).map(lambda pair: {"$text": list(pair)})
 )
 scalars = st.none() | st.booleans() | numbers | texts
-small = st.recursive(
-    scalars,
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "type", "role", ""]), inner, max_size=3)
-    ),
-)
+names = st.sampled_from(["a", "type", "role", ""])
+small = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3))
+depths = st.sampled_from([1, 10, 60, 63, 64, 65, 500, 10_000, 1_000_000])
+members = st.lists(st.tuples(st.sampled_from(["a", "a", "type"]), scalars), max_size=4)
 huge = (
     st.tuples(scalars, counts).map(lambda pair: {"$list": list(pair)})
     | counts.map(lambda count: {"$ids": count})
     | st.tuples(st.sampled_from(["", "k", "-"]), counts).map(lambda pair: {"$map": list(pair)})
-    | st.tuples(st.sampled_from(["[", '{"a":']), st.sampled_from([1, 10, 60, 63, 64, 65, 500, 10_000, 1_000_000])).map(
-        lambda pair: {"$nest": list(pair)}
-    )
-    | st.lists(st.tuples(st.sampled_from(["a", "a", "type"]), scalars), max_size=4).map(
-        lambda pairs: {"$pairs": [list(pair) for pair in pairs]}
-    )
+    | st.tuples(st.sampled_from(["[", '{"a":']), depths).map(lambda pair: {"$nest": list(pair)})
+    | members.map(lambda pairs: {"$pairs": list(map(list, pairs))})
 )
 hostile = scalars | small | huge
 
 
 def render(value: Any) -> bytes:
     """A value with recipes in it, as JSON or as what only looks like it."""
-    if isinstance(value, dict) and len(value) == 1 and next(iter(value)).startswith("$"):
-        ((recipe, given),) = value.items()
-        match recipe:
-            case "$raw":
-                return given.encode()
-            case "$text":
-                return b'"' + json.dumps(given[0])[1:-1].encode() * _fits(given[1], len(given[0])) + b'"'
-            case "$list":
-                item = render(given[0])
-                return b"[" + b",".join([item] * _fits(given[1], len(item) + 1)) + b"]"
-            case "$ids":
-                return b"[" + ",".join(map(str, range(given))).encode() + b"]"
-            case "$map":
-                return ("{" + ",".join(f'"{given[0]}{idx}":0' for idx in range(given[1])) + "}").encode()
-            case "$nest":
-                opening = given[0].encode()
-                return opening * given[1] + b"0" + (b"]" if opening == b"[" else b"}") * given[1]
-            case "$pairs":
-                return b"{" + b",".join(json.dumps(name).encode() + b":" + render(item) for name, item in given) + b"}"
-    if isinstance(value, dict):
-        return b"{" + b",".join(json.dumps(name).encode() + b":" + render(item) for name, item in value.items()) + b"}"
-    if isinstance(value, list):
-        return b"[" + b",".join(map(render, value)) + b"]"
+    match value:
+        case {"$raw": text}:
+            return text.encode()
+        case {"$text": [text, count]}:
+            return b'"' + json.dumps(text)[1:-1].encode() * _fits(count, len(text)) + b'"'
+        case {"$list": [item, count]}:
+            rendered = render(item)
+            return b"[" + b",".join([rendered] * _fits(count, len(rendered) + 1)) + b"]"
+        case {"$ids": count}:
+            return b"[" + ",".join(map(str, range(count))).encode() + b"]"
+        case {"$map": [prefix, count]}:
+            return ("{" + ",".join(f'"{prefix}{idx}":0' for idx in range(count)) + "}").encode()
+        case {"$nest": [opening, count]}:
+            closing = "]" if opening == "[" else "}"
+            return (opening * count + "0" + closing * count).encode()
+        case {"$pairs": pairs}:
+            return _render_object(pairs)
+        case dict():
+            return _render_object(value.items())
+        case list():
+            return b"[" + b",".join(map(render, value)) + b"]"
     return json.dumps(value).encode()
+
+
+def _render_object(pairs: Iterable[Sequence[Any]]) -> bytes:
+    return b"{" + b",".join(json.dumps(name).encode() + b":" + render(item) for name, item in pairs) + b"}"
 
 
 def _fits(count: int, num_bytes: int) -> int:
@@ -202,7 +114,7 @@ def _fits(count: int, num_bytes: int) -> int:
 def fitting(schema: dict[str, Any], document: dict[str, Any], depth: int = 0) -> st.SearchStrategy:
     """Values as a schema of the document wants them, small enough to be answered soon."""
     if "$ref" in schema:
-        return fitting(document["components"]["schemas"][schema["$ref"].rpartition("/")[2]], document, depth)
+        return fitting(_referred(schema, document), document, depth)
     if branches := schema.get("anyOf") or schema.get("oneOf"):
         return st.one_of(*(fitting(branch, document, depth) for branch in branches))
     if "enum" in schema or "const" in schema:
@@ -211,20 +123,16 @@ def fitting(schema: dict[str, Any], document: dict[str, Any], depth: int = 0) ->
         case "object":
             return _objects(schema, document, depth)
         case "array":
-            return st.lists(
-                fitting(schema.get("items", {}), document, depth + 1), min_size=schema.get("minItems", 0), max_size=3
-            )
+            items = fitting(schema.get("items", {}), document, depth + 1)
+            return st.lists(items, min_size=schema.get("minItems", 0), max_size=3)
         case "string":
             return st.sampled_from(["a", "Hello", "one two three", "<|im_end|>"])
         case "integer":
             low = schema.get("minimum", 0)
             return st.integers(max(low, 0), min(schema.get("maximum", 32), 32))
         case "number":
-            return st.floats(
-                max(schema.get("minimum", 0), 0),
-                min(schema.get("maximum", 2), 2),
-                exclude_min=schema.get("minimum") == 0,
-            )
+            low, high = max(schema.get("minimum", 0), 0), min(schema.get("maximum", 2), 2)
+            return st.floats(low, high, exclude_min=schema.get("minimum") == 0)
         case "boolean":
             return st.booleans()
         case "null":
@@ -232,15 +140,19 @@ def fitting(schema: dict[str, Any], document: dict[str, Any], depth: int = 0) ->
     return small if depth < 3 else scalars
 
 
+def _referred(schema: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
+    """What a schema refers to, or the schema itself."""
+    if "$ref" not in schema:
+        return schema
+    return document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+
+
 def _objects(schema: dict[str, Any], document: dict[str, Any], depth: int) -> st.SearchStrategy:
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not properties:
-        values = schema.get("additionalProperties")
-        return st.dictionaries(
-            st.sampled_from(["1", "2", "a"]),
-            fitting(values if isinstance(values, dict) else {}, document, depth + 1),
-            max_size=3,
-        )
+        named = schema.get("additionalProperties")
+        values = fitting(named if isinstance(named, dict) else {}, document, depth + 1)
+        return st.dictionaries(st.sampled_from(["1", "2", "a"]), values, max_size=3)
     inner = {
         name: st.deferred(lambda value=value: fitting(value, document, depth + 1)) for name, value in properties.items()
     }
@@ -380,19 +292,12 @@ COSTLY: dict[str, list[Any]] = {
     "stream_options": [{"include_usage": True, "continuous_usage_stats": True}, {"include_usage": 5}],
 }
 UNKNOWN = [
-    "unknown",
-    "",
-    "\0",
-    "prompt_embeds",
-    "use_beam_search",
-    "truncate_prompt_tokens",
-    "functions",
-    "chat_template",
-    "x" * 300,
+    *("unknown", "", "\0", "prompt_embeds", "use_beam_search", "truncate_prompt_tokens"),
+    *("functions", "chat_template", "x" * 300),
 ]
 
 
-# What is right in most cases, so that the rest of a case is looked at.
+# Fields that are valid in most cases, so that the server also looks at the rest of a case.
 SOUND: dict[str, st.SearchStrategy] = {
     "model": st.just("smollm2"),
     "prompt": st.sampled_from(
@@ -406,20 +311,12 @@ SOUND: dict[str, st.SearchStrategy] = {
     "max_completion_tokens": st.integers(1, 40),
 }
 # These exclude each other, or have a fuzzer of their own: only now and then.
-SHAPES = {
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "tools",
-    "tool_choice",
-    "thinking_token_budget",
-    "best_of",
-    "stream_options",
-    "min_tokens",
-}
+SHAPES = frozenset(
+    """
+    response_format structured_outputs guided_json guided_regex guided_choice guided_grammar
+    tools tool_choice thinking_token_budget best_of stream_options min_tokens
+    """.split()
+)
 
 
 @st.composite
@@ -427,11 +324,8 @@ def _bodies(draw: st.DrawFn, schema: dict[str, Any], document: dict[str, Any]) -
     """A sound body in which a few fields are costly, or hostile, or both."""
     properties = schema.get("properties", {})
     names = sorted(properties)
-    body = {
-        name: draw(SOUND[name])
-        for name in names
-        if name in SOUND and (name in schema.get("required", []) or name in ("model", "max_tokens"))
-    }
+    always = {*schema.get("required", []), "model", "max_tokens"}
+    body = {name: draw(SOUND[name]) for name in names if name in SOUND and name in always}
     if not schema.get("required"):  # /tokenize, which takes either
         choice = draw(st.sampled_from(["prompt", "messages"]))
         body |= {choice: "Hello" if choice == "prompt" else draw(SOUND[choice])}
@@ -458,9 +352,8 @@ def _posts(draw: st.DrawFn, path: str, schema: dict[str, Any], document: dict[st
         case 7:
             case["cut"] = draw(st.floats(0, 1))
         case 8:
-            case["flips"] = draw(
-                st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)).map(list), min_size=1, max_size=4)
-            )
+            flips = st.tuples(st.floats(0, 1), st.integers(0, 255)).map(list)
+            case["flips"] = draw(st.lists(flips, min_size=1, max_size=4))
         case 9 | 10 | 11:
             case["leave_after_s"] = draw(st.sampled_from([0.0, 0.01, 0.05, 0.3]))
     return case
@@ -468,37 +361,24 @@ def _posts(draw: st.DrawFn, path: str, schema: dict[str, Any], document: dict[st
 
 def json_cases(document: dict[str, Any]) -> st.SearchStrategy:
     """Requests for every endpoint of the document; those that reach the engine more often."""
-    found = []
+    weighted: list[st.SearchStrategy] = []  # each as often as it is to be drawn
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             if "requestBody" in operation:
                 schema = operation["requestBody"]["content"]["application/json"]["schema"]
-                schema = (
-                    document["components"]["schemas"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
-                )
-                found += [
-                    (
-                        _posts(path, schema, document),
-                        8 if "text/event-stream" in operation["responses"]["200"]["content"] else 2,
-                    )
-                ]
+                reaches_engine = "text/event-stream" in operation["responses"]["200"]["content"]
+                posts = _posts(path, _referred(schema, document), document)
+                weighted += [posts] * (8 if reaches_engine else 2)
             elif "{" in path:
-                odd = st.text(
-                    st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=50
-                ) | st.sampled_from(["%00", "x" * 5000, "smollm2"])
-                found += [
-                    (
-                        odd.map(
-                            lambda text, path=path, method=method: {
-                                "method": method.upper(),
-                                "path": re.sub("{.*}", lambda _: text, path),
-                            }
-                        ),
-                        1,
-                    )
-                ]
-    weighted = [strategy for strategy, weight in found for _ in range(weight)]
+                weighted.append(_odd_paths(method, path))
     return st.integers(0, len(weighted) - 1).flatmap(lambda idx: weighted[idx])
+
+
+def _odd_paths(method: str, path: str) -> st.SearchStrategy:
+    """Requests whose path has odd text in place of its parameter."""
+    printable = st.characters(min_codepoint=33, max_codepoint=126)
+    odd = st.text(printable, min_size=1, max_size=50) | st.sampled_from(["%00", "x" * 5000, "smollm2"])
+    return odd.map(lambda text: {"method": method.upper(), "path": re.sub("{.*}", lambda _: text, path)})
 
 
 # -- sending and judging -----------------------------------------------------------------------------------------------
@@ -510,9 +390,7 @@ class Answer(NamedTuple):
     content: bytes
     complete: bool  # read to its end
     seconds: float
-    broken: bool = (
-        False  # the server ended the connection; else, where it is not complete, the client had no more patience
-    )
+    broken: bool = False  # the server ended the connection; if the answer is incomplete without this, the client left
 
 
 def play(port: int, key: str, case: Case, patience_s: float = PATIENCE_S) -> Answer:
@@ -521,7 +399,9 @@ def play(port: int, key: str, case: Case, patience_s: float = PATIENCE_S) -> Ans
     body = body_of(case)
     deadline = started + min(patience_s, case.get("leave_after_s", patience_s))
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=patience_s)
-    status, content_type, content, complete, broken = 0, "", bytearray(), False, False
+    status, content_type = 0, ""
+    content = bytearray()
+    complete = broken = False
     try:
         headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
         try:
@@ -586,14 +466,11 @@ def _judge_error(answer: Answer) -> str:
     shown = answer.content[:300].decode("utf-8", "replace")
     try:
         error = json.loads(answer.content)["error"]
-        fits = (
-            error.keys() == {"message", "type", "param", "code"}
-            and isinstance(error["message"], str)
-            and error["message"]
-        )
+        has_message = isinstance(error["message"], str) and error["message"]
+        has_shape = has_message and error.keys() == {"message", "type", "param", "code"}
     except (ValueError, KeyError, TypeError, AttributeError):
-        fits = False
-    if not fits:
+        has_shape = False
+    if not has_shape:
         return f"the error of status {answer.status} is not in OpenAI's shape: {shown}"
     if answer.status == 500 and error["code"] is None:
         return f"status 500: {error['message']}"
@@ -620,8 +497,5 @@ def _judge_events(content: bytes) -> str:
         error = json.loads(last.removeprefix(b"data: "))["error"]
     except (ValueError, KeyError, TypeError):
         return f"a stream ends without [DONE] and without an error: {last[:200]!r}"
-    return (
-        f"a stream ends with an internal error: {error['message']}"
-        if error["code"] is None and error["type"] == "server_error"
-        else ""
-    )
+    is_internal = error["code"] is None and error["type"] == "server_error"
+    return f"a stream ends with an internal error: {error['message']}" if is_internal else ""

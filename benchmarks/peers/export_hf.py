@@ -84,9 +84,10 @@ def check(gguf: Path, folder: Path) -> None:
     ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     with torch.inference_mode():
-        p, q = (model(token_ids).logits.log_softmax(-1) for model in (ours, theirs))
-    divergence = (q.exp() * (q - p)).sum(-1).mean().item()
-    agreement = (p.argmax(-1) == q.argmax(-1)).float().mean().item()
+        our_logprobs = ours(token_ids).logits.log_softmax(-1)
+        their_logprobs = theirs(token_ids).logits.log_softmax(-1)
+    divergence = (their_logprobs.exp() * (their_logprobs - our_logprobs)).sum(-1).mean().item()
+    agreement = (our_logprobs.argmax(-1) == their_logprobs.argmax(-1)).float().mean().item()
     print(f"KL divergence {divergence:.2e} nats per token, the same best token at {agreement:.1%} of positions")
     if divergence > 1e-2:
         raise SystemExit("the exported folder does not compute what the GGUF does")

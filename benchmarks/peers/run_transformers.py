@@ -1,4 +1,4 @@
-"""Drives Hugging Face `transformers` in bfloat16, one stream, with its default attention. Run by `benchmarks/cpu.py`."""
+"""Drives Hugging Face `transformers` in bfloat16, one stream, default attention. Run by `benchmarks/cpu.py`."""
 
 from collections.abc import Sequence
 
