@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-# Threads that wait for each other's part of a product sleep instead of spinning: where several tests share the cores, a spinning
-# thread keeps the very one from running that it waits for. Read when torch is imported, and by the servers that tests start.
+# Threads that wait for each other's part of a product sleep instead of spinning: where several tests share the cores, a
+# spinning thread takes the core from the thread it waits for. Read when torch is imported, and by the servers that
+# tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-if (
-    shutil.which("nvidia-smi") is None
-):  # without a card, Triton's kernels run in its interpreter; read when they are imported
+# Without a card, Triton's kernels run in its interpreter; read when they are imported.
+if shutil.which("nvidia-smi") is None:
     os.environ["TRITON_INTERPRET"] = "1"
 
 from quire.checkpoint.find import find
@@ -34,9 +34,10 @@ _before = (0, 1)
 def cpu_ticks() -> tuple[int, int]:
     """(taken away by the host, all) since the machine started."""
     try:
-        ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        all_cores = Path("/proc/stat").read_text().splitlines()[0]
     except OSError:
         return 0, 0
+    ticks = [int(word) for word in all_cores.split()[1:9]]
     return ticks[7], sum(ticks)
 
 
@@ -52,8 +53,10 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that fails while the host takes cores away says nothing of the engine: it is run again, and counted as such.
-    On a machine that has its cores, the first failure counts."""
+    """A test that fails while the host takes cores away says nothing about the engine: it is run again, and this shows.
+
+    On a machine that has its cores, the first failure counts.
+    """
     for item in items:
         item.add_marker(pytest.mark.flaky(reruns=3, reruns_delay=5, condition=was_starved))
 
@@ -74,7 +77,8 @@ def tiny_llama(tmp_path_factory, smollm2) -> Path:
 
     folder = tmp_path_factory.mktemp("tiny-llama")
     torch.manual_seed(0)
-    config = LlamaConfig(**{k: v for k, v in TINY.items() if k not in ("architectures", "model_type")})
+    sizes = {name: value for name, value in TINY.items() if name not in ("architectures", "model_type")}
+    config = LlamaConfig(**sizes)
     model = LlamaForCausalLM(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -20,23 +20,21 @@ class EchoLogprobs(EchoExecutor):
     def sample(self, plan: StepPlan, masks: Masks | None = None):
         done = super().sample(plan, masks)
         for idx, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.num_tokens)):
-            params, (prompt, num_prompt) = self.params[row], self.prompts[row]
+            params = self.params[row]
+            prompt, num_prompt = self.prompts[row]
             if params.logprobs is not None:
-                done.step.logprobs[idx] = [
-                    _logprobs(token_id, params.logprobs) for token_id in done.step.token_ids[idx]
-                ]
+                new_ids = done.step.token_ids[idx]
+                done.step.logprobs[idx] = [_logprobs(token_id, params.logprobs) for token_id in new_ids]
             if params.prompt_logprobs is not None:
-                positions = range(start + 1, min(start + count + 1, num_prompt))
-                done.step.prompt_logprobs[idx] = [
-                    _logprobs(prompt[position], params.prompt_logprobs) for position in positions
-                ]
+                old_ids = prompt[start + 1 : min(start + count + 1, num_prompt)]
+                done.step.prompt_logprobs[idx] = [_logprobs(token_id, params.prompt_logprobs) for token_id in old_ids]
         return done
 
 
 def _logprobs(token_id: int, count: int) -> TokenLogprobs:
-    return TokenLogprobs(
-        token_id, -0.5, 1, [100 + rank for rank in range(count)], [-0.5 - rank / 8 for rank in range(count)]
-    )
+    top_ids = [100 + rank for rank in range(count)]
+    top_logprobs = [-0.5 - rank / 8 for rank in range(count)]
+    return TokenLogprobs(token_id, -0.5, 1, top_ids, top_logprobs)
 
 
 EXECUTOR = EchoLogprobs

@@ -35,15 +35,8 @@ LIMIT_S = 0.025
 STUCK_S = 0.008  # without a turn; then stacks are taken
 SAMPLE_S = 0.002
 MAX_FRAMES = 8
-OUTER = {
-    "runners.py",
-    "run.py",
-    "serve.py",
-    "cli.py",
-    "loop_watch.py",
-    "threading.py",
-    "<frozen runpy>",
-}  # below every stack
+# The outermost frames of every stack, which are not shown.
+OUTER = {"runners.py", "run.py", "serve.py", "cli.py", "loop_watch.py", "threading.py", "<frozen runpy>"}
 
 
 class Piece(NamedTuple):
@@ -69,10 +62,10 @@ def read(path: Path, since_s: float = 0.0) -> list[Piece]:
 
 class Watch:
     def __init__(self, loop: asyncio.AbstractEventLoop, path: Path | None) -> None:
-        self.loop, self.path = loop, path
-        self.samples: deque[tuple[float, bool, tuple[str, ...]]] = deque(
-            maxlen=1000
-        )  # when, of the loop's thread?, stack
+        self.loop = loop
+        self.path = path
+        # When each was taken, whether of the loop's own thread, and the stack.
+        self.samples: deque[tuple[float, bool, tuple[str, ...]]] = deque(maxlen=1000)
         self.sampler_s = 0.0  # CPU time of the thread that takes stacks, which is not the server's
         loop.call_soon(self.start)
 
@@ -100,13 +93,15 @@ class Watch:
         self.loop.call_later(TICK_S, self.tick)
 
     def note(self, since_s: float, loop_s: float, others_s: float) -> None:
-        seen = Counter(
-            stack for when, of_loop, stack in self.samples if when >= since_s and of_loop == (loop_s >= others_s)
-        )
-        # A thread of a pool that waits for work is of no interest, unless there is no other: it may be freeing objects.
-        stack = (
-            list(max(seen, key=lambda stack: (not stack[:1] or "_worker" not in stack[0], seen[stack]))) if seen else []
-        )
+        is_loops = loop_s >= others_s
+        seen = Counter(stack for when, of_loop, stack in self.samples if when >= since_s and of_loop == is_loops)
+
+        def importance(stack: tuple[str, ...]) -> tuple[bool, int]:
+            """A pool's thread that waits for work comes last: it matters only if it frees objects."""
+            is_idle = bool(stack) and "_worker" in stack[0]
+            return not is_idle, seen[stack]
+
+        stack = list(max(seen, key=importance)) if seen else []
         piece = Piece(round(time.time(), 4), round(loop_s + others_s, 5), round(loop_s, 5), round(others_s, 5), stack)
         if self.path is not None:
             with self.path.open("a") as file:
@@ -118,7 +113,8 @@ class Watch:
         """On a thread of its own: where everybody is while the loop stands still.
 
         After a long call that kept the interpreter lock it gets its turn just when the call returns, with the caller
-        still at that line."""
+        still at that line.
+        """
         while not self.loop.is_closed():
             self.sampler_s = time.thread_time()
             time.sleep(SAMPLE_S)
@@ -132,12 +128,14 @@ class Watch:
 
 def _stack(frame: FrameType) -> tuple[str, ...]:
     """Innermost first."""
-    shown = [(Path(entry.filename).name, entry) for entry in reversed(traceback.extract_stack(frame, 2 * MAX_FRAMES))]
-    return tuple(f"{name}:{entry.lineno} {entry.name}" for name, entry in shown if name not in OUTER)[:MAX_FRAMES]
+    entries = reversed(traceback.extract_stack(frame, 2 * MAX_FRAMES))
+    named = [(Path(entry.filename).name, entry) for entry in entries]
+    return tuple(f"{name}:{entry.lineno} {entry.name}" for name, entry in named if name not in OUTER)[:MAX_FRAMES]
 
 
 def main() -> None:
-    make_loop, path = uvloop.new_event_loop, os.environ.get("LOOP_WATCH")
+    make_loop = uvloop.new_event_loop
+    path = os.environ.get("LOOP_WATCH")
 
     def watched_loop() -> asyncio.AbstractEventLoop:
         loop = make_loop()

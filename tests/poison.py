@@ -1,4 +1,4 @@
-"""Executors that fall when they meet a marked prompt: what a bug in a kernel looks like from outside.
+"""Executors that crash when they meet a marked prompt: what a bug in a kernel looks like from outside.
 
 Used as `--executor tests.poison` (an echo model) or `tests.poison_real` (the real one), in a core process of its own.
 """
@@ -10,8 +10,11 @@ import time
 from quire.executor.echo import EchoExecutor
 from quire.step import StepPlan
 
-# token ids that no ordinary prompt of the tests begins with
-RAISE, EXIT, HANG, CRASH = (11, 11, 1), (11, 11, 2), (11, 11, 3), (11, 11, 4)
+# Token ids with which no ordinary prompt of the tests begins.
+RAISE = (11, 11, 1)
+EXIT = (11, 11, 2)
+HANG = (11, 11, 3)
+CRASH = (11, 11, 4)
 
 
 def obey(plan: StepPlan) -> None:

@@ -1,4 +1,4 @@
-"""The real model, falling at the marked prompts of tests/poison.py."""
+"""The real model, which crashes at the marked prompts of tests/poison.py."""
 
 from quire.executor.inproc import PRELOAD, InprocExecutor  # noqa: F401
 from quire.step import StepPlan

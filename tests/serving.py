@@ -16,7 +16,10 @@ ROOT = Path(__file__).parents[1]
 
 
 class ServerProcess:
-    """`with ServerProcess("--executor", "echo") as server: server.post("/v1/completions", {...})`; leaving kills what still runs."""
+    """`with ServerProcess("--executor", "echo") as server: server.post("/v1/completions", {...})`
+
+    Leaving the block kills what still runs.
+    """
 
     def __init__(self, *flags: str, wait: bool = True) -> None:
         self.port = free_port()
@@ -54,7 +57,10 @@ class ServerProcess:
         return children(self.process.pid)
 
     def core_pid(self, timeout_s: float = 20) -> int:
-        """Of the engine at work: the child that holds a flight recorder; another may stand by. After a death it takes a moment."""
+        """Of the engine at work: the child that holds a flight recorder; another child may stand by.
+
+        After an engine's death it takes a moment until there is another.
+        """
         deadline = time.monotonic() + timeout_s
         while not (found := [pid for pid in self.children() if "/flight-" in maps(pid)]):
             if time.monotonic() > deadline:

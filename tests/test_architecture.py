@@ -12,20 +12,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "quire"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-BASE = {
-    "config",
-    "params",
-    "outputs",
-    "messages",
-    "step",
-    "errors",
-    "env",
-    "utils",
-    "registry",
-    "kv.specs",
-    "checkpoint",
-    "metrics",
-}
+BASE = set("config params outputs messages step errors env utils registry kv.specs checkpoint metrics".split())
 MAY_IMPORT = {
     "api": {"frontend", "api", "bench"},
     "bench": {"bench"},
@@ -55,24 +42,12 @@ MAY_IMPORT = {
     "__init__": {"api", "frontend", "config", "outputs", "params", "sampling.custom"},
     "__main__": {"api"},
 }
-DECIDES = {
-    "api",
-    "bench",
-    "frontend",
-    "core",
-    "kv",
-    "executor",
-    "checkpoint",
-    "config",
-    "params",
-    "outputs",
-    "messages",
-    "step",
-    "errors",
-    "env",
-    "utils",
-    "registry",
-}
+DECIDES = set(
+    """
+    api bench frontend core kv executor
+    checkpoint config params outputs messages step errors env utils registry
+    """.split()
+)
 
 
 def room(path: Path) -> str:
@@ -86,13 +61,19 @@ def imports(path: Path) -> list[str]:
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found += (
-                [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "quire" else [node.module]
-            )
+            if node.module == "quire":
+                found += [f"quire.{alias.name}" for alias in node.names]
+            else:
+                found.append(node.module)
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def identifiers(path: Path) -> set[str]:
+    """The variables that a file's code names, in lower case."""
+    return {node.id.lower() for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_imports_go_one_way(path):
     own = room(path)
     allowed = MAY_IMPORT[own] | (BASE if own not in BASE - {"kv.specs"} else set())
@@ -103,9 +84,12 @@ def test_imports_go_one_way(path):
             assert fits or target in ("__version__", "env"), f"{path.relative_to(SOURCE)} must not import {name}"
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if room(p) in DECIDES], ids=lambda p: str(p.relative_to(SOURCE)))
+DECIDING_FILES = [path for path in FILES if room(path) in DECIDES]
+
+
+@pytest.mark.parametrize("path", DECIDING_FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_the_deciding_tower_never_imports_torch(path):
-    assert not {n.split(".")[0] for n in imports(path)} & {"torch", "triton", "numpy", "transformers"}
+    assert not {name.split(".")[0] for name in imports(path)} & {"torch", "triton", "numpy", "transformers"}
 
 
 def test_a_chat_is_rendered_and_tokenized_without_torch():
@@ -131,15 +115,10 @@ def test_no_model_is_named_outside_its_file():
     names = {p.stem for p in (SOURCE / "models").glob("*.py")} - {"__init__"}
     for path in FILES:
         if room(path) in {"core", "kv", "executor", "worker", "layers", "quant", "ops"}:
+            assert not names & identifiers(path), f"{path}: names a model"
+        if room(path) in {"core", "kv", "executor"}:
             words = set(re.findall(r"[a-z]+\d*", path.read_text().lower()))
-            code = {
-                w.lower()
-                for n in ast.walk(ast.parse(path.read_text()))
-                for w in re.findall(r"\w+", getattr(n, "id", "") or "")
-            }
-            assert not names & code, f"{path}: names a model"
-            if room(path) in {"core", "kv", "executor"}:
-                assert not names & words, f"{path}: names a model"
+            assert not names & words, f"{path}: names a model"
 
 
 def test_triton_code_lives_in_ops():
@@ -149,18 +128,18 @@ def test_triton_code_lives_in_ops():
 
 
 def test_no_pickle_eval_or_exec():
+    unsafe = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
     for path in FILES:
-        tree = ast.parse(path.read_text())
-        assert not {n.split(".")[0] for n in imports(path)} & {"pickle", "dill", "cloudpickle", "marshal", "shelve"}, (
-            path
-        )
-        calls = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+        assert not {name.split(".")[0] for name in imports(path)} & unsafe, path
+        nodes = ast.walk(ast.parse(path.read_text()))
+        calls = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
         assert not calls & {"eval", "exec"}, path
 
 
 def test_no_check_of_input_is_an_assert():
     for path in FILES:
-        assert not any(isinstance(n, ast.Assert) for n in ast.walk(ast.parse(path.read_text()))), path
+        nodes = ast.walk(ast.parse(path.read_text()))
+        assert not any(isinstance(node, ast.Assert) for node in nodes), path
 
 
 def test_every_module_says_what_it_is():
@@ -173,12 +152,11 @@ def test_every_module_says_what_it_is():
 def test_model_files_open_with_their_architectures_and_a_tiny_config():
     from quire.registry import literals, names
 
+    architectures = literals("quire.models", "ARCHITECTURES")
+    tiny_configs = literals("quire.models", "TINY")
     for name in names("quire.models"):
-        assert literals("quire.models", "ARCHITECTURES")[name]
-        assert (
-            literals("quire.models", "TINY")[name]["architectures"][0]
-            in literals("quire.models", "ARCHITECTURES")[name]
-        )
+        assert architectures[name]
+        assert tiny_configs[name]["architectures"][0] in architectures[name]
 
 
 def test_public_names_are_these():

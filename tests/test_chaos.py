@@ -25,19 +25,11 @@ MOVES_WITHIN_S = 5.0  # or, on slow machines, within twice the time a first star
 @pytest.fixture(scope="module")
 def server(request, smollm2):
     """In the dtype a test asks for."""
-    command = [
-        *QUIRE,
-        "smollm2",
-        "--dtype",
-        request.param,
-        "--executor",
-        "tests.poison_real",
-        "--watchdog-s",
-        str(WATCHDOG_S),
-    ]
+    flags = f"--executor tests.poison_real --watchdog-s {WATCHDOG_S} --max-model-len 512 --kv-cache-memory-bytes 512M"
     started = time.monotonic()
-    with ServerProcess([*command, "--max-model-len", "512", "--kv-cache-memory-bytes", "512M"], "/ready") as server:
-        server.dtype, server.start_s = request.param, time.monotonic() - started
+    with ServerProcess([*QUIRE, "smollm2", "--dtype", request.param, *flags.split()], "/ready") as server:
+        server.dtype = request.param
+        server.start_s = time.monotonic() - started
         yield server
         assert server.stop() == 0
         assert server.leftovers() == []
@@ -51,7 +43,8 @@ class Streams:
         self.texts = [""] * len(prompts)
         self.num_events = [0] * len(prompts)
         self.token_ids: list[list[int]] = [[] for _ in prompts]
-        self.started, self.first_s = time.monotonic(), 0.0  # until the first event
+        self.started = time.monotonic()
+        self.first_s = 0.0  # until the first event
         self.tasks = [asyncio.create_task(self._read(idx, prompt)) for idx, prompt in enumerate(prompts)]
 
     async def _read(self, idx: int, prompt: str | list[int]) -> None:
@@ -70,9 +63,9 @@ class Streams:
     def unfinished(self) -> bool:
         return not all(task.done() for task in self.tasks)
 
-    async def until_events(self, num: int) -> None:
+    async def until_events(self, count: int) -> None:
         """Waits until that many more events came, all streams together."""
-        goal = sum(self.num_events) + num
+        goal = sum(self.num_events) + count
         while sum(self.num_events) < goal and self.unfinished:
             await asyncio.sleep(0.01)
 
@@ -115,9 +108,10 @@ def test_64_streams_survive_three_kills_and_a_stop(server):
 
     truth = asyncio.run(undisturbed())
     streams, pauses, stopped = asyncio.run(disturbed())
-    print(f"streams moved again after {', '.join(f'{p:.1f}' for p in pauses)} s; after a stop {stopped:.1f} s")
+    shown = ", ".join(f"{pause:.1f}" for pause in pauses)
+    print(f"streams moved again after {shown} s; after a stop {stopped:.1f} s")
     assert all(len(ids) == MAX_TOKENS for ids in streams.token_ids)  # none lost, none twice
-    if server.dtype == "float32":  # bfloat16 sums in other company differ in their last bits
+    if server.dtype == "float32":  # in bfloat16 the last bits of sums depend on what else is in the batch
         assert streams.texts == truth.texts
         assert streams.token_ids == truth.token_ids
     moves_within_s = max(MOVES_WITHIN_S, 2 * (server.start_s + truth.first_s))

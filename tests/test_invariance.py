@@ -1,4 +1,4 @@
-"""The same request gives the same tokens in any company: a part of benchmarks/invariance.py, on real weights in float32."""
+"""A request gives the same tokens whatever runs beside it: part of benchmarks/invariance.py, real weights, float32."""
 
 import pytest
 from benchmarks.invariance import CONDITIONS, Check

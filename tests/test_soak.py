@@ -12,8 +12,9 @@ def test_half_a_minute_of_mixed_load_leaves_nothing_behind(smollm2):
 
 
 def test_growth_after_the_warm_up_is_found():
-    still, leaks = [100] * 30, [50, 60, 70, 80, 90, 95, 98, 99, 100, 100, *range(100, 120)]
-    found = growth([Sample(a, b, a, b) for a, b in zip(still, leaks)])
+    still = [100] * 30
+    leaks = [50, 60, 70, 80, 90, 95, 98, 99, 100, 100, *range(100, 120)]
+    found = growth([Sample(api, core, api, core) for api, core in zip(still, leaks)])
     assert found["api_bytes"] == found["api_files"] == 0
     assert 0.1 < found["core_bytes"] < 0.2
     assert growth([Sample(10 + min(i, 10), 1, 1, 1) for i in range(30)])["api_bytes"] == 0  # the warm-up may grow

@@ -54,9 +54,8 @@ _ALPHABETS = [
 def texts(seed: int = 0, num_random: int = 300) -> list[str]:
     """The sentences, neighbours glued together, and random mixtures."""
     source = random.Random(seed)
-    glued = [
-        left + source.choice(["", " ", "\n"]) + right for left, right in zip(SENTENCES, SENTENCES[1:], strict=False)
-    ]
+    neighbours = zip(SENTENCES, SENTENCES[1:], strict=False)
+    glued = [left + source.choice(["", " ", "\n"]) + right for left, right in neighbours]
     mixtures = []
     for _ in range(num_random):
         alphabet = "".join(source.sample(_ALPHABETS, source.randint(1, 3)))

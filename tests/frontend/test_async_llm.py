@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from quire import SamplingParams
 from quire.config import ServingConfig
 from quire.errors import ConfigError, DeadlineError, EngineError, OverloadedError, PoisonError, RequestError
 from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.stream import Stream
 from tests.poison import CRASH, EXIT, HANG, RAISE
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -49,29 +51,38 @@ async def answer(llm: AsyncLLM, prompt: list[int], params: SamplingParams = GREE
 
 
 def echoed(prompt: list[int], num: int = 30) -> list[int]:
-    return [prompt[i % len(prompt)] for i in range(len(prompt), len(prompt) + num)]
+    return [prompt[idx % len(prompt)] for idx in range(len(prompt), len(prompt) + num)]
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[100 + idx, 200 + idx, 300 + idx] for idx in range(count)]
+
+
+def endless(num_tokens: int, **options) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, **options)
 
 
 def test_streams_give_each_token_once_and_in_order(smollm2):
     async def scenario(llm):
         async def read(prompt):
-            updates = [u async for us in await llm.submit(prompt, GREEDY) for u in us]
-            assert [u.finish_reason for u in updates] == [None] * (len(updates) - 1) + ["length"]
+            updates = []
+            async for news in await llm.submit(prompt, GREEDY):
+                updates += news
+            assert [update.finish_reason for update in updates] == [None] * (len(updates) - 1) + ["length"]
             text = llm.model.tokenizer.decode(echoed(prompt))
-            assert "".join(u.text for u in updates) == text
-            return [t for u in updates for t in u.token_ids]
+            assert "".join(update.text for update in updates) == text
+            return list(itertools.chain.from_iterable(update.token_ids for update in updates))
 
-        prompts = [[100 + i, 200 + i, 300 + i] for i in range(20)]
-        assert await asyncio.gather(*map(read, prompts)) == [echoed(p) for p in prompts]
+        assert await asyncio.gather(*map(read, prompts(20))) == list(map(echoed, prompts(20)))
 
     run(scenario)
 
 
 def test_generate_yields_growing_outputs(smollm2):
     async def scenario(llm):
-        outputs = [o async for o in llm.generate("The quick brown fox jumps", GREEDY, request_id="mine")]
-        assert all(o.request_id == "mine" for o in outputs)
-        lengths = [len(o.outputs[0].token_ids) for o in outputs]
+        outputs = [output async for output in llm.generate("The quick brown fox jumps", GREEDY, request_id="mine")]
+        assert all(output.request_id == "mine" for output in outputs)
+        lengths = [len(output.outputs[0].token_ids) for output in outputs]
         assert lengths == sorted(lengths) and lengths[-1] == 30 and outputs[-1].finished
 
     run(scenario)
@@ -79,14 +90,16 @@ def test_generate_yields_growing_outputs(smollm2):
 
 def test_a_long_text_is_tokenized_off_the_loop(smollm2):
     async def scenario(llm):
-        worst, last = 0.0, time.monotonic()
+        worst = 0.0
+        last = time.monotonic()
 
         async def heart():
             nonlocal worst, last
             while True:
                 await asyncio.sleep(0.001)
                 now = time.monotonic()
-                worst, last = max(worst, now - last), now
+                worst = max(worst, now - last)
+                last = now
 
         beating = asyncio.create_task(heart())
         with pytest.raises(RequestError, match="max-model-len"):
@@ -100,15 +113,13 @@ def test_a_long_text_is_tokenized_off_the_loop(smollm2):
 @pytest.mark.parametrize("num_kills", [1, 3])
 def test_a_killed_core_is_replaced_and_no_stream_notices(smollm2, num_kills):
     async def scenario(llm):
-        prompts = [[100 + i, 200 + i, 300 + i] for i in range(16)]
-        params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-        tasks = [asyncio.create_task(answer(llm, p, params)) for p in prompts]
+        tasks = [asyncio.create_task(answer(llm, prompt, endless(200))) for prompt in prompts(16)]
         for kill in range(num_kills):
             await moving(llm)
             os.kill(llm.supervisor.core.pid, signal.SIGKILL)
             while llm.num_restarts <= kill:
                 await asyncio.sleep(0.01)
-        assert await asyncio.gather(*tasks) == [echoed(p, 200) for p in prompts]
+        assert await asyncio.gather(*tasks) == [echoed(prompt, 200) for prompt in prompts(16)]
         assert llm.num_restarts == num_kills
         assert await llm.supervisor.check() == ""
 
@@ -116,18 +127,17 @@ def test_a_killed_core_is_replaced_and_no_stream_notices(smollm2, num_kills):
 
 
 def test_vectors_come_beside_answers_and_survive_a_kill(smollm2):
-    """Of the echo model they are the prompt's tokens. It takes a tenth of a second a step, so that the core dies before."""
+    """The echo model's vector is the prompt's tokens. A step takes 0.1 s, so that the core dies before the first ends."""
 
     async def scenario(llm):
-        prompts = [[100 + i, 200 + i, 300 + i] for i in range(8)]
-        answers = [asyncio.create_task(answer(llm, prompt)) for prompt in prompts]
-        streams = [await llm.submit(prompt, GREEDY, wants_vector=True) for prompt in prompts]
+        answers = [asyncio.create_task(answer(llm, prompt)) for prompt in prompts(8)]
+        streams = [await llm.submit(prompt, GREEDY, wants_vector=True) for prompt in prompts(8)]
         os.kill(llm.supervisor.core.pid, signal.SIGKILL)
-        for prompt, stream in zip(prompts, streams):
+        for prompt, stream in zip(prompts(8), streams):
             request = await stream.wait()
             assert request.vector == prompt
             assert request.choices[0].token_ids == [] and request.choices[0].finish_reason == "stop"
-        assert await asyncio.gather(*answers) == [echoed(prompt) for prompt in prompts]
+        assert await asyncio.gather(*answers) == list(map(echoed, prompts(8)))
         assert llm.num_restarts == 1
 
     run(scenario, executor="echo:10")
@@ -135,20 +145,18 @@ def test_vectors_come_beside_answers_and_survive_a_kill(smollm2):
 
 def test_logprobs_and_choices_survive_a_kill(smollm2):
     async def scenario(llm):
-        stream = await llm.submit([5, 6, 7], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, n=3))
+        stream = await llm.submit([5, 6, 7], endless(100, n=3))
         await moving(llm)
         os.kill(llm.supervisor.core.pid, signal.SIGKILL)
         request = await stream.wait()
-        assert [c.token_ids for c in request.choices] == [echoed([5, 6, 7], 100)] * 3
+        assert [choice.token_ids for choice in request.choices] == [echoed([5, 6, 7], 100)] * 3
 
     run(scenario, "echo:100")
 
 
 def test_a_core_that_stands_still_is_replaced(smollm2):
     async def scenario(llm):
-        task = asyncio.create_task(
-            answer(llm, [1, 2, 3], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
-        )
+        task = asyncio.create_task(answer(llm, [1, 2, 3], endless(100)))
         await moving(llm)
         assert llm.health() is None
         os.kill(llm.supervisor.core.pid, signal.SIGSTOP)
@@ -171,12 +179,11 @@ def test_an_idle_core_that_stands_still_is_noticed(smollm2):
 @pytest.mark.parametrize("mark", [RAISE, EXIT, CRASH, HANG], ids=["raise", "exit", "crash", "hang"])
 def test_a_poisoned_request_fails_alone(smollm2, mark):
     async def scenario(llm):
-        prompts = [[100 + i, 200 + i, 300 + i] for i in range(31)]
-        tasks = [asyncio.create_task(answer(llm, p)) for p in prompts]
+        tasks = [asyncio.create_task(answer(llm, prompt)) for prompt in prompts(31)]
         poisoned = asyncio.create_task(answer(llm, [*mark, 5]))
         with pytest.raises(PoisonError, match="others are not affected"):
             await poisoned
-        assert await asyncio.gather(*tasks) == [echoed(p) for p in prompts]
+        assert await asyncio.gather(*tasks) == list(map(echoed, prompts(31)))
         restarts = llm.num_restarts
         with pytest.raises(PoisonError, match="ten minutes"):
             await answer(llm, [*mark, 5])
@@ -188,9 +195,7 @@ def test_a_poisoned_request_fails_alone(smollm2, mark):
 
 def test_a_core_that_always_falls_makes_the_engine_give_up(smollm2):
     async def scenario(llm):
-        task = asyncio.create_task(
-            answer(llm, [1, 2, 3], SamplingParams(temperature=0, max_tokens=8000, ignore_eos=True))
-        )
+        task = asyncio.create_task(answer(llm, [1, 2, 3], endless(8000)))
         await moving(llm)
         while llm.failure is None:
             with contextlib.suppress(ProcessLookupError):
@@ -208,9 +213,7 @@ def test_a_core_that_always_falls_makes_the_engine_give_up(smollm2):
 
 def test_an_abort_ends_the_stream_and_frees_the_core(smollm2):
     async def scenario(llm):
-        stream = await llm.submit(
-            [1, 2, 3], SamplingParams(max_tokens=5000, temperature=0, ignore_eos=True), request_id="x"
-        )
+        stream = await llm.submit([1, 2, 3], endless(5000), request_id="x")
         updates = []
         async for news in stream:
             updates += news
@@ -226,9 +229,8 @@ def test_an_abort_ends_the_stream_and_frees_the_core(smollm2):
 
 def test_a_deadline_is_honoured_while_running_and_while_waiting(smollm2):
     async def scenario(llm):
-        long = SamplingParams(max_tokens=5000, temperature=0, ignore_eos=True)
-        first = await llm.submit([1, 2, 3], long, timeout_s=0.5)
-        second = await llm.submit([4, 5, 6], long, timeout_s=0.3)
+        first = await llm.submit([1, 2, 3], endless(5000), timeout_s=0.5)
+        second = await llm.submit([4, 5, 6], endless(5000), timeout_s=0.3)
         started = time.monotonic()
         with pytest.raises(DeadlineError, match="timeout_s"):
             await second.wait()
@@ -245,11 +247,11 @@ def test_a_deadline_is_honoured_while_running_and_while_waiting(smollm2):
 
 def test_a_full_queue_refuses_and_takes_again_when_there_is_room(smollm2):
     async def scenario(llm):
-        streams = [await llm.submit([1, 2, i], GREEDY) for i in range(4)]
+        streams = [await llm.submit([1, 2, last], GREEDY) for last in range(4)]
         with pytest.raises(OverloadedError, match="max-queued-requests") as refused:
             await llm.submit([1, 2, 3], GREEDY)
         assert refused.value.retry_after_s > 0
-        await asyncio.gather(*(s.wait() for s in streams))
+        await asyncio.gather(*(stream.wait() for stream in streams))
         assert await answer(llm, [1, 2, 3]) == echoed([1, 2, 3])
 
     run(scenario, "echo:100", ServingConfig(max_queued_requests=4))
@@ -258,7 +260,7 @@ def test_a_full_queue_refuses_and_takes_again_when_there_is_room(smollm2):
 def test_draining_finishes_what_runs_and_takes_nothing_new(smollm2):
     async def scenario(llm):
         task = asyncio.create_task(answer(llm, [1, 2, 3]))
-        endless = await llm.submit([1, 2, 4], SamplingParams(max_tokens=8000, temperature=0, ignore_eos=True))
+        longest = await llm.submit([1, 2, 4], endless(8000))
         await moving(llm)
         draining = asyncio.create_task(llm.drain(1.0))
         await asyncio.sleep(0.05)
@@ -266,7 +268,7 @@ def test_draining_finishes_what_runs_and_takes_nothing_new(smollm2):
             await answer(llm, [1, 2, 3])
         assert await task == echoed([1, 2, 3])
         await draining
-        assert (await endless.wait()).choices[0].finish_reason == "abort"
+        assert (await longest.wait()).choices[0].finish_reason == "abort"
 
     run(scenario, "echo:100")
 
@@ -278,9 +280,8 @@ def test_two_requests_cannot_share_an_id(smollm2):
             await llm.submit([1, 2, 3], GREEDY, request_id="a")
         # Long prompts are tokenized by another thread: both are under way before either is taken in.
         long = "many words " * 3000
-        both = await asyncio.gather(
-            *(llm.submit(long, GREEDY, request_id="b") for _ in range(2)), return_exceptions=True
-        )
+        submissions = [llm.submit(long, GREEDY, request_id="b") for _ in range(2)]
+        both = await asyncio.gather(*submissions, return_exceptions=True)
         assert sorted(isinstance(each, RequestError) for each in both) == [False, True]
 
     run(scenario, "echo:50")
@@ -349,8 +350,11 @@ async def moving(llm: AsyncLLM) -> None:
     """Waits until every live request has a token in this epoch's core."""
     while llm.health() is not None:
         await asyncio.sleep(0.01)
-    seen = {s: len(s.request.choices[0].token_ids) for s in llm.supervisor.live.values()}
-    while any(
-        len(s.request.choices[0].token_ids) <= n for s, n in seen.items() if s.request.request_id in llm.supervisor.live
-    ):
+    live = llm.supervisor.live
+    seen = {request_id: num_tokens(stream) for request_id, stream in live.items()}
+    while any(num_tokens(live[request_id]) <= count for request_id, count in seen.items() if request_id in live):
         await asyncio.sleep(0.01)
+
+
+def num_tokens(stream: Stream) -> int:
+    return len(stream.request.choices[0].token_ids)

@@ -7,15 +7,16 @@ from quire.frontend.blame import MAX_DEATHS, MAX_GUILTY, Blame, Cause
 
 
 class World:
-    """Cores that fall as soon as a poisoned request is in a step; everybody needs a few tokens."""
+    """Cores that crash as soon as a poisoned request is in a step; every request needs a few tokens."""
 
     def __init__(
         self, num: int, poisoned: set[int], tokens_each: int = 2, cause: Cause = Cause.OWN, step_size: int = 1000
     ) -> None:
-        self.cause, self.step_size = cause, step_size
+        self.cause = cause
+        self.step_size = step_size
         self.blame = Blame()
-        self.left = {f"r{i}": tokens_each for i in range(num)}
-        self.poisoned = {f"r{i}" for i in poisoned}
+        self.left = {f"r{idx}": tokens_each for idx in range(num)}  # in the order of the waiting line
+        self.poisoned = {f"r{idx}" for idx in poisoned}
         self.convicted: list[str] = []
         self.most_deaths = self.num_deaths = 0
 
@@ -23,12 +24,11 @@ class World:
         for _ in range(100_000):
             if not self.left:
                 return
-            allowed = [r for r in self.left if self.blame.may_run(r)]
+            allowed = list(filter(self.blame.may_run, self.left))
             assert allowed, "nobody may run"
             step = allowed[: self.step_size]
-            self.left = {r: n for r, n in self.left.items() if r not in step} | {
-                r: self.left[r] for r in step
-            }  # to the end of the line
+            for request_id in step:  # to the end of the line
+                self.left[request_id] = self.left.pop(request_id)
             if self.poisoned & set(step):
                 self.num_deaths += 1
                 guilty = self.blame.died(self.cause, step, self.left)
@@ -89,7 +89,7 @@ def test_a_stall_blames_nobody_but_who_is_in_two_without_a_token_between_is_susp
     blame.progressed("c")
     blame.progressed("b")
     blame.died(Cause.STALL, ["a", "b", "c"], {"a", "b", "c"})
-    assert [blame.may_run(r) for r in "abc"] == [True, False, False]
+    assert list(map(blame.may_run, "abc")) == [True, False, False]
     assert blame.died(Cause.STALL, ["a"], {"a", "b", "c"}) == "a"  # on trial, alone: that was it
 
 
@@ -129,7 +129,7 @@ def test_eight_deaths_without_a_token_are_hopeless():
 
 
 def test_guilty_requests_explain_deaths_up_to_a_number():
-    """Whoever sends one poisoned request after the other to an idle server does not end it; an engine that always falls does."""
+    """One poisoned request after the other does not end an idle server; an engine that always crashes does."""
     blame = Blame()
     for idx in range(MAX_GUILTY):
         assert not blame.hopeless

@@ -61,9 +61,8 @@ def test_deltas_of_random_byte_level_tokens_add_up_to_the_full_decode(smollm2: T
 @pytest.fixture(scope="module")
 def all_bytes() -> Tokenizer:
     """One token per byte."""
-    backend = Backend(
-        models.BPE({char: idx for idx, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
-    )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({char: idx for idx, char in enumerate(alphabet)}, []))
     backend.decoder = decoders.ByteLevel()
     return Tokenizer(backend)
 
@@ -96,9 +95,8 @@ def test_random_sentencepiece_tokens_stream_as_they_decode(llama: Tokenizer) -> 
     for seed in range(100):
         ids = random_ids(llama, seed, 60)
         assert "".join(deltas(llama, ids)) == llama.decode(ids)
-        valid = [
-            token_id for token_id in ids if not 3 <= token_id < 259
-        ]  # Hugging Face blanks a whole run for one bad byte
+        # Without byte tokens: Hugging Face replaces a whole run of them for one bad byte.
+        valid = [token_id for token_id in ids if not 3 <= token_id < 259]
         assert llama.decode(valid) == llama.backend.decode(valid)
 
 

@@ -15,7 +15,6 @@ def test_a_format_that_does_not_exist_is_refused_at_start_with_those_there_are(t
 
 @pytest.mark.parametrize(("name", "file"), [("hermes", "hermes"), ("none", None)])
 def test_a_named_format_is_used_whatever_the_template_says(tiny_llama, name, file):
-    model = ModelInfo.open(
-        EngineConfig.from_kwargs(model=str(tiny_llama), skip_tokenizer_init=True, tool_call_parser=name)
-    )
-    assert (model.tool_format and model.tool_format.__name__.rpartition(".")[2]) == file
+    config = EngineConfig.from_kwargs(model=str(tiny_llama), skip_tokenizer_init=True, tool_call_parser=name)
+    module = ModelInfo.open(config).tool_format
+    assert (module and module.__name__.rpartition(".")[2]) == file

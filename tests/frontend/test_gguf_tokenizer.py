@@ -7,10 +7,10 @@ from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.frontend import gguf_tokenizer
 from quire.frontend.tokenizer import Tokenizer
 
-CLAIMED = [
-    "command-r", "deepseek-coder", "deepseek-llm", "falcon", "gemma-4", "gpt-2", "llama-bpe", "llama-spm", "mpt",
-    "phi-3", "qwen2", "qwen35", "refact", "starcoder",
-]  # fmt: skip
+CLAIMED = """
+    command-r deepseek-coder deepseek-llm falcon gemma-4 gpt-2 llama-bpe llama-spm mpt phi-3
+    qwen2 qwen35 refact starcoder
+""".split()
 CONTROL = gguf_tokenizer.CONTROL
 USER_DEFINED = gguf_tokenizer.USER_DEFINED
 
@@ -20,7 +20,7 @@ def expected(vocab_dir: Path, name: str) -> list[tuple[str, list[int]]]:
     lines = (vocab_dir / f"ggml-vocab-{name}.gguf.out").read_text().removesuffix("\n").split("\n")
     if texts[-1] == "" and len(texts) == len(lines) + 1:  # some files end with the separator
         texts.pop()
-    return [(text, [int(token_id) for token_id in line.split()]) for text, line in zip(texts, lines, strict=True)]
+    return [(text, list(map(int, line.split()))) for text, line in zip(texts, lines, strict=True)]
 
 
 @pytest.mark.parametrize("name", CLAIMED)
@@ -60,10 +60,8 @@ def metadata(**changes: object) -> dict[str, object]:
     """A byte-level vocabulary of ten tokens."""
     tokens = ["a", "b", "c", "ab", "Ġ", "<s>", "</s>", "<tool>", "Ċ", "<|eot_id|>"]
     types = [1, 1, 1, 1, 1, CONTROL, CONTROL, USER_DEFINED, 1, CONTROL]
-    fields: dict[str, object] = {
-        "model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": types, "merges": ["a b"],
-        "bos_token_id": 5, "eos_token_id": 6, **changes,
-    }  # fmt: skip
+    fields: dict[str, object] = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": types}
+    fields |= {"merges": ["a b"], "bos_token_id": 5, "eos_token_id": 6, **changes}
     return {f"tokenizer.ggml.{name}": value for name, value in fields.items() if value is not None}
 
 
@@ -124,17 +122,31 @@ def test_scored_merges_equal_sentencepiece_itself(vocab_dir: Path, tmp_path: Pat
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("\n".join(text.replace("\n", " ") for text in texts()), encoding="utf-8")
     sentencepiece.SentencePieceTrainer.train(
-        input=str(corpus), model_prefix=str(tmp_path / "spm"), vocab_size=1500, model_type="bpe", byte_fallback=True,
-        character_coverage=0.98, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
-    )  # fmt: skip
+        input=str(corpus),
+        model_prefix=str(tmp_path / "spm"),
+        vocab_size=1500,
+        model_type="bpe",
+        byte_fallback=True,
+        character_coverage=0.98,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
     truth = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spm.model"))
+
+    def kind(token_id: int) -> int:
+        if truth.is_unknown(token_id):
+            return gguf_tokenizer.UNKNOWN
+        if truth.is_control(token_id):
+            return CONTROL
+        return gguf_tokenizer.BYTE if truth.is_byte(token_id) else gguf_tokenizer.NORMAL
+
     ids = range(truth.get_piece_size())
-    kinds = [2 if truth.is_unknown(i) else 3 if truth.is_control(i) else 6 if truth.is_byte(i) else 1 for i in ids]
     fields = {
         "model": "llama",
-        "tokens": [truth.id_to_piece(i) for i in ids],
-        "scores": [truth.get_score(i) for i in ids],
-        "token_type": kinds,
+        "tokens": list(map(truth.id_to_piece, ids)),
+        "scores": list(map(truth.get_score, ids)),
+        "token_type": list(map(kind, ids)),
         "unknown_token_id": truth.unk_id(),
     }
     ours = Tokenizer.from_gguf({f"tokenizer.ggml.{name}": value for name, value in fields.items()})
@@ -152,4 +164,4 @@ def test_smollm2_loads_fast(smollm2_path: Path) -> None:
             Tokenizer.from_gguf(file.metadata)
         return time.process_time() - start
 
-    assert min(cpu_s() for _ in range(3)) < 0.5  # 0.12 s on an idle core; a slip to transformers' way costs seconds
+    assert min(cpu_s() for _ in range(3)) < 0.5  # 0.12 s on an idle core; transformers' way to load it takes seconds

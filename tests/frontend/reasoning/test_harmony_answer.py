@@ -10,26 +10,23 @@ from quire.structured.engines.xgrammar import XGrammar
 from quire.structured.spec import GrammarSpec
 
 MARKS = [b"<|start|>", b"<|channel|>", b"<|message|>", b"<|end|>", b"<|return|>"]
-VOCABULARY = Vocabulary(
-    [*MARKS, b"assistant", b"final", b"analysis", *(bytes([i]) for i in range(128))], list(range(5)), [4], 160
-)
+TOKENS = [*MARKS, b"assistant", b"final", b"analysis", *(bytes([code]) for code in range(128))]
+VOCABULARY = Vocabulary(TOKENS, special_ids=list(range(5)), stop_ids=[4], size=160)
 
 
 def ids(text: str) -> list[int]:
     found = []
     while text:
-        token = max((t for t in VOCABULARY.tokens if text.encode().startswith(t)), key=len)
-        found.append(VOCABULARY.tokens.index(token))
+        token = max((token for token in TOKENS if text.encode().startswith(token)), key=len)
+        found.append(TOKENS.index(token))
         text = text[len(token) :]
     return found
 
 
 @pytest.fixture(scope="module")
 def grammar():
-    tag = {
-        "type": "structural_tag",
-        "format": harmony.answer({"type": "json_schema", "json_schema": {"type": "integer"}}),
-    }
+    number = {"type": "json_schema", "json_schema": {"type": "integer"}}
+    tag = {"type": "structural_tag", "format": harmony.answer(number)}
     return XGrammar(VOCABULARY).compile(GrammarSpec("structural_tag", json.dumps(tag)))
 
 

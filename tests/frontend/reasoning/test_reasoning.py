@@ -73,6 +73,7 @@ def test_a_users_words_do_not_open_thinking() -> None:
 
 
 HARMONY = "<|channel|>analysis<|message|>I think.<|end|><|start|>assistant<|channel|>final<|message|>Yes <b>.<|return|>"
+HARMONY_TWICE = HARMONY.replace("<|end|>", "<|end|><|start|>assistant<|channel|>analysis<|message|>More.<|end|>")
 
 
 @pytest.mark.parametrize(
@@ -97,12 +98,7 @@ HARMONY = "<|channel|>analysis<|message|>I think.<|end|><|start|>assistant<|chan
         (harmony.Parser, "<|channel|>final<|message|>Yes.", "", "Yes."),
         (harmony.Parser, "Yes.", "", "Yes."),
         (harmony.Parser, "<|channel|>analysis<|message|>no end", "no end", ""),
-        (
-            harmony.Parser,
-            HARMONY.replace("<|end|>", "<|end|><|start|>assistant<|channel|>analysis<|message|>More.<|end|>"),
-            "I think.\nMore.",
-            "Yes <b>.",
-        ),
+        (harmony.Parser, HARMONY_TWICE, "I think.\nMore.", "Yes <b>."),
     ],
 )
 def test_thinking_and_answer_come_apart(parser, text: str, thought: str, answer: str) -> None:
@@ -126,10 +122,11 @@ def test_thinking_that_the_prompt_opened_goes_on(module, text: str) -> None:
 
 
 FRAGMENTS = [
-    "<think>", "</think>", "[THINK]", "[/THINK]", "<response>", "</response>", "Here is my thought process:",
-    "Here is my response:", "<|channel|>", "analysis", "final", "<|message|>", "<|end|>", "<|start|>", "assistant", " to=functions.f",
-    "<", "[", "Here", " ", "\n", "x", "é",
-]  # fmt: skip
+    *"<think> </think> [THINK] [/THINK] <response> </response>".split(),
+    *("Here is my thought process:", "Here is my response:"),
+    *"<|channel|> analysis final <|message|> <|end|> <|start|> assistant".split(),
+    *(" to=functions.f", "<", "[", "Here", " ", "\n", "x", "é"),
+]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -148,9 +145,9 @@ def test_any_cut_of_any_text_gives_the_same(name: str, text: str, starts_open: b
 
 def test_reasoning_streams_as_it_comes() -> None:
     parser = think.Parser(False)
-    assert [parser.feed(piece).reasoning for piece in ["<think>", "\nOne", " two", " \n", "three", "</thi", "nk>"]] == [
-        "", "One", " two", "", " \nthree", "", "",
-    ]  # fmt: skip
+    pieces = ["<think>", "\nOne", " two", " \n", "three", "</thi", "nk>"]
+    thoughts = ["", "One", " two", "", " \nthree", "", ""]
+    assert [parser.feed(piece).reasoning for piece in pieces] == thoughts
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -18,14 +18,16 @@ fuzzing = settings(max_examples=40, deadline=None, suppress_health_check=list(He
 
 # What formats are made of, for texts that come close to calls without being any.
 FRAGMENTS = [
-    "<tool_call>", "</tool_call>", "<|tool_call|>", "<|/tool_call|>", "functools", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
-    "<|python_tag|>", "<|python_start|>", "<|tool_call_start|>", "<tool_calls>", "```json", "```",
-    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "function",
-    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>",
-    "assistant", "commentary", " to=functions.", "get_weather", "now", "get_weath", "unknown", "(", ")", "=", "city", "'", '"',
-    "{", "}", "[", "]", ":", ",", ";", " ", "\n", "\\", "\\u12", "1", "-", "true", "None", "x", "é",
-    '{"name": ', '"name"', '"arguments"', '"parameters": {', '{"city": "Rome"}', '"get_weather"', "<", "<|", "[T",
-]  # fmt: skip
+    *"<tool_call> </tool_call> <|tool_call|> <|/tool_call|> functools [TOOL_CALLS] [ARGS] [CALL_ID]".split(),
+    *"<|python_tag|> <|python_start|> <|tool_call_start|> <tool_calls> ```json ```".split(),
+    *"<｜tool▁calls▁begin｜> <｜tool▁call▁begin｜> <｜tool▁sep｜> <｜tool▁call▁end｜> <｜tool▁calls▁end｜>".split(),
+    "function",
+    *"<arg_key> </arg_key> <arg_value> </arg_value>".split(),
+    *"<|start|> <|channel|> <|message|> <|end|> <|call|> assistant commentary".split(),
+    *(" to=functions.", "get_weather", "now", "get_weath", "unknown", "(", ")", "=", "city", "'", '"'),
+    *("{", "}", "[", "]", ":", ",", ";", " ", "\n", "\\", "\\u12", "1", "-", "true", "None", "x", "é"),
+    *('{"name": ', '"name"', '"arguments"', '"parameters": {', '{"city": "Rome"}', '"get_weather"', "<", "<|", "[T"),
+]
 texts = st.lists(st.sampled_from(FRAGMENTS), max_size=25).map("".join)
 cuts = st.lists(st.integers(0, 400), max_size=8)
 
@@ -158,16 +160,8 @@ def test_json_that_is_no_call_is_shown_at_once() -> None:
 
 
 def test_python_is_read_and_never_run() -> None:
-    for value in (
-        "__import__('os').system('x')",
-        "1+1",
-        "f(x)",
-        "[x for x in y]",
-        "lambda: 0",
-        "'a' 'b'",
-        "b'x'",
-        "0x10",
-    ):
+    simple = ("1+1", "f(x)", "[x for x in y]", "lambda: 0", "'a' 'b'", "b'x'", "0x10")
+    for value in ("__import__('os').system('x')", *simple):
         text = f"[get_weather(city={value})]"
         content, _, calls = parsed(parser("llama_pythonic"), text)
         assert len(calls) == 1 and not base.is_json(calls[0][1])
@@ -211,25 +205,14 @@ def test_untyped_values_follow_the_schema() -> None:
         assert json.loads(arguments) == {"x": meant}
 
 
+REPEATED = [
+    *("{", "[", "[[", '{"name": "now", "arguments": ', "<tool_call>", "<tool_call>now<arg_key>", '{"arguments": '),
+    *("\\", " ", "<", "[now(a=", "<|start|>", "now"),
+]
+
+
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(
-    "piece",
-    [
-        "{",
-        "[",
-        "[[",
-        '{"name": "now", "arguments": ',
-        "<tool_call>",
-        "<tool_call>now<arg_key>",
-        '{"arguments": ',
-        "\\",
-        " ",
-        "<",
-        "[now(a=",
-        "<|start|>",
-        "now",
-    ],
-)
+@pytest.mark.parametrize("piece", REPEATED)
 def test_time_is_linear_in_the_text(name: str, piece: str) -> None:
     start = time.perf_counter()
     machine = parser(name)
@@ -241,8 +224,10 @@ def test_time_is_linear_in_the_text(name: str, piece: str) -> None:
 
 def test_one_parser_after_the_other_reads_harmony() -> None:
     text = (
-        "<|channel|>analysis<|message|>Think <b>.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
-        '<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
+        "<|channel|>analysis<|message|>Think <b>.<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+        '{"city": "Rome"}<|call|>'
     )
     expected = ("I look.", "Think <b>.", [("get_weather", '{"city": "Rome"}')])
     assert parsed(OutputParser(harmony_reasoning.Parser(False), parser("harmony")), text) == expected

@@ -43,36 +43,21 @@ SCHEMAS = {
     "now": {"type": "object", "properties": {}, "additionalProperties": False},
     "anything": {},
 }
-TOOLS = [{"type": "function", "function": {"name": n, "parameters": schema}} for n, schema in SCHEMAS.items()]
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
 VALIDATORS = {name: jsonschema_rs.validator_for(schema) for name, schema in SCHEMAS.items()}
 
 # Marks are tokens, as in real vocabularies.
 MARKS = [
-    "<tool_call>", "</tool_call>", "<|tool_call|>", "<|/tool_call|>", "functools", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>",
-    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "```",
-    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>",
-    '{"name": "', "assistant", "[weather(", "[now(", " to=functions.", "commentary", "<|end|>",
+    *"<tool_call> </tool_call> <|tool_call|> <|/tool_call|> functools [TOOL_CALLS] [ARGS] <|python_tag|>".split(),
+    *"<｜tool▁calls▁begin｜> <｜tool▁call▁begin｜> <｜tool▁sep｜> <｜tool▁call▁end｜> <｜tool▁calls▁end｜> ```".split(),
+    *"<arg_key> </arg_key> <arg_value> </arg_value> <|start|> <|channel|> <|message|> <|constrain|>".split(),
+    *('{"name": "', "assistant", "[weather(", "[now(", " to=functions.", "commentary", "<|end|>"),
     "<|channel|>commentary to=functions.",
-]  # fmt: skip
-TOKENS = [
-    "<eos>",
-    *MARKS,
-    *map(chr, range(32, 127)),
-    "\n",
-    "é",
-    "東",
-    "🦙",
-    "｜",
-    "▁",
-    "null",
-    "true",
-    "12",
-    '": ',
-    '", "',
 ]
-WEIGHTS = {"<eos>": 3, '"': 15, "}": 15, "]": 9, ")": 15, '", "': 0.3, "\\": 0.3, " ": 0.5, "\n": 0.5} | dict.fromkeys(
-    MARKS, 6
-)
+CHARACTERS = [*map(chr, range(32, 127)), "\n", "é", "東", "🦙", "｜", "▁"]
+TOKENS = ["<eos>", *MARKS, *CHARACTERS, "null", "true", "12", '": ', '", "']
+WEIGHTS = {"<eos>": 3, '"': 15, "}": 15, "]": 9, ")": 15, '", "': 0.3, "\\": 0.3, " ": 0.5, "\n": 0.5}
+WEIGHTS |= dict.fromkeys(MARKS, 6)
 WEIGHTS |= {"</arg_value>": 40, "</tool_call>": 20, "{": 0.5, "[": 0.5}
 MAX_STEPS = 400
 
@@ -86,7 +71,9 @@ def compiler() -> xgrammar.GrammarCompiler:
 
 def walk(compiled: xgrammar.CompiledGrammar, seed: int) -> str | None:
     """A random text of the grammar; None if it did not end."""
-    source, matcher, text = random.Random(seed), xgrammar.GrammarMatcher(compiled), ""
+    source = random.Random(seed)
+    matcher = xgrammar.GrammarMatcher(compiled)
+    text = ""
     mask = xgrammar.allocate_token_bitmask(1, len(TOKENS))
     for _ in range(MAX_STEPS):
         matcher.fill_next_token_bitmask(mask)
@@ -109,7 +96,8 @@ def test_whatever_the_grammar_admits_parses(name: str, required: bool, parallel:
     form = module.structure(TOOLS, required=required, parallel=parallel)
     compiled = compiler.compile_structural_tag({"type": "structural_tag", "format": form})
     texts = [text for seed in range(40) if (text := walk(compiled, seed)) is not None]
-    most, names = 0, set()
+    most = 0
+    names = set()
     for text in texts:
         content, reasoning, calls = parsed(module.Parser(TOOLS), text)
         for called, arguments in calls:
@@ -122,8 +110,8 @@ def test_whatever_the_grammar_admits_parses(name: str, required: bool, parallel:
     assert len(texts) >= 10 and most >= 1, texts
     if required:
         assert len(names) >= 3
-    if parallel and required and name != "harmony":
-        assert most > 1
+        makes_several = parallel and name != "harmony"
+        assert most > 1 or not makes_several
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -1,6 +1,7 @@
 """Assistant messages with tool calls, as the real chat templates of models write them."""
 
 import functools
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -62,10 +63,12 @@ def as_json_list(calls: list[Call]) -> str:
 
 def as_python(calls: list[Call]) -> str:
     """Python's own writing of values."""
-    written = [
-        f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})" for name, arguments in calls
-    ]
-    return f"[{', '.join(written)}]"
+
+    def as_call(name: str, arguments: dict[str, Any]) -> str:
+        written = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        return f"{name}({written})"
+
+    return "[" + ", ".join(as_call(*call) for call in calls) + "]"
 
 
 @functools.cache
@@ -90,13 +93,10 @@ class Source:
         if self.spell is not None:
             message["content"] = content + self.spell(calls)
         else:
+            functions = [{"name": name, "arguments": json.dumps(arguments)} for name, arguments in calls]
             message["tool_calls"] = [
-                {
-                    "id": f"call{idx:05}",
-                    "type": "function",
-                    "function": {"name": name, "arguments": json.dumps(arguments)},
-                }
-                for idx, (name, arguments) in enumerate(calls)
+                {"id": f"call{idx:05}", "type": "function", "function": function}
+                for idx, function in enumerate(functions)
             ]
         text = compiled(self.template).render(
             [{"role": "user", "content": "Hi"}, message],
@@ -161,21 +161,21 @@ SOURCES = [
 def gathered(deltas: list[Delta]) -> tuple[str, str, list[tuple[str, str]]]:
     """As a client adds deltas up: content, reasoning, and name and arguments of each call."""
     calls: list[list[str]] = []
-    for call in (call for delta in deltas for call in delta.calls):
+    for call in itertools.chain.from_iterable(delta.calls for delta in deltas):
         if call.name is not None:
             assert call.index == len(calls) and call.arguments == ""
             calls.append([call.name, ""])
         else:
             assert call.index == len(calls) - 1
             calls[call.index][1] += call.arguments
-    content, reasoning = ("".join(getattr(delta, kind) for delta in deltas) for kind in ("content", "reasoning"))
+    content = "".join(delta.content for delta in deltas)
+    reasoning = "".join(delta.reasoning for delta in deltas)
     return content, reasoning, [(name, arguments) for name, arguments in calls]
 
 
 def parsed(parser, pieces: list[str] | str) -> tuple[str, str, list[tuple[str, str]]]:
-    return gathered(
-        [parser.feed(piece) for piece in ([pieces] if isinstance(pieces, str) else pieces)] + [parser.finish()]
-    )
+    pieces = [pieces] if isinstance(pieces, str) else pieces
+    return gathered([*map(parser.feed, pieces), parser.finish()])
 
 
 def cut(text: str, positions: list[int]) -> list[str]:
