@@ -45,25 +45,15 @@ def unix_sockets(pid: int) -> set[Path]:
     """Where a process's named sockets lie."""
     own = sockets_of(pid)
     rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    return {Path(row[7]) for row in rows if len(row) > 7 and row[6] in own and not row[7].startswith("@")}
+    paths = [row[7] for row in rows if len(row) > 7 and row[6] in own]
+    return {Path(path) for path in paths if not path.startswith("@")}
 
 
 @pytest.fixture(scope="session")
 def server(smollm2) -> Iterator[ServerProcess]:
-    """The real model, with the options nobody changed but sizes."""
-    flags = [
-        "--dtype",
-        "float32",
-        "--max-model-len",
-        "256",
-        "--max-num-seqs",
-        "4",
-        "--num-threads",
-        "1",
-        "--kv-cache-memory-bytes",
-        "64M",
-    ]
-    with ServerProcess("smollm2", *flags, "--max-body-bytes", "1M") as process:
+    """The real model, with default options except for sizes."""
+    sizes = "--max-model-len 256 --max-num-seqs 4 --num-threads 1 --kv-cache-memory-bytes 64M --max-body-bytes 1M"
+    with ServerProcess("smollm2", "--dtype", "float32", *sizes.split()) as process:
         yield process
 
 
@@ -78,6 +68,6 @@ def locked(smollm2) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="session")
 def fragile(smollm2) -> Iterator[ServerProcess]:
-    """Repeats its prompts at once, and falls when it meets a marked one."""
+    """Repeats its prompts at once, and crashes when it meets a marked one."""
     with ServerProcess("--executor", "tests.poison", "--watchdog-s", "2", "--max-model-len", "4096") as process:
         yield process

@@ -35,20 +35,11 @@ SHARDED = [
     "model-00002-of-00002.safetensors",
     "chat_template.json",
 ]
-# Beside those, what is in folders and none of our business.
-OTHERS = [
-    "README.md",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "added_tokens.json",
-    "preprocessor_config.json",
-    "adapter_config.json",
-    "modeling_custom.py",
-    "pytorch_model.bin",
-    "params.json",
-    "quantize_config.json",
-]
+# Beside those, what is in folders and is never read.
+OTHERS = """
+    README.md vocab.json merges.txt tokenizer.model added_tokens.json preprocessor_config.json adapter_config.json
+    modeling_custom.py pytorch_model.bin params.json quantize_config.json
+""".split()
 
 
 def fifo(path: Path, _: bytes) -> None:
@@ -102,7 +93,7 @@ def empty(path: Path, _: bytes) -> None:
 
 
 def noise(path: Path, _: bytes) -> None:
-    path.write_bytes(bytes((7 * i * i + 13 * i + 129) % 256 for i in range(5000)))
+    path.write_bytes(bytes((7 * idx * idx + 13 * idx + 129) % 256 for idx in range(5000)))
 
 
 def deep(path: Path, _: bytes) -> None:
@@ -113,26 +104,14 @@ def null(path: Path, _: bytes) -> None:
     path.write_bytes(b"null")
 
 
-KINDS: list[Callable[[Path, bytes], None]] = [
-    fifo,
-    device,
-    terminal,
-    directory,
-    unix_socket,
-    dangling_link,
-    link_loop,
-    sparse_terabyte,
-    terabyte_behind,
-    truncated,
-    empty,
-    noise,
-    deep,
-    null,
-]
-SPECIAL = KINDS[:8]  # not even a file of bytes
-# What is still a file of its kind.
-HARMLESS = {("chat_template.jinja", kind) for kind in (truncated, empty, deep, null)} | {
-    ("model.gguf", terabyte_behind)
+Kind = Callable[[Path, bytes], None]
+# Not even a file of bytes.
+SPECIAL: list[Kind] = [fifo, device, terminal, directory, unix_socket, dangling_link, link_loop, sparse_terabyte]
+KINDS: list[Kind] = [*SPECIAL, terabyte_behind, truncated, empty, noise, deep, null]
+# What is still a valid file.
+HARMLESS = {
+    *(("chat_template.jinja", kind) for kind in (truncated, empty, deep, null)),
+    ("model.gguf", terabyte_behind),
 }
 
 
@@ -170,11 +149,11 @@ def sharded(tmp_path_factory, folder) -> Path:
         shutil.copy(folder / name, made)
     tensors = load_file(folder / "model.safetensors")
     parts = {SHARDED[1]: sorted(tensors)[::2], SHARDED[2]: sorted(tensors)[1::2]}
+    weight_map: dict[str, str] = {}
     for file_name, names in parts.items():
         save_file({name: tensors[name] for name in names}, made / file_name)
-    (made / SHARDED[0]).write_text(
-        json.dumps({"weight_map": {name: file_name for file_name, names in parts.items() for name in names}})
-    )
+        weight_map |= dict.fromkeys(names, file_name)
+    (made / SHARDED[0]).write_text(json.dumps({"weight_map": weight_map}))
     (made / "chat_template.json").write_text('{"chat_template": "{{ messages }}"}')
     return made
 
@@ -186,7 +165,7 @@ def gguf(tmp_path_factory, smollm2) -> Path:
     return made
 
 
-def hostile(valid: Path, name: str, kind: Callable[[Path, bytes], None], folder: Path) -> Path:
+def hostile(valid: Path, name: str, kind: Kind, folder: Path) -> Path:
     """A copy of a valid folder, made of links as in hub caches, with one file replaced."""
     for path in valid.iterdir():
         if path.name != name:
@@ -205,9 +184,10 @@ def test_valid_folders_open(request, trial, layout):
 def test_every_file_that_is_looked_for_is_replaced_below(trial, folder, sharded):
     """Fails when another kind of file is read: add it to the lists above."""
     trial.close()
+    asked: set[str] = set()
     for path in (folder, sharded):
         check(trial.run(do="open_model", folder=str(path))["result"])
-    asked = {name for path in (folder, sharded) for name in trial.run(do="asked_for", folder=str(path))["result"]}
+        asked.update(trial.run(do="asked_for", folder=str(path))["result"])
     check(asked == {*SINGLE, *SHARDED}, asked ^ {*SINGLE, *SHARDED})
 
 
@@ -216,20 +196,13 @@ def test_files_are_opened_in_one_place():
     opens = re.compile(
         r"(?<![\w.])open\(|\.open\(\s*[\"']|\.read_text\(|\.read_bytes\(|\.from_file\(|from_pretrained\("
     )
+    rooms = {"checkpoint", "frontend", "config", "api", "models", "worker", "registry.py"}
     allowed = {"checkpoint/fetch.py", "registry.py"}  # a wheel and a lock in our own cache; our own source
     found = set()
     for path in SOURCE.rglob("*.py"):
         name = path.relative_to(SOURCE).as_posix()
         code = "\n".join(line.split("#")[0] for line in path.read_text().splitlines() if "def open(" not in line)
-        if name.split("/")[0] in {
-            "checkpoint",
-            "frontend",
-            "config",
-            "api",
-            "models",
-            "worker",
-            "registry.py",
-        } and opens.search(code):
+        if name.split("/")[0] in rooms and opens.search(code):
             found.add(name)
     check(found <= allowed, found - allowed)
 
@@ -237,8 +210,8 @@ def test_files_are_opened_in_one_place():
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize(
     ("layout", "name"),
-    [*(("folder", n) for n in SINGLE), *(("sharded", n) for n in SHARDED), ("gguf", "model.gguf")],
-    ids=lambda v: v,
+    [*(("folder", name) for name in SINGLE), *(("sharded", name) for name in SHARDED), ("gguf", "model.gguf")],
+    ids=str,
 )
 def test_a_hostile_file_is_one_sentence(request, trial, tmp_path, layout, name, kind):
     made = hostile(request.getfixturevalue(layout), name, kind, tmp_path)
@@ -296,7 +269,7 @@ def test_12_quire_info_on_a_folder_whose_weights_are_a_fifo(tmp_path, folder):
         ("config.json", dangling_link),
         ("chat_template.jinja", sparse_terabyte),
     ],
-    ids=lambda v: v if isinstance(v, str) else v.__name__,
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_quire_serve_on_a_hostile_folder_ends_with_one_sentence(tmp_path, folder, name, kind):
     code, said, seconds = quire("serve", str(hostile(folder, name, kind, tmp_path)), "--port", "0", "--device", "cpu")

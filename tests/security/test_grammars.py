@@ -30,17 +30,17 @@ NUM_TOKENS = 80  # of a bystander's answer
 LATE_S = 2.0  # how long a bystander may wait for a token
 STEP_S = 2.0  # for all that one step asks of a grammar, on a busy machine; really `bounded.LIMIT_S` at most
 STOP = 256
-TOKENS = [*(bytes([i]) for i in range(256)), b"</s>", b"aa", b"ab", b"aaaa", b"xx", b"xxxx"]
+TOKENS = [*(bytes([byte]) for byte in range(256)), b"</s>", b"aa", b"ab", b"aaaa", b"xx", b"xxxx"]
 VOCABULARY = Vocabulary(TOKENS, [STOP], [STOP], 320)
 
 
 def doublings(count: int, leaf: str, start: str = "r0") -> str:
-    rules = [f"root ::= {start}", *(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(count)), f"r{count} ::= {leaf}"]
-    return "\n".join(rules)
+    doubled = [f"r{idx} ::= r{idx + 1} r{idx + 1}" for idx in range(count)]
+    return "\n".join([f"root ::= {start}", *doubled, f"r{count} ::= {leaf}"])
 
 
-OPTIONAL = "\n".join(f"q{i} ::= q{i + 1}* [a-z]?" for i in range(100)) + "\nq100 ::= [a-z ]"
-# The trial walks at random and all but surely takes the other way in; whoever sends it prefers Q.
+OPTIONAL = "\n".join(f"q{idx} ::= q{idx + 1}* [a-z]?" for idx in range(100)) + "\nq100 ::= [a-z ]"
+# Slow only after a Q: the trial walks at random and almost never begins with one; the hostile request prefers it.
 HIDDEN = {
     "counts": 'root ::= "Q" c | [^Q]+\nc ::= ((([a-z]{0,1000}){0,1000}){0,1000} " "){0,1000}',
     "empty leaves": doublings(40, '"x" | ""', '"Q" r0 | [^Q]+'),
@@ -55,7 +55,9 @@ class Bystander:
     """Someone else's stream, and the longest time it waited for a token."""
 
     def __init__(self, server: ServerProcess) -> None:
-        self.url, self.times, self.is_whole = server.url + COMPLETIONS, [], False
+        self.url = server.url + COMPLETIONS
+        self.times: list[float] = []
+        self.is_whole = False
         self._thread = threading.Thread(target=self._read)
 
     def _read(self) -> None:
@@ -75,7 +77,7 @@ class Bystander:
 
     @property
     def longest_s(self) -> float:
-        return max(b - a for a, b in zip(self.times, self.times[1:]))
+        return max(after - before for before, after in zip(self.times, self.times[1:]))
 
 
 def beside_a_bystander(server: ServerProcess, body: dict) -> httpx.Response:
@@ -84,7 +86,7 @@ def beside_a_bystander(server: ServerProcess, body: dict) -> httpx.Response:
         response = server.post(COMPLETIONS, {"prompt": "a", "temperature": 0, "max_tokens": 40, **body})
     check(bystander.is_whole, "its stream broke off")
     check(bystander.longest_s < LATE_S, f"it waited {bystander.longest_s:.1f} s for a token")
-    check(server.core_pid() == core, "the core fell")
+    check(server.core_pid() == core, "the core crashed")
     return response
 
 
@@ -174,7 +176,8 @@ def follow_like_the_core(grammar: Grammar) -> None:
 
 @pytest.mark.parametrize("engine", [XGrammar, LLGuidance], ids=lambda engine: engine.name)
 def test_the_trial_makes_every_call_that_the_core_makes(engine, monkeypatch):
-    trial, spec = Trial(Setup(engine.name, VOCABULARY, 10.0)), GrammarSpec("grammar", "root ::= [ab]+")
+    trial = Trial(Setup(engine.name, VOCABULARY, 10.0))
+    spec = GrammarSpec("grammar", "root ::= [ab]+")
     grammar = engine(VOCABULARY).compile(spec)
     recorder = Recorder(type(grammar.matcher()), monkeypatch)
     follow_like_the_core(grammar)
@@ -199,15 +202,15 @@ def test_forced_tokens_come_in_pieces(engine):
 def grammars(draw: st.DrawFn) -> str:
     """Doublings, recursion, empty words, counts, alternatives; the dangerous part at once or behind a harmless one."""
     count = draw(st.integers(2, 12))
-    names = [f"r{i}" for i in range(count)]
+    names = [f"r{idx}" for idx in range(count)]
     words = ['"a"', '"x"', '""', '"ab"', '"xx"*', "[a-z]", "[^b]", "[a-z]?", "[a-b]{0,40}", "([a-c]{0,9}){0,9}"]
     leaves = st.sampled_from(words)
     symbols = st.one_of(st.sampled_from(names), leaves)
     rules = ["root ::= " + draw(st.sampled_from(["r0", "[a-z]{60} r0", '"x" r0 | [^x]+']))]
-    for i, name in enumerate(names):
-        doubled = " ".join([names[min(i + 1, count - 1)]] * draw(st.integers(1, 3)))
+    for idx, name in enumerate(names):
+        doubled = " ".join([names[min(idx + 1, count - 1)]] * draw(st.integers(1, 3)))
         others = [" ".join(draw(st.lists(symbols, min_size=1, max_size=4))) for _ in range(draw(st.integers(0, 3)))]
-        ends = [draw(leaves)] if i == count - 1 or draw(st.booleans()) else []
+        ends = [draw(leaves)] if idx == count - 1 or draw(st.booleans()) else []
         rules.append(f"{name} ::= " + " | ".join([doubled, *others, *ends]))
     return "\n".join(rules)
 
@@ -227,7 +230,8 @@ def test_any_grammar_is_refused_or_followed_in_bounded_steps(compiler, text, see
     check(ticket.wait(20), "nobody answers")
     if ticket.error is not None:
         return
-    guide, masker = Guide(ticket.grammar.matcher(), None, [STOP]), Masker(VOCABULARY.num_words)
+    guide = Guide(ticket.grammar.matcher(), None, [STOP])
+    masker = Masker(VOCABULARY.num_words)
     random = numpy.random.default_rng(seed)
     for _ in range(200):
         started = time.monotonic()
@@ -247,11 +251,13 @@ def test_any_grammar_is_refused_or_followed_in_bounded_steps(compiler, text, see
 
 def test_a_schema_whose_alternatives_multiply_is_refused_or_followed_in_bounded_steps():
     schema = {"$ref": "#/$defs/d0", "$defs": {}}
-    for i in range(20):
-        lists = [{"type": "array", "items": {"$ref": f"#/$defs/d{(i * 7 + j) % 20}"}} for j in range(10)]
-        schema["$defs"][f"d{i}"] = {"anyOf": [*lists, {"type": "integer"}]}
+    for idx in range(20):
+        references = [f"#/$defs/d{(idx * 7 + step) % 20}" for step in range(10)]
+        lists = [{"type": "array", "items": {"$ref": reference}} for reference in references]
+        schema["$defs"][f"d{idx}"] = {"anyOf": [*lists, {"type": "integer"}]}
     grammar = XGrammar(VOCABULARY).compile(GrammarSpec("json", json.dumps(schema)))
-    guide, masker = Guide(grammar.matcher(), None, [STOP]), Masker(VOCABULARY.num_words)
+    guide = Guide(grammar.matcher(), None, [STOP])
+    masker = Masker(VOCABULARY.num_words)
     for _ in range(10):
         started = time.monotonic()
         masker.masks([(0, guide)])

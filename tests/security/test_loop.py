@@ -29,12 +29,16 @@ BODY = ServerConfig().max_body_bytes - 4096
 VALUES = ServerConfig().max_json_values - 64
 CONTEXT = 8192
 TRIES = 3
-CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+TOKENIZE = "/tokenize"
+DETOKENIZE = "/detokenize"
 WORDS = "one two three four five six seven eight nine ten eleven twelve "
 TEXT = WORDS * (CONTEXT // 12 - 8)  # a token a word, near the limit
 IDS = [1000 + idx % 5000 for idx in range(CONTEXT - 200)]
 LONG_TEXT = (WORDS * (BODY // len(WORDS)))[:BODY]
 HELLO = [{"role": "user", "content": "Hello"}]
+STRINGS = {"properties": {f"x{idx}": {"type": "string"} for idx in range(20)}}
 SCHEMA = {
     "type": "object",
     "properties": {f"field_{idx}": {"type": "string", "description": WORDS * 3} for idx in range(20)},
@@ -48,6 +52,11 @@ def asks(path: str, **body: Any) -> tuple[str, bytes]:
 def filled(path: str, before: bytes, piece: bytes, after: bytes, count: int = BODY) -> list[tuple[str, bytes]]:
     """A body of one piece over and over, as large as bodies may be, or with so many of it."""
     return [(path, before + piece * min(count, (BODY - len(before) - len(after)) // len(piece)) + after)]
+
+
+def members(count: int) -> bytes:
+    """Of an object: numbered names, each with a 1."""
+    return b",".join(b'"%d":1' % idx for idx in range(count))
 
 
 def many(path: str, before: bytes, piece: bytes, after: bytes) -> list[tuple[str, bytes]]:
@@ -139,14 +148,7 @@ CASES: dict[str, Callable[[], list[tuple[str, bytes]]]] = {
     "chat_template_kwargs of a megabyte": lambda: [
         asks(CHAT, messages=HELLO, max_tokens=4, chat_template_kwargs={"x": [1.5] * 250_000})
     ],
-    "a large JSON schema": lambda: [
-        asks(
-            COMPLETIONS,
-            prompt="Hello",
-            max_tokens=4,
-            guided_json={"properties": {f"x{idx}": {"type": "string"} for idx in range(20)}},
-        )
-    ],
+    "a large JSON schema": lambda: [asks(COMPLETIONS, prompt="Hello", max_tokens=4, guided_json=STRINGS)],
     "10,000 choices": lambda: [
         asks(COMPLETIONS, prompt="Hello", max_tokens=4, guided_choice=[f"word {idx}" for idx in range(10_000)])
     ],
@@ -157,22 +159,13 @@ CASES: dict[str, Callable[[], list[tuple[str, bytes]]]] = {
     ],
     "eight such bodies": lambda: [asks(COMPLETIONS, prompt=LONG_TEXT)] * 8,
     "as many unknown fields as a body may have": lambda: [
-        (
-            COMPLETIONS,
-            b'{"prompt":"x","max_tokens":1' + b"".join(b',"u%d":0' % idx for idx in range(VALUES // 9)) + b"}",
-        )
+        (COMPLETIONS, b'{"prompt":"x","max_tokens":1,' + members(VALUES // 9) + b"}")
     ],
     "as many entries of logit_bias as a body may have": lambda: [
-        (
-            COMPLETIONS,
-            b'{"prompt":"x","logit_bias":{"0":1' + b"".join(b',"%d":1' % idx for idx in range(VALUES // 9)) + b"}}",
-        )
+        (COMPLETIONS, b'{"prompt":"x","logit_bias":{' + members(VALUES // 9) + b"}}")
     ],
     "as many extra_args as a body may have": lambda: [
-        (
-            COMPLETIONS,
-            b'{"prompt":"x","extra_args":{"0":1' + b"".join(b',"%d":1' % idx for idx in range(VALUES // 9)) + b"}}",
-        )
+        (COMPLETIONS, b'{"prompt":"x","extra_args":{' + members(VALUES // 9) + b"}}")
     ],
     # -- tokens
     "a megabyte to tokenize, with spellings": lambda: [
@@ -240,22 +233,19 @@ class Watched(ServerProcess):
 
     def __init__(self, record: Path, *flags: str) -> None:
         self.record = record
-        super().__init__(
-            ["env", f"LOOP_WATCH={record}", sys.executable, "-m", "tests.loop_watch", "serve", *flags], "/ready"
-        )
+        command = ["env", f"LOOP_WATCH={record}", sys.executable, "-m", "tests.loop_watch", "serve", *flags]
+        super().__init__(command, "/ready")
 
     def play(self, requests: list[tuple[str, bytes]], timeout_s: float = 60.0) -> list[int]:
         """Sends all at once and reads the answers to their ends; the statuses."""
-        limits, headers = httpx.Limits(max_connections=None), {"content-type": "application/json"}
+        limits = httpx.Limits(max_connections=None)
+        headers = {"content-type": "application/json"}
         with (
-            httpx.Client(base_url=self.url, timeout=timeout_s, limits=limits) as client,
+            httpx.Client(base_url=self.url, timeout=timeout_s, limits=limits, headers=headers) as client,
             ThreadPoolExecutor(len(requests)) as threads,
         ):
-            return list(
-                threads.map(
-                    lambda request: client.post(request[0], content=request[1], headers=headers).status_code, requests
-                )
-            )
+            posted = [threads.submit(client.post, path, content=body) for path, body in requests]
+            return [answer.result().status_code for answer in posted]
 
     def pieces(self, since_s: float) -> list[loop_watch.Piece]:
         time.sleep(0.1)  # for the last to be over
@@ -286,9 +276,8 @@ def test_a_dead_core_with_many_long_requests(watched) -> None:
 
     def play() -> None:
         with ThreadPoolExecutor(1) as threads:
-            playing = threads.submit(
-                watched.play, [asks(COMPLETIONS, prompt=IDS, max_tokens=190, ignore_eos=True)] * 200
-            )
+            request = asks(COMPLETIONS, prompt=IDS, max_tokens=190, ignore_eos=True)
+            playing = threads.submit(watched.play, [request] * 200)
             time.sleep(1.5)
             os.kill(watched.core_pid, signal.SIGKILL)
             check(set(playing.result()) == {200}, "not all were answered")
@@ -300,7 +289,8 @@ def slowness() -> float:
     """How many times as long this machine takes now as those the limit was set on, but 1 at least."""
     took_s = []
     for _ in range(3):
-        started, total = time.thread_time(), 0
+        started = time.thread_time()
+        total = 0
         for number in range(200_000):
             total += number
         took_s.append(time.thread_time() - started)

@@ -49,7 +49,8 @@ def everything(sock: socket.socket) -> bytes:
 
 def answer_on(sock: socket.socket) -> bytes:
     """One answer, as long as it says it is."""
-    received, size = b"", None
+    received = b""
+    size: int | None = None
     while size is None or len(received) < size:
         part = sock.recv(65536)
         check(part, f"the server closed after {received}")
@@ -101,9 +102,8 @@ def test_finding_5_trailers_never_become_headers(server):
         answer = everything(sock)
         check(answer.startswith(b"HTTP/1.1 401") and b"from-a-trailer" not in answer, answer)
     with connected(server) as sock:
-        sock.sendall(
-            models + b"authorization: Bearer k1\r\nx-request-id: from-a-header\r\n" + body.replace(b"k1", b"k2")
-        )
+        headers = b"authorization: Bearer k1\r\nx-request-id: from-a-header\r\n"
+        sock.sendall(models + headers + body.replace(b"k1", b"k2"))
         answer = everything(sock)
         check(answer.startswith(b"HTTP/1.1 200") and b"x-request-id: from-a-header" in answer, answer)
 
@@ -205,7 +205,10 @@ def test_whatever_a_client_sends_it_gets_answers_or_nothing(server):
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 STREAM = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
-LAST = b'HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: 26\r\n\r\n{"error":{"message":"no"}}'
+LAST = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: 26\r\n\r\n"
+    b'{"error":{"message":"no"}}'
+)
 
 
 def test_answers_are_told_from_what_is_none():

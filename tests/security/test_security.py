@@ -1,4 +1,4 @@
-"""What must be refused, rule by rule: each was a hole in a server of this kind. Tried on real servers, sockets and files.
+"""What must be refused, rule by rule: each was a hole in a server of this kind. Tried on real servers and files.
 
 The rule behind all: bound the cost of a request before spending it, and let one request hurt only itself.
 """
@@ -6,6 +6,7 @@ The rule behind all: bound the cost of a request before spending it, and let one
 import ast
 import concurrent.futures
 import contextlib
+import itertools
 import json
 import os
 import pickle
@@ -90,7 +91,7 @@ def test_nothing_in_the_source_could_unpickle_or_evaluate():
     forbidden = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "jsonpickle"}
     for path in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             check(not {name.split(".")[0] for name in names} & forbidden, path)
             called = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
@@ -127,17 +128,12 @@ def test_a_model_with_code_of_its_own_loads_none_of_it(tmp_path):
     program = f"open({str(owned)!r}, 'w')"
     for name in ("modeling_x.py", "configuration_x.py", "tokenization_x.py", "__init__.py", "sitecustomize.py"):
         (tmp_path / name).write_text(program)
-    auto = {
-        "AutoConfig": "configuration_x.X",
-        "AutoModelForCausalLM": "modeling_x.X",
-        "AutoTokenizer": ["tokenization_x.X", None],
-    }
-    (tmp_path / "config.json").write_text(
-        json.dumps({"architectures": ["XForCausalLM"], "model_type": "x", "auto_map": auto})
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "quire", "serve", str(tmp_path), "--port", "0"], capture_output=True, text=True, cwd=ROOT
-    )
+    auto = {"AutoConfig": "configuration_x.X", "AutoModelForCausalLM": "modeling_x.X"}
+    auto |= {"AutoTokenizer": ["tokenization_x.X", None]}
+    config = {"architectures": ["XForCausalLM"], "model_type": "x", "auto_map": auto}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "quire", "serve", str(tmp_path), "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     check(done.returncode == UnsupportedModelError.exit_code and "Traceback" not in done.stderr, done.stderr)
     check(not owned.exists(), "code of the model's folder was run")
 
@@ -179,30 +175,17 @@ def test_a_request_may_not_bring_its_own_template(server, path):
     check(error["param"] == "chat_template", error)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "tokenize",
-        "add_generation_prompt",
-        "continue_final_message",
-        "messages",
-        "chat_template",
-        "bos_token",
-        "tools",
-        "range",
-        "self",
-    ],
-)
+RESERVED = "tokenize add_generation_prompt continue_final_message messages chat_template bos_token tools range self"
+
+
+@pytest.mark.parametrize("name", RESERVED.split())
 def test_template_arguments_cannot_reach_what_is_reserved(server, name):
-    refused(
-        server.post(CHAT, {"messages": USER, "chat_template_kwargs": {name: False}, "max_tokens": 1}), 400, says=name
-    )
+    body = {"messages": USER, "chat_template_kwargs": {name: False}, "max_tokens": 1}
+    refused(server.post(CHAT, body), 400, says=name)
 
 
 def test_no_check_is_an_assert():
-    for path in (ROOT / "src").rglob("*.py"):
-        check(not any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(path.read_text()))), path)
-    for path in Path(__file__).parent.glob("*.py"):
+    for path in (*(ROOT / "src").rglob("*.py"), *Path(__file__).parent.glob("*.py")):
         check(not any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(path.read_text()))), path)
 
 
@@ -211,19 +194,8 @@ def test_all_of_this_holds_under_python_O():
         return  # this is that run
     # All rules of this file, and what was found in ours, each by the number in its name.
     chosen = " or ".join(["test_security", "finding_", *(f"test_{number}_" for number in range(1, 15))])
-    command = [
-        sys.executable,
-        "-O",
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        chosen,
-        str(Path(__file__).parent),
-    ]
+    pytest_options = ["-q", "-x", "-p", "no:cacheprovider", "-k", chosen, str(Path(__file__).parent)]
+    command = [sys.executable, "-O", "-m", "pytest", *pytest_options]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     check(done.returncode == 0, done.stdout[-3000:])
     check(re.search(r"\d{2,} passed", done.stdout) and "failed" not in done.stdout, done.stdout[-500:])
@@ -232,59 +204,52 @@ def test_all_of_this_holds_under_python_O():
 # == Who may do what ===================================================================================================
 
 
-@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda e: f"{e.method} {e.path}")
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: f"{endpoint.method} {endpoint.path}")
 def test_with_keys_every_route_but_liveness_needs_one(locked, endpoint):
-    path, body = endpoint.path.replace("{model}", "smollm2"), b"{}" if endpoint.method == "POST" else None
+    path = endpoint.path.replace("{model}", "smollm2")
+    body = b"{}" if endpoint.method == "POST" else None
+
+    def ask(authorization: str | None) -> httpx.Response:
+        headers = JSON if authorization is None else {**JSON, "authorization": authorization}
+        return httpx.request(endpoint.method, locked.url + path, content=body, headers=headers)
+
     for authorization in (None, "Bearer wrong", "Bearer k", "Bearer", "Basic k1", "k1"):
-        headers = {} if authorization is None else {"authorization": authorization}
-        response = httpx.request(endpoint.method, locked.url + path, content=body, headers={**JSON, **headers})
+        response = ask(authorization)
         if endpoint.policy == "open":
             check(response.status_code == 200, path)
         else:
             refused(response, 401)
     if endpoint.policy == "user":
         for key in ("k1", "k2", "root"):
-            response = httpx.request(
-                endpoint.method, locked.url + path, content=body, headers={**JSON, "authorization": f"Bearer {key}"}
-            )
-            check(response.status_code not in (401, 403), path)
+            check(ask(f"Bearer {key}").status_code not in (401, 403), path)
 
 
 def test_only_liveness_is_open_and_every_route_states_its_policy():
-    check({e.path for e in ENDPOINTS if e.policy == "open"} == {"/live", "/ready", "/health"}, "another route is open")
-    check(all(e.policy in ("open", "user", "admin") for e in ENDPOINTS), "a route without a policy")
+    is_open = {endpoint.path for endpoint in ENDPOINTS if endpoint.policy == "open"}
+    check(is_open == {"/live", "/ready", "/health"}, "another route is open")
+    check({endpoint.policy for endpoint in ENDPOINTS} <= {"open", "user", "admin"}, "a route without a policy")
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/",
-        "/invocations",
-        "/pause",
-        "/update_weights",
-        "/live/",
-        "//live",
-        "/live/../v1/models",
-        "/LIVE",
-        "/%6cive/x",
-        "/docs/",
-        "/v1",
-    ],
-)
+UNLISTED = "/ /invocations /pause /update_weights /live/ //live /live/../v1/models /LIVE /%6cive/x /docs/ /v1"
+
+
+@pytest.mark.parametrize("path", UNLISTED.split())
 def test_routes_nobody_listed_are_denied_by_default(locked, path):
     for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "TRACE"):
+        url = httpx.URL(locked.url).copy_with(raw_path=path.encode())
         with httpx.Client() as client:
-            response = client.send(
-                client.build_request(method, httpx.URL(locked.url).copy_with(raw_path=path.encode()))
-            )
+            response = client.send(client.build_request(method, url))
         check(response.status_code == 401, f"{method} {path}: {response.status_code}")
 
 
 def test_keys_are_compared_in_constant_time(monkeypatch):
     compared = []
-    monkeypatch.setattr(
-        "quire.api.server.guard.hmac.compare_digest", lambda a, b: compared.append((len(a), len(b))) or a == b
-    )
+
+    def compare(left: bytes, right: bytes) -> bool:
+        compared.append((len(left), len(right)))
+        return left == right
+
+    monkeypatch.setattr("quire.api.server.guard.hmac.compare_digest", compare)
     keys = Keys(ServerConfig(api_key=["short", "a-much-longer-key"]))
     for given in (b"short", b"x", b"a-much-longer-key-than-that"):
         compared.clear()
@@ -295,9 +260,8 @@ def test_keys_are_compared_in_constant_time(monkeypatch):
 
 def test_the_prefix_cache_is_partitioned_by_salt_and_a_salt_is_bounded(server):
     def cached(**fields) -> int:
-        return complete(server, prompt="One two three four five. " * 12, **fields).json()["usage"][
-            "prompt_tokens_details"
-        ]["cached_tokens"]
+        answer = complete(server, prompt="One two three four five. " * 12, **fields).json()
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     first = [cached(), cached(cache_salt="a"), cached(cache_salt="b")]
     again = [cached(), cached(cache_salt="a"), cached(cache_salt="b")]
@@ -307,18 +271,19 @@ def test_the_prefix_cache_is_partitioned_by_salt_and_a_salt_is_bounded(server):
 
 
 def test_a_recycled_row_carries_nothing_of_its_former_owner(server):
-    plain = {"prompt": "Once upon a time", "max_tokens": 12, "n": 4, "seed": 1}
-    before = [choice["text"] for choice in complete(server, **plain).json()["choices"]]
+    def answers() -> list[str]:
+        answer = complete(server, prompt="Once upon a time", max_tokens=12, n=4, seed=1).json()
+        return [choice["text"] for choice in answer["choices"]]
+
+    before = answers()
     marks = {
-        "temperature": 1.5, "seed": 7, "presence_penalty": 2, "frequency_penalty": 2, "repetition_penalty": 5, "min_tokens": 5,
-        "logit_bias": {"260": 100}, "bad_words": ["the", "there"], "top_k": 3, "top_p": 0.5, "min_p": 0.2, "logprobs": 3,
-    }  # fmt: skip
-    check(complete(server, n=4, **{**marks, "max_tokens": 8}).status_code == 200)
+        **{"temperature": 1.5, "seed": 7, "top_k": 3, "top_p": 0.5, "min_p": 0.2, "logprobs": 3, "min_tokens": 5},
+        **{"presence_penalty": 2, "frequency_penalty": 2, "repetition_penalty": 5},
+        **{"logit_bias": {"260": 100}, "bad_words": ["the", "there"]},
+    }
+    check(complete(server, n=4, max_tokens=8, **marks).status_code == 200)
     check(complete(server, n=4, allowed_token_ids=[1000, 1001], stop_token_ids=[1001], max_tokens=8).status_code == 200)
-    check(
-        [choice["text"] for choice in complete(server, **plain).json()["choices"]] == before,
-        "something of the former owner was left",
-    )
+    check(answers() == before, "something of the former owner was left")
 
 
 def test_error_bodies_hold_no_internals(server):
@@ -373,17 +338,13 @@ def test_no_prompt_and_no_key_is_logged_unless_told_to(server, locked):
 
 
 def test_the_body_size_is_checked_while_reading(server):
-    refused(
-        server.client.post(COMPLETIONS, content=b" " * (1 << 20) + b"{}", headers=JSON), 413, says="--max-body-bytes"
-    )
+    large = b" " * (1 << 20) + b"{}"
+    refused(server.client.post(COMPLETIONS, content=large, headers=JSON), 413, says="--max-body-bytes")
     chunks = (b" " * 65536 for _ in range(64))  # does not say how much will come
     refused(server.client.post(COMPLETIONS, content=chunks, headers=JSON), 413, says="1,048,576")
-    with socket.create_connection(
-        ("127.0.0.1", server.port)
-    ) as sock:  # refused by its announcement, before a byte of it
-        sock.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99999999999\r\n\r\n"
-        )
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:  # refused by the size it announces, unread
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        sock.sendall(head + b"content-length: 99999999999\r\n\r\n")
         sock.settimeout(5)
         check(sock.recv(65536).startswith(b"HTTP/1.1 413"), "not refused before reading")
 
@@ -444,9 +405,8 @@ def test_too_many_messages_are_refused(server):
 
 def test_max_tokens_beyond_the_context_costs_no_more_than_the_context(fragile):
     answer = complete(fragile, max_tokens=10**9, ignore_eos=True).json()
-    check(
-        answer["usage"]["total_tokens"] == 4096 and answer["choices"][0]["finish_reason"] == "length", answer["usage"]
-    )
+    check(answer["usage"]["total_tokens"] == 4096, answer["usage"])
+    check(answer["choices"][0]["finish_reason"] == "length", answer["choices"])
 
 
 FLOATS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "timeout_s"]
@@ -456,21 +416,22 @@ FLOATS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalt
     "number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "9" * 400], ids=lambda number: number[:9]
 )
 def test_nan_and_infinities_are_refused_in_every_float(server, number):
-    for name in FLOATS:
-        content = f'{{"prompt": "a", "max_tokens": 1, "{name}": {number}}}'
+    fields = [f'"max_tokens": 1, "{name}": {number}' for name in FLOATS]
+    for field in (*fields, f'"logit_bias": {{"5": {number}}}'):
+        content = f'{{"prompt": "a", {field}}}'
         refused(server.client.post(COMPLETIONS, content=content, headers=JSON), 400)
-    refused(
-        server.client.post(COMPLETIONS, content=f'{{"prompt": "a", "logit_bias": {{"5": {number}}}}}', headers=JSON),
-        400,
-    )
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{name: ids} for name in ("prompt", "stop_token_ids", "allowed_token_ids") for ids in ([-1], [49152], [2**31], [2**63], [2**64], [1.5], [True], ["a", 1])]
-    + [{"logit_bias": {key: 1}} for key in ("-1", "49152", "99999999999999999999", "1.5", "a", "")],
-    ids=str,
-)  # fmt: skip
+WRONG_IDS = [[-1], [49152], [2**31], [2**63], [2**64], [1.5], [True], ["a", 1]]
+WRONG_ID_FIELDS = [
+    *({"prompt": wrong} for wrong in WRONG_IDS),
+    *({"stop_token_ids": wrong} for wrong in WRONG_IDS),
+    *({"allowed_token_ids": wrong} for wrong in WRONG_IDS),
+    *({"logit_bias": {key: 1}} for key in ("-1", "49152", "99999999999999999999", "1.5", "a", "")),
+]
+
+
+@pytest.mark.parametrize("fields", WRONG_ID_FIELDS, ids=str)
 def test_negative_and_foreign_token_ids_are_refused(server, fields):
     refused(complete(server, **fields), 400)
 
@@ -501,11 +462,10 @@ def test_message_content_that_spells_special_tokens_stays_text(server):
 
 @pytest.mark.parametrize("text", ["\\ud800", "a\\udfffb", "\\ud800\\ud800", "\\u0000", "a\\u0000b"])
 def test_lone_surrogates_and_null_characters_are_refused(server, text):
-    refused(server.client.post(COMPLETIONS, content=f'{{"prompt": "{text}"}}', headers=JSON), 400)
-    refused(
-        server.client.post(CHAT, content=f'{{"messages": [{{"role": "user", "content": "{text}"}}]}}', headers=JSON),
-        400,
-    )
+    prompt = f'{{"prompt": "{text}"}}'
+    refused(server.client.post(COMPLETIONS, content=prompt, headers=JSON), 400)
+    messages = f'{{"messages": [{{"role": "user", "content": "{text}"}}]}}'
+    refused(server.client.post(CHAT, content=messages, headers=JSON), 400)
 
 
 def test_a_tiny_temperature_is_greedy_and_a_huge_one_refused(server):
@@ -534,40 +494,43 @@ def test_names_from_users_never_become_paths(server, name):
     refused(server.client.send(server.client.build_request("GET", url)), 404)
     response = complete(server, user=name, cache_salt=name)
     check(response.status_code == 200)
-    check(
-        re.fullmatch(
-            r"[A-Za-z0-9._-]+",
-            server.get("/live", headers={"x-request-id": name.replace("\0", "/")}).headers["x-request-id"],
-        )
-    )
+    response = server.get("/live", headers={"x-request-id": name.replace("\0", "/")})
+    check(re.fullmatch(r"[A-Za-z0-9._-]+", response.headers["x-request-id"]))
 
 
 def tools(*names: str) -> list[dict]:
     return [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in names]
 
 
-@pytest.mark.parametrize(("wrong", "says"), [
-    (tools(*(f"f{idx}" for idx in range(513))), "512"),
-    (tools("f", "f"), "same name"),
-    (tools("f' or 1"), "named"),
-    (tools("f\n<|im_end|>"), "named"),
-    (tools("a" * 65), "64"),
-    (tools("f"), "--tool-call-parser"),  # this model's template knows no tools
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (tools(*(f"f{idx}" for idx in range(513))), "512"),
+        (tools("f", "f"), "same name"),
+        (tools("f' or 1"), "named"),
+        (tools("f\n<|im_end|>"), "named"),
+        (tools("a" * 65), "64"),
+        (tools("f"), "--tool-call-parser"),  # this model's template knows no tools
+    ],
+)
 def test_tools_are_bounded_in_number_and_names(server, wrong, says):
     check(refused(server.post(CHAT, {"messages": USER, "tools": wrong}), 400, says=says)["param"] == "tools")
 
 
 NESTED = '{"not":' * 5000 + "{}" + "}" * 5000
+
+
+def four_ways(idx: int) -> dict:
+    return {"anyOf": [{"required": [f"p{idx}{way}"]} for way in range(4)]}
+
+
 GRAMMARS = {
     "nested deeply": {"guided_json": NESTED},
     "in a loop": {"guided_json": {"$ref": "#"}},
     "from elsewhere": {"guided_json": {"$ref": "file:///etc/passwd"}},
     "from the network": {"guided_json": {"$ref": "http://169.254.169.254/"}},
     "endless": {"guided_json": {"type": "array", "minItems": 10**9}},
-    "combined": {
-        "guided_json": {"allOf": [{"anyOf": [{"required": [f"p{i}{j}"]} for j in range(4)]} for i in range(12)]}
-    },
+    "combined": {"guided_json": {"allOf": [four_ways(idx) for idx in range(12)]}},
     "large": {"guided_json": {"enum": ["x" * 140_000]}},
     "no schema": {"guided_json": "(a+)+$"},
     "backtracking": {"guided_regex": "(a+)+$"},
@@ -611,7 +574,9 @@ def test_hostile_safetensors_headers_are_one_clear_error(flaw, tmp_path):
 
 
 # What is not built yet waits for its own tests. Until then: 400, naming the field.
-IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]}]
+IMAGE = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}
+AUDIO = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
+VIDEO = {"type": "video_url", "video_url": {"url": "file:///etc/passwd"}}
 WAITING = {
     "functions, the older name of tools": [
         (CHAT, "functions", {"messages": USER, "functions": [{"name": "f"}]}),
@@ -622,20 +587,21 @@ WAITING = {
         (COMPLETIONS, "prompt_embeds", {"prompt_embeds": "gASVAAAA"}),
     ],
     "media are fetched from allowed hosts only and bounded before decoding": [
-        (CHAT, "messages", {"messages": IMAGE}),
-        (CHAT, "messages", {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]}]}),
-        (CHAT, "messages", {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "file:///etc/passwd"}}]}]}),
+        (CHAT, "messages", {"messages": [{"role": "user", "content": [IMAGE]}]}),
+        (CHAT, "messages", {"messages": [{"role": "user", "content": [AUDIO]}]}),
+        (CHAT, "messages", {"messages": [{"role": "user", "content": [VIDEO]}]}),
         (CHAT, "audio", {"messages": USER, "audio": {"voice": "x", "format": "wav"}}),
         (CHAT, "modalities", {"messages": USER, "modalities": ["text", "audio"]}),
         (CHAT, "mm_processor_kwargs", {"messages": USER, "mm_processor_kwargs": {"x": 1}}),
     ],
     "adapters are part of a row and of a block's hash": [
-        (COMPLETIONS, "model", {"prompt": "a", "model": "an-adapter"}),  # an adapter is asked for by its name: there is none
+        # An adapter is asked for by its name: there is none.
+        (COMPLETIONS, "model", {"prompt": "a", "model": "an-adapter"}),
     ],
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("path", "field", "body"), [case for cases in WAITING.values() for case in cases])
+@pytest.mark.parametrize(("path", "field", "body"), list(itertools.chain.from_iterable(WAITING.values())))
 def test_what_waits_is_refused_by_name(server, path, field, body):
     error = refused(server.post(path, body), 404 if field == "model" else 400)
     check(error["param"] == field, error)
@@ -645,16 +611,13 @@ def test_what_waits_is_refused_by_name(server, path, field, body):
 
 
 def ids(server: ServerProcess, prompt: list[int], **fields) -> httpx.Response:
-    return httpx.post(
-        server.url + COMPLETIONS,
-        json={"prompt": prompt, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields},
-        timeout=60,
-    )
+    body = {"prompt": prompt, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields}
+    return httpx.post(server.url + COMPLETIONS, json=body, timeout=60)
 
 
 @pytest.mark.parametrize("mark", [RAISE, EXIT])
 def test_a_request_that_makes_a_step_fail_fails_alone_and_is_remembered(fragile, mark):
-    prompts = [[100 + i, 200, 300] for i in range(6)]
+    prompts = [[100 + idx, 200, 300] for idx in range(6)]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         others = [pool.submit(ids, fragile, prompt, max_tokens=400) for prompt in prompts]
         guilty = pool.submit(ids, fragile, list(mark), max_tokens=5)
@@ -669,9 +632,8 @@ def test_a_request_that_makes_a_step_fail_fails_alone_and_is_remembered(fragile,
 
 
 def test_a_client_that_disconnects_frees_its_blocks_within_a_step(locked):
-    with locked.client.stream(
-        "POST", COMPLETIONS, json={"prompt": [1, 2, 3] * 20, "max_tokens": 5000, "ignore_eos": True, "stream": True}
-    ) as stream:
+    body = {"prompt": [1, 2, 3] * 20, "max_tokens": 5000, "ignore_eos": True, "stream": True}
+    with locked.client.stream("POST", COMPLETIONS, json=body) as stream:
         lines = stream.iter_lines()
         next(lines)
         check(metric(locked, "num_requests_running") == 1)
@@ -685,10 +647,8 @@ def test_a_slow_reader_does_not_grow_memory_without_bound(fragile):
         return int(Path(f"/proc/{fragile.process.pid}/statm").read_text().split()[1]) * 4096
 
     body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 4000, "ignore_eos": True, "stream": True}).encode()
-    head = (
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        % len(body)
-    )
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head += b"content-length: %d\r\n\r\n" % len(body)
     before = resident_bytes()
     with contextlib.ExitStack() as stack:
         for _ in range(8):
@@ -740,7 +700,6 @@ def test_sigterm_finishes_what_runs_and_exits_with_zero(smollm2):
     "flags", [["no-such-model-anywhere"], ["--executor", "echo:fast"], ["--executor", "tests.nothing"]]
 )
 def test_a_failure_never_exits_with_zero(smollm2, flags):
-    done = subprocess.run(
-        [sys.executable, "-m", "quire", "serve", "--port", "0", *flags], capture_output=True, text=True, cwd=ROOT
-    )
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     check(done.returncode > 0 and done.stderr.strip().splitlines()[-1].startswith("quire: "), done.stderr)

@@ -74,14 +74,15 @@ def main() -> None:
     sys.addaudithook(lambda event, args: asked.add(str(args[0])) if event == "open" else None)
     for line in sys.stdin:
         job = json.loads(line)
-        before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+        most_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        started = time.process_time()
         answer: dict[str, Any] = {"result": None, "error": None, "kind": None}
         try:
             answer["result"] = globals()[job.pop("do")](**job)
         except BaseException as error:
             answer |= {"error": str(error), "kind": [cls.__name__ for cls in type(error).__mro__]}
         answer["seconds"] = time.process_time() - started
-        answer["grown_mb"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+        answer["grown_mb"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most_kb) / 1024
         print(json.dumps(answer), flush=True)
 
 
