@@ -127,7 +127,7 @@ def test_a_killed_core_is_replaced_and_no_stream_notices(smollm2, num_kills):
 
 
 def test_vectors_come_beside_answers_and_survive_a_kill(smollm2):
-    """The echo model's vector is the prompt's tokens. A step takes 0.1 s, so that the core dies before the first ends."""
+    """The echo model's vector is the prompt's tokens. A step takes 0.1 s, so the core dies before the first ends."""
 
     async def scenario(llm):
         answers = [asyncio.create_task(answer(llm, prompt)) for prompt in prompts(8)]
