@@ -1,11 +1,12 @@
 """StepPlan and StepResult: all that core and workers ever say to each other about a step.
 
-Built by `core/scheduler.py`, carried by `executor/`, read by `worker/`. Plain data, no torch; lists run parallel to `rows`.
+Built by `core/scheduler.py`, carried by `executor/`, read by `worker/`. Plain data, no torch. Lists of a plan or a
+result are parallel to the plan's `rows`.
 
-Who owns what: the core owns rows and block ids; the worker owns the tokens themselves, and with them a row's true length. A row's
-tokens arrive once, with its RowStart; after that sampled tokens are appended on the device, so step N+1 can be launched before N's
-tokens are known here. Where N verifies drafts, the core does not know either how many of them will count: the starts of N+1 are then
-upper bounds, and the worker goes by what it knows.
+Who owns what: the core owns rows and block ids; the worker owns the tokens themselves, and with them a row's true
+length. A row's tokens are sent once, with its RowStart. After that the worker appends sampled tokens on the device, so
+step N+1 can be launched before the core knows the tokens of step N. When step N verifies drafts, the core does not know
+either how many of them will be accepted: the starts of N+1 are then upper bounds, and the worker uses the true lengths.
 """
 
 import msgspec
@@ -14,15 +15,16 @@ from quire.params import SamplingParams
 
 # What a row of a plan produces.
 NOTHING = 0
-TOKEN = 1  # TOKEN + k: its last k tokens are drafts to be verified; as many tokens as are accepted, and one more
+# TOKEN + k: the row's last k tokens are drafts to be verified; it produces those that are accepted, and one more.
+TOKEN = 1
 VECTOR = -1  # the last token's final hidden state
 
 
 class RowStart(msgspec.Struct, array_like=True):
-    """A request takes a row of the worker's persistent batch; whatever was there before is forgotten."""
+    """A request takes a row of the worker's persistent batch; the row's previous contents are discarded."""
 
     row: int
-    token_ids: list[int]  # prompt and what was generated before (a preemption, an engine restart)
+    token_ids: list[int]  # the prompt, and what was generated before a preemption or an engine restart
     num_prompt_tokens: int
     params: SamplingParams
     seed: int
@@ -33,7 +35,7 @@ class RowStart(msgspec.Struct, array_like=True):
 
 
 class ForcedTokens(msgspec.Struct, array_like=True):
-    """Tokens of a row that no step chose, from `start` on: a grammar knew them before."""
+    """Tokens of a row, from position `start` on, that were not sampled: the grammar allowed no others."""
 
     row: int
     start: int
@@ -41,7 +43,10 @@ class ForcedTokens(msgspec.Struct, array_like=True):
 
 
 class Move(msgspec.Struct, array_like=True, gc=False):
-    """A block is copied to a place outside of the device, or back, before the step computes; moves of a step happen in order."""
+    """A copy of a block to a place outside of the device, or back, before the step computes.
+
+    The moves of a step happen in order.
+    """
 
     pool_idx: int
     block: int
@@ -50,7 +55,10 @@ class Move(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, array_like=True, gc=False):
-    """One step: `num_tokens[i]` tokens of row `rows[i]`, the first of them at position `starts[i]`, or before it (see above)."""
+    """One step: `num_tokens[i]` tokens of row `rows[i]`, the first of them at position `starts[i]`.
+
+    After a step that verified drafts the first token may lie before `starts[i]` (see the top of this file).
+    """
 
     step_id: int
     new_rows: list[RowStart]
@@ -73,11 +81,13 @@ class StepPlan(msgspec.Struct, array_like=True, gc=False):
 
 
 class Masks(msgspec.Struct, array_like=True, gc=False):
-    """What grammars allow in a step; comes between its two launches, because a step's tokens decide it for the next.
+    """The tokens that grammars allow in a step.
 
-    `words` is the sender's own and is used again: whoever is given it copies it at once."""
+    Sent between the two launches of a step, because they depend on the tokens of the step before. The sender reuses
+    the memory of `words`: the receiver must copy it at once.
+    """
 
-    places: list[int]  # among the rows that produce something
+    places: list[int]  # indices among the rows that produce something
     words: memoryview  # bytes of int32 [places, words]: token i may be chosen if bit i % 32 of word i // 32 is set
 
 
@@ -92,10 +102,10 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepResult(msgspec.Struct, array_like=True, gc=False):
-    """What a step produced, parallel to its plan's `rows`: the tokens that count."""
+    """What a step produced."""
 
     step_id: int
-    token_ids: list[list[int]]
+    token_ids: list[list[int]]  # per row of the plan: the tokens sampled; of drafts, those accepted and one more
     logprobs: dict[int, list[TokenLogprobs]] = {}  # index into rows -> one per token
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # index into rows -> one per prompt token computed
     vectors: dict[int, list[float]] = {}  # index into rows

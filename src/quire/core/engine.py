@@ -1,6 +1,6 @@
 """THE loop: plan, submit, apply.
 
-Owned by whoever runs a core: `LLM` in its own process, `core/process.py` behind a socket. Knows requests and steps,
+Owned by whoever runs a core: `LLM` in its own process, or `core/process.py` behind a socket. Knows requests and steps,
 not text, tensors or clients.
 """
 
@@ -35,23 +35,23 @@ from quire.messages import (
     ToCore,
     Vocabulary,
 )
-from quire.utils.flight import NoRecorder
+from quire.utils.flight import FlightRecorder, NoRecorder
 
 if TYPE_CHECKING:
     from quire.core.guides import Guides
 
 log = logging.getLogger(__name__)
 
-GUIDES = "quire.core.guides"  # reached by dotted path: grammar engines are large, and many never need one
+GUIDES = "quire.core.guides"  # imported when the first request needs it: grammar engines are large
 
 
 def executor_module(name: str) -> ModuleType:
-    """The executor of that name; what follows a colon is for the executor itself."""
+    """The executor's file; what follows a colon in `name` is read by the executor itself."""
     return registry.load("quire.executor", name.partition(":")[0])
 
 
 class NoGuides:
-    """Before the vocabulary is known, nobody has a grammar."""
+    """Stands for `Guides` as long as the vocabulary is not known: no request can have a grammar."""
 
     waiting = ()
     has_work = False
@@ -73,13 +73,13 @@ class NoGuides:
 
 
 class Engine:
-    """A core: `handle` takes what a frontend says, `step` gives what came of it. `config` is resolved."""
+    """A core: `handle` takes a frontend's messages, `step` returns what one step gave. `config` is resolved."""
 
     def __init__(
         self,
         config: EngineConfig,
         executor: Executor | None = None,
-        recorder: NoRecorder = NoRecorder(),
+        recorder: NoRecorder | FlightRecorder = NoRecorder(),
         tier: NoTier = NoTier(),
     ) -> None:
         self.config = config
@@ -89,17 +89,18 @@ class Engine:
         self.pipeline = Pipeline(self.executor, config.scheduler.pipeline_depth, recorder)
         self.kv = KVManager(layout, config.cache.enable_prefix_caching, tier)
         self.scheduler = Scheduler(config.scheduler, self.kv, self.pipeline, self.executor.num_drafts)
-        self.guides: NoGuides | Guides = NoGuides()  # until the first request needs more
-        self.refused: list[ChoiceDelta] = []  # requests that ended before they began, for the next step's outputs
+        self.guides: NoGuides | Guides = NoGuides()
+        self.refused: list[ChoiceDelta] = []  # requests that will never run, for the next step's outputs
 
     def handle(self, message: ToCore) -> FromCore | None:
-        """Takes a message in; gives the answer, where there is one."""
+        """Acts on a message; returns the answer, if it has one."""
         match message:
             case AddRequest():
                 self._add(message)
             case Vocabulary():
-                self.guides = importlib.import_module(GUIDES).Guides.of(message, self.config.structured, self.executor)
-                self.pipeline.late_inputs = self.guides
+                guides = importlib.import_module(GUIDES).Guides.of(message, self.config.structured, self.executor)
+                self.guides = guides
+                self.pipeline.late_inputs = guides
             case Abort():
                 self._abort(message)
             case Check():
@@ -107,8 +108,10 @@ class Engine:
         return None
 
     def step(self) -> StepOutputs:
-        """One turn: fill the pipeline, then take in the oldest step. Threads fill grammars' masks from the moment a step's tokens
-        arrive until the next step is planned."""
+        """One turn: fill the pipeline, then wait for the oldest step and apply its results.
+
+        Threads fill grammars' masks from the moment a step's tokens arrive until the next step is planned.
+        """
         self._admit_guided()
         refused, self.refused = self.refused, []
         while self.pipeline.has_room and (step := self.scheduler.plan()) is not None:
@@ -125,24 +128,23 @@ class Engine:
         return StepOutputs(deltas, self.stats(step.plan.total_tokens))
 
     def refuse(self, request_id: str, choice_idx: int = 0, error: str = "") -> None:
-        """Ends a request that never began. `error`: what is wrong with it, if that is the reason."""
+        """Ends a request that never ran. `error`: what is wrong with the request, if that is the reason."""
         self.refused.append(ChoiceDelta(request_id, choice_idx, [], "error", error=error))
 
     def _add(self, message: AddRequest) -> None:
-        """Takes all choices of a request in, or none: where one cannot be, none stays, and others are not affected."""
+        """Adds all choices of a request, or none of them if one fails. Other requests are not affected."""
         try:
             for choice_idx in message.choices:
                 self._add_choice(message, choice_idx)
         except Exception:
-            log.exception("request %s cannot be taken in", message.request_id)
+            log.exception("request %s cannot be added", message.request_id)
             self._abort(Abort(message.request_id))
             self.refuse(message.request_id)
 
     def _add_choice(self, message: AddRequest, choice_idx: int) -> None:
         params = message.params
-        if (
-            choice_idx > 0 and params.prompt_logprobs is not None
-        ):  # the same for every choice: only the first computes them
+        if choice_idx > 0 and params.prompt_logprobs is not None:
+            # They are the same for every choice: only the first computes them.
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         request = Request(message, choice_idx, params, self.config.model.max_model_len)
         if message.constraint is None or message.wants_vector:
@@ -151,23 +153,25 @@ class Engine:
             self.guides.add(request, message.constraint)
 
     def _admit_guided(self) -> None:
-        """Those whose grammar is there join the line; those whose grammar is no good are refused."""
-        ready, hopeless = self.guides.take_decided()
+        """Requests whose grammar is compiled join the line; those whose grammar cannot be compiled are refused."""
+        ready, refused = self.guides.take_decided()
         for request in ready:
             self.scheduler.add(request)
-        for request, error in hopeless:
+        for request, error in refused:
             self.refuse(request.request_id, request.choice_idx, error)
 
     def _abort(self, message: Abort) -> None:
         self.guides.abort(message.request_id, message.choice_idx)
-        choices = [message.choice_idx] if message.choice_idx is not None else [
-            choice_idx for request_id, choice_idx in list(self.scheduler.requests) if request_id == message.request_id
-        ]  # fmt: skip
+        if message.choice_idx is not None:
+            choices = [message.choice_idx]
+        else:
+            known = self.scheduler.requests
+            choices = [choice_idx for request_id, choice_idx in known if request_id == message.request_id]
         for choice_idx in choices:
             self.scheduler.abort(message.request_id, choice_idx)
 
     def _problem(self) -> str:
-        """What is wrong with the books; empty if nothing is."""
+        """What is wrong with the KV cache's bookkeeping; empty if nothing is."""
         try:
             self.kv.check()
         except Exception as error:
@@ -193,7 +197,7 @@ class Engine:
         self.executor.close()
 
     def _layout(self, tier: NoTier) -> KVLayout:
-        """Groups, and as many blocks as the memory holds; refuses when one longest request would not fit."""
+        """Groups, and as many blocks as the memory holds; raises if a request of max_model_len would not fit."""
         cache, scheduler = self.config.cache, self.config.scheduler
         layout = form_layout(self.executor.kv_specs(), cache.block_size)
         if cache.num_gpu_blocks_override is not None:

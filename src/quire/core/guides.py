@@ -1,7 +1,7 @@
-"""Requests with a grammar: they wait here while it is compiled, holding nobody up, and join the scheduler's line with a guide.
+"""Requests with a grammar: they wait here while it is compiled, then join the scheduler's line with a guide.
 
-Owned by the engine from the first such request on. Also what guides bring late: masks, which a step needs between its launches,
-and tokens that must follow, which the next plan tells the worker.
+Owned by the engine once it knows the vocabulary. Also here is what guides add to a step after it was planned: masks,
+which a step needs between its two launches, and forced tokens, which the next plan sends to the worker.
 """
 
 from collections import deque
@@ -16,21 +16,22 @@ from quire.structured.running.compiler import Compiler, Ticket
 from quire.structured.running.guide import Guide
 from quire.structured.running.masks import Masker
 
-FEW = 8  # running requests, for which skipping steps pays
-PATIENCE_S = 0.005  # how long an idle core sleeps before it looks for new messages
+MAX_RUNNING_TO_FORCE = 8  # with more running requests, forcing tokens costs more time than the skipped steps save
+IDLE_WAIT_S = 0.005  # how long an idle core sleeps before it looks for new messages
 
 
 class RequestGuide(Guide):
-    """The guide of a request: also takes tokens without asking the model, where only one can follow."""
+    """The guide of a request. Where only one token can follow, the request gets it without asking the model."""
 
     def follow(self, request: Request, delta: ChoiceDelta, num_running: int) -> None:
-        """The new tokens, and those that must follow them."""
+        """Takes the new tokens of `delta`, and adds to it the tokens that must follow them."""
         if problem := self.advance(delta.token_ids):
             delta.finish_reason, delta.error = "error", problem
         if delta.finish_reason is not None or request.params.logprobs is not None:
             return
-        if num_running > FEW:
-            return self.rest()  # a step in which some rows compute several tokens is slower for all
+        if num_running > MAX_RUNNING_TO_FORCE:
+            self.rest()  # a step in which some rows compute several tokens is slower for all
+            return
         forced = self.forced()
         if len(forced) <= request.num_sampling and not request.eos_ids.intersection(forced):
             return  # the step in flight computes it anyway
@@ -48,81 +49,87 @@ class Guides:
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, config: StructuredConfig, executor: Executor) -> "Guides":
-        return cls(
-            vocabulary,
-            Compiler(config.structured_outputs_backend, vocabulary, timeout_s=config.grammar_timeout_s),
-            executor,
-        )
+        compiler = Compiler(config.structured_outputs_backend, vocabulary, timeout_s=config.grammar_timeout_s)
+        return cls(vocabulary, compiler, executor)
 
     def add(self, request: Request, constraint: Constraint) -> None:
         ticket = self.compiler.submit(constraint.grammar) if constraint.grammar is not None else None
         self.waiting.append((request, constraint, ticket))
 
     def abort(self, request_id: str, choice_idx: int | None) -> None:
-        self.waiting = deque(
-            entry for entry in self.waiting
-            if entry[0].request_id != request_id or (choice_idx is not None and entry[0].choice_idx != choice_idx)
-        )  # fmt: skip
+        def is_aborted(request: Request) -> bool:
+            return request.request_id == request_id and choice_idx in (None, request.choice_idx)
+
+        self.waiting = deque(entry for entry in self.waiting if not is_aborted(entry[0]))
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting)
 
     def take_decided(self) -> tuple[list[Request], list[tuple[Request, str]]]:
-        """Requests that can run now, and those that cannot ever, with the reason."""
-        ready, refused, still = [], [], deque()
+        """Requests that can run now, and those that never can, with the reason."""
+        ready: list[Request] = []
+        refused: list[tuple[Request, str]] = []
+        still_waiting: deque[tuple[Request, Constraint, Ticket | None]] = deque()
         for request, constraint, ticket in self.waiting:
             if ticket is not None and not ticket.done:
-                still.append((request, constraint, ticket))
+                still_waiting.append((request, constraint, ticket))
             elif ticket is not None and ticket.error is not None:
                 refused.append((request, str(ticket.error)))
             else:
-                matcher = ticket.grammar.matcher() if ticket is not None else None
+                grammar = ticket.grammar if ticket is not None else None
+                matcher = grammar.matcher() if grammar is not None else None
                 request.guide = RequestGuide(matcher, constraint.thinking, self.stop_ids)
                 request.guide.advance(request.token_ids[request.num_prompt_tokens :])
                 ready.append(request)
-        self.waiting = still
+        self.waiting = still_waiting
         return ready, refused
 
     # -- what a step needs between its launches ------------------------------------------------------------------
 
     def are_known(self, step: PlannedStep) -> bool:
-        """Whether guides have seen all tokens before those that the step, the newest, chooses."""
-        return not any(entry.request.num_sampling > entry.produces for _, entry in _guided(step))
+        """Whether guides have seen all tokens before those that `step`, the newest, chooses."""
+        return not any(entry.request.num_sampling > entry.produces for _, entry, _ in _guided(step))
 
     def masks(self, step: PlannedStep) -> Masks | None:
-        """What grammars allow. Tokens that nobody wants need no mask."""
-        guided = [(place, entry.request.guide) for place, entry in _guided(step)]
+        """The tokens that grammars allow in the step; None if no row has a grammar."""
+        guided = [(place, guide) for place, _, guide in _guided(step)]
         return self.masker.masks(guided, step.ahead) if guided or step.ahead is not None else None
 
     def look_ahead(self, step: PlannedStep, result: StepResult, waiting: PlannedStep) -> None:
-        """Guides see the tokens of a step that was waited for, all at once, before the scheduler takes them in one by one; the masks
-        of the step that is `waiting` for them are begun."""
+        """Shows guides the tokens of a finished step, and starts to fill the masks of `waiting`, the step behind it.
+
+        The scheduler applies the finished step's results later, request by request.
+        """
         chosen = {
             entry.request: token_ids[0]
             for entry, token_ids in zip(step.entries, result.token_ids)
             if entry.request.guide is not None and entry.is_wanted
         }
         tokens = [
-            (place, entry.request.guide, chosen[entry.request])
-            for place, entry in _guided(waiting)
-            if entry.request in chosen
+            (place, guide, chosen[entry.request]) for place, entry, guide in _guided(waiting) if entry.request in chosen
         ]
         waiting.ahead = self.masker.begin(tokens, sum(map(bool, waiting.plan.produces)))
 
     def wait(self) -> None:
-        """For a grammar, a moment at most."""
+        """Waits for a grammar, for a moment at most."""
         if tickets := [ticket for *_, ticket in self.waiting if ticket is not None]:
-            tickets[0].wait(PATIENCE_S)
+            tickets[0].wait(IDLE_WAIT_S)
 
     def close(self) -> None:
         self.compiler.close()
         self.masker.close()
 
 
-def _guided(step: PlannedStep) -> list[tuple[int, Entry]]:
-    """What somebody wants under a grammar, with its place among the rows that produce something."""
+def _guided(step: PlannedStep) -> list[tuple[int, Entry, RequestGuide]]:
+    """Entries of requests with a grammar whose tokens are still wanted.
+
+    Each comes with its index among the rows that produce something, and with its guide.
+    """
+    found = []
     producing = (entry for entry in step.entries if entry.produces)
-    return [
-        (place, entry) for place, entry in enumerate(producing) if entry.request.guide is not None and entry.is_wanted
-    ]
+    for place, entry in enumerate(producing):
+        guide = entry.request.guide
+        if guide is not None and entry.is_wanted:
+            found.append((place, entry, guide))
+    return found

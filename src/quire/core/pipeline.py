@@ -1,6 +1,6 @@
 """Steps in flight: up to `depth` are launched before the oldest is waited for.
 
-Used by the engine's loop. Knows order, not content: what a step means is the scheduler's business.
+Used by the engine's loop. Knows the order of steps, not their contents: those are the scheduler's.
 """
 
 from collections import deque
@@ -8,45 +8,47 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.core.request import Request
+from quire.errors import EngineError
 from quire.executor.base import Executor, PendingStep
 from quire.step import NOTHING, StepPlan, StepResult
-from quire.utils.flight import NoRecorder
+from quire.utils.flight import FlightRecorder, NoRecorder
 
-if TYPE_CHECKING:  # they come with grammar engines, which are large
+if TYPE_CHECKING:  # these import grammar engines, which are large
     from quire.core.guides import Guides
     from quire.structured.running.masks import Ahead
 
 
 class Entry(NamedTuple):
-    """A request's part in a step, as it was when planned."""
+    """A request's part in a step, as it was when the step was planned."""
 
     request: Request
     num_tokens: int
     produces: int
     num_preemptions: int  # differs from the request's own if it was preempted since
-    num_forced: int  # differs from the request's own if it got tokens since that no step chose
+    num_forced: int  # differs from the request's own if it got forced tokens since
 
     @property
     def is_wanted(self) -> bool:
-        """Does anybody still want what it produces?"""
-        request = self.request
-        return self.produces != NOTHING and not request.finished and self.num_forced == request.num_forced
+        """Whether the request still needs what this entry produces."""
+        if self.produces == NOTHING or self.request.finished:
+            return False
+        return self.num_forced == self.request.num_forced
 
 
 @dataclass
 class PlannedStep:
     plan: StepPlan
     entries: list[Entry]
-    pending: PendingStep | None = None
-    ahead: "Ahead | None" = None  # masks that are made before the rest
+    pending: PendingStep | None = None  # set by the second launch
+    ahead: "Ahead | None" = None  # masks that threads began to fill before the second launch
 
 
 class Pipeline:
-    def __init__(self, executor: Executor, depth: int, recorder: NoRecorder = NoRecorder()) -> None:
+    def __init__(self, executor: Executor, depth: int, recorder: NoRecorder | FlightRecorder = NoRecorder()) -> None:
         self.executor = executor
         self.depth = depth
-        self.recorder = recorder  # told before a step is launched, so that a crash can be traced to its requests
-        self.late_inputs: Guides | None = None  # what steps wait for between their launches; None: for nothing
+        self.recorder = recorder  # written before a step is launched, so that a crash can be traced to its requests
+        self.late_inputs: Guides | None = None  # gives the masks that steps need between their launches
         self.steps: deque[PlannedStep] = deque()
 
     @property
@@ -55,11 +57,11 @@ class Pipeline:
 
     @property
     def newest_step(self) -> int | None:
-        """Id of the last step launched and not applied: blocks let go now may be named by it."""
+        """Id of the last step launched and not applied. It may still use blocks that are released now."""
         return self.steps[-1].plan.step_id if self.steps else None
 
     def submit(self, step: PlannedStep) -> None:
-        """Two launches: the second waits where it needs what the step before gives."""
+        """Launches a step's forward pass, and its sampling unless that needs tokens of the step before."""
         self.sample()
         self._record(*self.steps, step)
         self.executor.forward(step.plan)
@@ -67,21 +69,27 @@ class Pipeline:
         self.sample()
 
     def sample(self) -> None:
-        """Launches the newest step's second half, if that has not been done and all that it needs is known."""
+        """Launches the newest step's sampling, if that is still to be done and all that it needs is known."""
         step, late = self.waiting, self.late_inputs
-        if step is None or (late is not None and len(self.steps) > 1 and not late.are_known(step)):
+        if step is None:
             return
-        step.pending = self.executor.sample(step.plan, late.masks(step) if late is not None else None)
+        if late is None:
+            step.pending = self.executor.sample(step.plan, None)
+        elif len(self.steps) == 1 or late.are_known(step):
+            step.pending = self.executor.sample(step.plan, late.masks(step))
 
     @property
     def waiting(self) -> PlannedStep | None:
-        """The step whose second half is not launched yet."""
+        """The step whose sampling is not launched yet."""
         return self.steps[-1] if self.steps and self.steps[-1].pending is None else None
 
     def wait(self) -> tuple[PlannedStep, StepResult]:
+        """Waits for the oldest step."""
         if len(self.steps) == 1:
             self.sample()
         step = self.steps.popleft()
+        if step.pending is None:
+            raise EngineError("a step was waited for before its tokens were sampled: this is a bug in the pipeline")
         result = step.pending.result()
         self._record(*self.steps)
         if self.late_inputs is not None and self.waiting is not None:

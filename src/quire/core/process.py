@@ -1,8 +1,8 @@
 """The core as a process of its own: `python -m quire.core.process`, started and replaced by the frontend.
 
-Imports what its executor needs, reads its set-up from standard input, then messages from a socket, and answers there with what
-each step gave. Never waits for whoever reads. Lives as long as its standard input stays open, so no core outlives its
-frontend. Knows nothing of clients.
+Imports what its executor needs, reads its set-up from standard input, then reads messages from a socket, and answers
+there with the outputs of each step. Sending never blocks. The process lives as long as its standard input stays open,
+so no core outlives its frontend. Knows nothing of clients.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -28,9 +29,9 @@ from quire.utils.flight import FlightRecorder
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 1.0  # an idle core says that often that it is alive
+HEARTBEAT_MS = 1000  # how often an idle core says that it is alive
 GC_THRESHOLD = 50_000  # a step makes thousands of objects and no cycles
-DUMP_SIGNAL = signal.SIGUSR1  # makes it write what each thread is doing, before it is killed for standing still
+DUMP_SIGNAL = signal.SIGUSR1  # dumps the stack of each thread; sent before a core that hangs is killed
 
 _PR_SET_PDEATHSIG = 1
 
@@ -39,32 +40,32 @@ class CoreProcess:
     def __init__(self, setup: CoreSetup) -> None:
         self.setup = setup
         self.socket = zmq.Context().socket(zmq.PAIR)
-        self.socket.set_hwm(0)  # bounded by the requests the frontend lets in; sending never waits
+        self.socket.set_hwm(0)  # no limit, so sending never waits; the frontend limits the number of requests
         self.socket.connect(setup.address)
         self.encode = msgspec.msgpack.Encoder().encode
         self.decode = msgspec.msgpack.Decoder(ToCore).decode
 
     def run(self) -> int:
         try:
-            self.engine = Engine(self.setup.config, recorder=FlightRecorder(self.setup.recorder))
+            self.engine = Engine(self.setup.config, recorder=FlightRecorder(Path(self.setup.recorder)))
         except QuireError as error:
             self._send(Failed(type(error).__name__, str(error)))
             self.socket.close(linger=1000)
             return error.exit_code
-        gc.freeze()  # what is loaded stays: the collector need not look at it again
+        gc.freeze()  # what is loaded now stays for good: the collector need not look at it again
         gc.set_threshold(GC_THRESHOLD)
         self._send(Ready(self.engine.kv.num_tokens))
         while True:
-            self._read(0 if self.engine.has_work else HEARTBEAT_S)
+            self._read(0 if self.engine.has_work else HEARTBEAT_MS)
             started = time.perf_counter()
             outputs = self.engine.step()
             if outputs.stats.step_tokens:
                 outputs.step_s = time.perf_counter() - started
             self._send(outputs)
 
-    def _read(self, timeout_s: float) -> None:
-        """Takes in all that has arrived; waits for the first of it."""
-        if timeout_s and not self.socket.poll(timeout_s * 1000):
+    def _read(self, timeout_ms: int) -> None:
+        """Handles all messages that have arrived, after waiting up to `timeout_ms` for the first."""
+        if timeout_ms and not self.socket.poll(timeout_ms):
             return
         with contextlib.suppress(zmq.Again):
             while True:
@@ -79,7 +80,7 @@ class CoreProcess:
                     self._send(answer)
 
     def _refuse_undecoded(self, data: bytes) -> None:
-        """Whose message it was is at its beginning, which can be read without understanding the rest."""
+        """Refuses the request of a message that cannot be decoded: its id is readable without the types of the rest."""
         with contextlib.suppress(Exception):
             match msgspec.msgpack.decode(data):
                 case [kind, str(request_id), *_] if kind == AddRequest.__struct_config__.tag:
@@ -90,7 +91,7 @@ class CoreProcess:
 
 
 def _exit_with_frontend() -> None:
-    """Standard input ends when the frontend does. The kernel's own signal helps where no thread of ours can run."""
+    """Standard input ends when the frontend does. The kernel's signal works even if no thread of ours can run."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -109,15 +110,16 @@ def main() -> int:
     logging.basicConfig(
         level=env.log_level(), format="%(asctime)s %(levelname).1s core %(name)s: %(message)s", datefmt="%H:%M:%S"
     )
-    with contextlib.suppress(QuireError):  # an executor that does not exist is told where errors are told
+    with contextlib.suppress(QuireError):  # an unknown executor is reported later, by `CoreProcess.run`
         for module in getattr(executor_module(sys.argv[1]), "PRELOAD", ()):
             importlib.import_module(module)
-    size = int.from_bytes(sys.stdin.buffer.raw.read(4), "little")
+    stdin = sys.stdin.fileno()
+    size = int.from_bytes(os.read(stdin, 4), "little")
     data = b""
-    while len(data) < size and (part := sys.stdin.buffer.raw.read(size - len(data))):
+    while len(data) < size and (part := os.read(stdin, size - len(data))):
         data += part
     if not data:
-        return 0  # a spare that was never needed
+        return 0  # a standby process that was never needed
     setup = msgspec.msgpack.decode(data, type=CoreSetup)
     _exit_with_frontend()
     return CoreProcess(setup).run()

@@ -1,6 +1,6 @@
-"""A request as the core sees it: tokens, how many of them are computed, and its place in the machinery.
+"""A request as the core sees it: its tokens, how many of them are computed, and what the scheduler knows of it.
 
-Made by `core/engine.py` for each choice of an AddRequest, moved about by the scheduler. Must not know text.
+Made by `core/engine.py` for each choice of an AddRequest, changed by the scheduler. Must not know text.
 """
 
 import enum
@@ -11,8 +11,10 @@ from quire.kv.manager import RequestBlocks
 from quire.messages import AddRequest
 from quire.params import SamplingParams
 
-if TYPE_CHECKING:  # it comes with grammar engines, which are large
+if TYPE_CHECKING:  # this imports grammar engines, which are large
     from quire.core.guides import RequestGuide
+
+NO_ROW = -1
 
 
 class Status(enum.Enum):
@@ -23,14 +25,44 @@ class Status(enum.Enum):
 
 
 class Request:
-    """Requests catch up: whatever is known but not computed is what the next steps compute."""
+    """The next steps compute the tokens of a request that are known but not computed yet."""
 
     __slots__ = (
-        "request_id", "choice_idx", "params", "seed", "priority", "key", "stop_ids", "eos_ids", "bad_words", "cache_salt",
-        "token_ids", "num_prompt_tokens", "max_total_tokens", "num_computed", "num_in_flight", "num_sampling",
-        "status", "row", "blocks", "num_preemptions", "num_prompt_logprobs", "num_cached_tokens", "leader", "followers", "num_dependents",
-        "arrival", "queue_s", "guide", "forced_from", "num_forced", "num_row_start", "wants_vector",
-    )  # fmt: skip
+        "request_id",
+        "choice_idx",
+        "params",
+        "seed",
+        "priority",
+        "key",
+        "stop_ids",
+        "eos_ids",
+        "bad_words",
+        "cache_salt",
+        "token_ids",
+        "num_prompt_tokens",
+        "max_total_tokens",
+        "num_computed",
+        "num_in_flight",
+        "num_sampling",
+        "status",
+        "row",
+        "blocks",
+        "num_preemptions",
+        "num_prompt_logprobs",
+        "num_cached_tokens",
+        "leader",
+        "followers",
+        "num_dependents",
+        "arrival",
+        "queue_s",
+        "guide",
+        "forced_from",
+        "num_forced",
+        "num_row_start",
+        "wants_vector",
+    )
+
+    blocks: RequestBlocks  # set when the scheduler adds the request
 
     def __init__(self, message: AddRequest, choice_idx: int, params: SamplingParams, max_model_len: int) -> None:
         self.request_id = message.request_id
@@ -39,7 +71,7 @@ class Request:
         self.seed = message.seed
         self.priority = message.priority
         self.key: tuple[int, int] = (0, 0)  # its place in line, smaller first; set by the policy
-        # A grammar that is complete can only end.
+        # When a grammar is complete, an end token is all that it allows: it must end the request.
         ignores_eos = params.ignore_eos and message.constraint is None
         self.eos_ids = frozenset() if ignores_eos else frozenset(message.eos_ids)
         self.stop_ids = frozenset(params.stop_token_ids)
@@ -54,23 +86,22 @@ class Request:
         if self.wants_vector:
             self.max_total_tokens = self.num_prompt_tokens + 1  # all of the prompt is computed, and nothing else
 
-        self.num_computed = 0  # tokens in the cache by steps that were applied
-        self.guide: RequestGuide | None = None  # what its answer must look like
-        self.forced_from: int | None = None  # where tokens begin that the worker has not been told
-        self.num_forced = 0  # times that tokens came which no step chose
+        self.num_computed = 0  # tokens that are in the cache, by steps that were applied
+        self.guide: RequestGuide | None = None  # follows the grammar of its answer
+        self.forced_from: int | None = None  # position of the first forced token that the worker does not know yet
+        self.num_forced = 0  # how often it got forced tokens
 
         self.num_in_flight = 0  # tokens given to steps not applied yet, drafts included
-        self.num_sampling = 0  # tokens those steps will choose, at most
+        self.num_sampling = 0  # tokens that those steps will choose, at most
         self.status = Status.WAITING
-        self.row: int | None = None
-        self.num_row_start = 0  # length when it took its row: drafts follow only tokens that steps chose there
-        self.blocks: RequestBlocks | None = None
-        self.num_preemptions = 0  # also tells a step's result from before a preemption
+        self.row = NO_ROW  # of the worker's persistent batch, while it runs
+        self.num_row_start = 0  # tokens it had when it took its row: drafts follow only tokens that were sampled since
+        self.num_preemptions = 0  # also tells results of steps planned before a preemption from later ones
         self.num_prompt_logprobs = 0  # prompt positions whose logprobs were delivered
-        self.num_cached_tokens = 0  # of the first prefix hit
+        self.num_cached_tokens = 0  # length of the first prefix hit
         self.arrival = time.monotonic()
-        self.queue_s = 0.0  # until its first step
-        self.leader: Request | None = None
+        self.queue_s = 0.0  # how long it waited for its first step
+        self.leader: Request | None = None  # the sibling that computes the prompt they share
         self.followers: list[Request] = []  # siblings that are parked until it has computed the prompt
         self.num_dependents = 0  # siblings that may still fork from it
 
@@ -84,8 +115,7 @@ class Request:
 
     @property
     def num_known(self) -> int:
-        """Tokens that exist here or will at most, on the device, when steps in flight have run; the last one allowed is never
-        computed."""
+        """Tokens there will be, at most, when the steps in flight have run; the last one allowed is never computed."""
         return min(len(self.token_ids) + self.num_sampling, self.max_total_tokens - 1)
 
     @property
@@ -93,13 +123,17 @@ class Request:
         return self.status is Status.FINISHED
 
     def force(self, token_ids: list[int]) -> tuple[str | None, int | None]:
-        """`extend`, with tokens that no step chose: what steps in flight choose instead is not wanted."""
-        self.forced_from, self.num_sampling = len(self.token_ids), 0
+        """`extend`, with forced tokens: what steps in flight choose in their place is dropped."""
+        self.forced_from = len(self.token_ids)
+        self.num_sampling = 0
         self.num_forced += 1
         return self.extend(token_ids)
 
     def extend(self, token_ids: list[int]) -> tuple[str | None, int | None]:
-        """Takes tokens in until one ends it, dropping the rest; (finish_reason, stop_reason). Called for every token there is."""
+        """Appends tokens up to one that ends the request, and drops the rest; returns (finish_reason, stop_reason).
+
+        Called for every token of the request that is not prompt.
+        """
         known = self.token_ids
         for idx, token_id in enumerate(token_ids):
             known.append(token_id)

@@ -1,11 +1,11 @@
-"""What runs in the next step, and what a finished step means.
+"""Decides what runs in the next step, and updates requests with the results of a finished one.
 
-Called by the engine's loop: `plan()` gives some requests some tokens, `apply()` takes the results in. There are no phases: a
-request that knows more tokens than are computed gets tokens, whether they are prompt, answer or both again after
-a preemption. Must not know tensors, text or sockets.
+Called by the engine's loop: `plan()` chooses which requests compute how many tokens, `apply()` takes the results. There
+are no separate phases for prompts and answers: a request with tokens that are known but not computed gets some of them
+computed, whether they are prompt, answer, or both again after a preemption. Must not know tensors, text or sockets.
 
-`running` is kept in line order. Going through it in that order, room is always made at the expense of those behind,
-which this plan has not touched yet; so the first in line always moves, and nobody starves.
+`running` is kept in line order. A plan goes through it in that order, and preempts only from the end of the line,
+requests that this plan has not reached yet. So the first in line always advances, and nobody starves.
 """
 
 import bisect
@@ -14,7 +14,7 @@ import time
 
 from quire.config import SchedulerConfig
 from quire.core.pipeline import Entry, Pipeline, PlannedStep
-from quire.core.request import Request, Status
+from quire.core.request import NO_ROW, Request, Status
 from quire.core.waiting import POLICIES, WaitingQueue
 from quire.kv.manager import KVManager
 from quire.messages import ChoiceDelta, EngineStats
@@ -23,11 +23,11 @@ from quire.step import NOTHING, TOKEN, VECTOR, ForcedTokens, RowStart, StepPlan,
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, kv: KVManager, pipeline: Pipeline, num_drafts: int = 0) -> None:
-        """`num_drafts`: tokens that the workers' drafter guesses behind each one they choose."""
+        """`num_drafts`: tokens that the workers' drafter guesses after each one they choose."""
         self.kv = kv
         self.num_drafts = num_drafts if kv.can_rewind else 0
         self.pipeline = pipeline
-        self.max_tokens = config.max_num_batched_tokens
+        self.max_tokens: int = config.max_num_batched_tokens
         self.line_key = POLICIES[config.scheduling_policy]
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
@@ -43,9 +43,10 @@ class Scheduler:
         request.key = self.line_key(request, next(self.arrivals))
         request.blocks = self.kv.open(request.token_ids, request.cache_salt)
         self.requests[request.request_id, request.choice_idx] = request
-        leader = self.requests.get((request.request_id, 0))
-        if leader is not None and leader is not request and leader.num_computed < leader.num_prompt_tokens:
-            request.status, request.leader = Status.PARKED, leader
+        leader = self.requests.get((request.request_id, 0), request)
+        if leader is not request and leader.num_computed < leader.num_prompt_tokens:
+            request.status = Status.PARKED
+            request.leader = leader
             leader.followers.append(request)
             leader.num_dependents += 1
             self.kv.pin(leader.blocks, leader.num_prompt_tokens - 1)
@@ -53,7 +54,7 @@ class Scheduler:
             self.waiting.push(request)
 
     def abort(self, request_id: str, choice_idx: int) -> None:
-        """Forgets the request at once; results it still has in flight are dropped when they come."""
+        """Removes the request at once; results that it still has in flight are dropped when they come."""
         request = self.requests.get((request_id, choice_idx))
         if request is not None:
             self._finish(request)
@@ -65,12 +66,12 @@ class Scheduler:
     # -- planning ------------------------------------------------------------------------------------------------
 
     def plan(self) -> PlannedStep | None:
-        """The next step, or None when nobody can be given a token now."""
+        """The next step, or None if no request can compute a token now."""
         step = PlannedStep(StepPlan(-1, [], [], [], [], [], []), [])
         self._yield_to_priority()
         preemptions = self.stats.num_preemptions
         budget = self._continue_running(step, self.max_tokens)
-        if self.stats.num_preemptions == preemptions:  # who was just pushed out would only push back in
+        if self.stats.num_preemptions == preemptions:  # a request that was just preempted must not come back at once
             self._admit_waiting(step, budget)
         if not step.entries:
             return None
@@ -79,32 +80,33 @@ class Scheduler:
         return step
 
     def _continue_running(self, step: PlannedStep, budget: int) -> int:
+        """Gives running requests their next tokens; returns what is left of the budget."""
         idx = 0
         while idx < len(self.running):
             request = self.running[idx]
-            behind = len(self.running) - idx - 1  # each of them is owed one token of the budget
+            num_behind = len(self.running) - idx - 1  # one token of the budget is reserved for each of them
             num_planned = request.num_planned
-            num_tokens = min(request.num_known - num_planned, budget - behind)
+            num_tokens = min(request.num_known - num_planned, budget - num_behind)
             if num_tokens > 0:
-                num_drafts = self._num_drafts(request, num_planned, num_tokens, budget - behind)
+                num_drafts = self._num_drafts(request, num_planned, num_tokens, budget - num_behind)
                 new_blocks = self.kv.grow(request.blocks, num_planned + num_tokens + num_drafts)
                 if new_blocks is not None:
                     num_tokens += num_drafts
-                else:  # nobody is preempted for drafts
+                else:  # no request is preempted to verify drafts
                     new_blocks = self._make_room(request, num_planned + num_tokens)
                 if new_blocks is not None:
                     self._give(step, request, num_planned, num_tokens, new_blocks)
                     budget -= num_tokens
                 elif request.status is not Status.RUNNING:
-                    continue  # preempted itself: the next one has moved to idx
+                    continue  # the request itself was preempted: the next one is at idx now
             idx += 1
         return budget
 
     def _make_room(self, request: Request, num_tokens: int) -> list[list[int]] | None:
-        """Blocks for the request to hold `num_tokens`, preempting from the end of the line if it must."""
+        """New blocks, so that the request can hold `num_tokens`; preempts from the end of the line if needed."""
         while (new_blocks := self.kv.grow(request.blocks, num_tokens)) is None:
             if self.kv.num_limbo:
-                return None  # blocks come free when the step in flight is applied: wait for those
+                return None  # wait for the blocks that become free when the step in flight is applied
             victim = self.running[-1]
             self._preempt(victim)
             if victim is request:
@@ -112,9 +114,10 @@ class Scheduler:
         return new_blocks
 
     def _admit_waiting(self, step: PlannedStep, budget: int) -> None:
-        while budget > 0 and self.free_rows and (request := self.waiting.peek()) is not None:
-            if request.num_in_flight:
-                return  # preempted a moment ago: its last token is not here yet
+        while budget > 0 and self.free_rows:
+            request = self.waiting.peek()
+            if request is None or request.num_in_flight:
+                return  # in flight: it was just preempted, and its last token has not arrived yet
             num_cached = self._enter(request)
             num_tokens = min(request.num_known - num_cached, budget)
             new_blocks = self.kv.grow(request.blocks, num_cached + num_tokens) if num_cached >= 0 else None
@@ -128,22 +131,23 @@ class Scheduler:
             budget -= num_tokens
 
     def _enter(self, request: Request) -> int:
-        """The request takes hold of what is cached of it; returns how many tokens, -1 when the rest would not fit."""
-        kv, blocks, leader = self.kv, request.blocks, request.leader
-        if leader is not None and leader.status is Status.RUNNING and not kv.prefix_caching:
-            return kv.fork(leader.blocks, blocks, min(leader.num_computed, request.num_prompt_tokens - 1))
+        """The request gets the blocks that are cached of it; returns how many tokens, -1 if the rest would not fit."""
+        leader = request.leader
+        if leader is not None and not self.kv.prefix_caching:
+            if leader.status is Status.RUNNING:
+                max_tokens = min(leader.num_computed, request.num_prompt_tokens - 1)
+                return self.kv.fork(leader.blocks, request.blocks, max_tokens)
         num_cached = self._num_cached(request)
-        if not kv.can_admit(blocks, num_cached, self.max_tokens):
+        if not self.kv.can_admit(request.blocks, num_cached, self.max_tokens):
             return -1
-        kv.enter(blocks, num_cached)
+        self.kv.enter(request.blocks, num_cached)
         return num_cached
 
     def _num_cached(self, request: Request) -> int:
-        """Tokens that need not be computed; a prompt whose logprobs are owed is computed all the same."""
-        owes_logprobs = (
-            request.params.prompt_logprobs is not None and request.num_prompt_logprobs < request.num_prompt_tokens - 1
-        )
-        return 0 if owes_logprobs else self.kv.find_prefix(request.blocks)
+        """Tokens that need not be computed; none while logprobs of the prompt are still to be delivered."""
+        if request.params.prompt_logprobs is not None and request.num_prompt_logprobs < request.num_prompt_tokens - 1:
+            return 0
+        return self.kv.find_prefix(request.blocks)
 
     def _start_row(self, step: PlannedStep, request: Request, num_cached: int) -> None:
         self._leave_leader(request)
@@ -173,58 +177,64 @@ class Scheduler:
     def _give(
         self, step: PlannedStep, request: Request, start: int, num_tokens: int, new_blocks: list[list[int]]
     ) -> None:
-        num_missing = start + num_tokens - (len(request.token_ids) + request.num_sampling)
-        if num_missing < 0:
+        """Adds `num_tokens` tokens of the request, from position `start` on, to the step."""
+        num_unknown = start + num_tokens - (len(request.token_ids) + request.num_sampling)
+        if num_unknown < 0:
             produces = NOTHING
         elif request.wants_vector:
             produces = VECTOR
         else:
-            produces = TOKEN + num_missing  # tokens behind the known ones are drafts
+            produces = TOKEN + num_unknown  # tokens after the known ones are drafts
         plan = step.plan
         plan.rows.append(request.row)
         plan.starts.append(start)
         plan.num_tokens.append(num_tokens)
         plan.produces.append(produces)
         plan.new_blocks.append(new_blocks)
-        if request.forced_from is not None:
-            plan.forced.append(ForcedTokens(request.row, request.forced_from, request.token_ids[request.forced_from :]))
+        first_forced = request.forced_from
+        if first_forced is not None:
+            plan.forced.append(ForcedTokens(request.row, first_forced, request.token_ids[first_forced:]))
             request.forced_from = None
         step.entries.append(Entry(request, num_tokens, produces, request.num_preemptions, request.num_forced))
         request.num_in_flight += num_tokens
         request.num_sampling += max(NOTHING, produces)
 
     def _num_drafts(self, request: Request, start: int, num_tokens: int, budget: int) -> int:
-        """How many drafts a row that computes `num_tokens` verifies as well: those behind the token that the step before chose."""
-        if not self.num_drafts or num_tokens != 1 or start < request.num_row_start or request.guide is not None:
+        """How many drafts a row that computes `num_tokens` also verifies: those after the last token it chose."""
+        if not self.num_drafts or num_tokens != 1:
+            return 0
+        if start < request.num_row_start or request.guide is not None:
             return 0
         num_left = request.max_total_tokens - len(request.token_ids) - request.num_sampling  # to be chosen, at least
         return max(0, min(self.num_drafts, budget - 1, num_left - 1))
 
     def _yield_to_priority(self) -> None:
-        """Whoever waits with strictly better priority than the last in line gets that one's place."""
-        while (
-            (request := self.waiting.peek()) is not None and self.running and request.key[0] < self.running[-1].key[0]
-        ):
+        """A waiting request with strictly better priority than the last running one takes that one's place."""
+        while self.running and (request := self.waiting.peek()) is not None:
+            last = self.running[-1]
+            if request.key[0] >= last.key[0]:
+                return
             if self.free_rows and self.kv.can_admit(request.blocks, self._num_cached(request), self.max_tokens):
                 return
             if self.free_rows and self.kv.num_limbo:
-                return  # blocks are on their way
-            self._preempt(self.running[-1])
+                return  # blocks become free when the step in flight is applied
+            self._preempt(last)
 
     # -- applying ------------------------------------------------------------------------------------------------
 
     def apply(self, step: PlannedStep, result: StepResult) -> list[ChoiceDelta]:
-        """Takes a step's results in, in the order steps were planned."""
+        """Updates requests with a step's results; called in the order in which steps were planned."""
         deltas = []
         newest_step = self.pipeline.newest_step
         for idx, entry in enumerate(step.entries):
-            request, is_wanted = entry.request, entry.is_wanted
+            request = entry.request
+            is_wanted = entry.is_wanted
             request.num_in_flight -= entry.num_tokens
             if entry.num_forced == request.num_forced:
                 request.num_sampling -= max(NOTHING, entry.produces)
             if request.finished:
-                continue  # aborted, or stopped by the step before: this step's share of it is surplus
-            # A preempted request's tokens are as good as any: only its cache is gone.
+                continue  # aborted, or ended by the step before: its results of this step are dropped
+            # Tokens of a request that was preempted since are valid: only its cache is gone.
             delta = None
             if is_wanted or idx in result.prompt_logprobs:
                 delta = self._extend(request, result, idx, is_wanted)
@@ -238,17 +248,19 @@ class Scheduler:
         return deltas
 
     def _extend(self, request: Request, result: StepResult, idx: int, is_wanted: bool) -> ChoiceDelta:
-        """The request gets its new tokens; what they mean for its grammar and for whether it ends."""
+        """Adds its new tokens to the request; the delta also says whether they end it."""
         delta = ChoiceDelta(request.request_id, request.choice_idx, [])
         if request.num_output_tokens == 0:
-            delta.num_cached_tokens, delta.queue_s = request.num_cached_tokens, request.queue_s
+            delta.num_cached_tokens = request.num_cached_tokens
+            delta.queue_s = request.queue_s
         if idx in result.prompt_logprobs:
             delta.prompt_logprobs = result.prompt_logprobs[idx]
             request.num_prompt_logprobs += len(delta.prompt_logprobs)
         if not is_wanted:
             return delta
         if idx in result.vectors:
-            delta.vector, delta.finish_reason = result.vectors[idx], "stop"
+            delta.vector = result.vectors[idx]
+            delta.finish_reason = "stop"
             return delta
         delta.token_ids = list(result.token_ids[idx])
         delta.finish_reason, delta.stop_reason = request.extend(delta.token_ids)
@@ -259,7 +271,7 @@ class Scheduler:
         return delta
 
     def _advance(self, request: Request, num_tokens: int, newest_step: int | None) -> None:
-        """So many more tokens are computed. The request knows them all by now, unless it ended among them."""
+        """Counts `num_tokens` more tokens as computed; those after a token that ended the request are not counted."""
         request.num_computed = min(request.num_computed + num_tokens, len(request.token_ids))
         self.kv.advance(request.blocks, request.num_computed, newest_step)
         if request.followers and request.num_computed >= request.num_prompt_tokens:
@@ -268,7 +280,7 @@ class Scheduler:
     # -- leaving -------------------------------------------------------------------------------------------------
 
     def _preempt(self, request: Request) -> None:
-        """Back to its place in the line; what it computed is let go and computed again later."""
+        """The request goes back to its place in the line; its blocks are freed, and computed again later."""
         self._leave_row(request)
         request.blocks.pinned = None  # memory is short: siblings will have to compute the prompt themselves
         request.num_computed = 0
@@ -282,7 +294,7 @@ class Scheduler:
             request.status = Status.FINISHED
         elif request.status is Status.WAITING:
             self.waiting.remove(request, Status.FINISHED)
-        elif request.status is Status.PARKED:
+        elif request.status is Status.PARKED and request.leader is not None:
             request.leader.followers.remove(request)
             request.status = Status.FINISHED
         self._leave_leader(request)
@@ -290,7 +302,7 @@ class Scheduler:
         self._unpark(request)
 
     def _leave_leader(self, request: Request) -> None:
-        """The request needs nothing more of the sibling that computed their prompt; who leaves last lifts the pin."""
+        """The request no longer needs the sibling that computed their prompt; the last one to leave removes the pin."""
         leader, request.leader = request.leader, None
         if leader is not None:
             leader.num_dependents -= 1
@@ -298,11 +310,11 @@ class Scheduler:
                 leader.blocks.pinned = None
 
     def _leave_row(self, request: Request) -> None:
-        # In-flight tokens stay counted: their results still come, and num_in_flight keeps it from re-entering before.
+        # `num_in_flight` stays: results of steps in flight still come, and the request must not run again before.
         self.running.remove(request)
         self.kv.release(request.blocks, self.pipeline.newest_step)
         self.free_rows.append(request.row)
-        request.row = None
+        request.row = NO_ROW
 
     def _unpark(self, leader: Request) -> None:
         for follower in leader.followers:

@@ -1,6 +1,6 @@
-"""The line of requests that hold nothing yet, in the order of a policy.
+"""The queue of requests that have no row and no blocks yet, in the order of a policy.
 
-Used by the scheduler. A policy is only a sort key: a preempted request returns to the place it had.
+Used by the scheduler. A policy is only a sort key, so a preempted request returns to the place it had.
 """
 
 import heapq
@@ -34,7 +34,7 @@ class WaitingQueue:
         return self._heap[0][1] if self._heap else None
 
     def remove(self, request: Request, status: Status) -> None:
-        """The request leaves the line (from anywhere in it) for `status`."""
+        """The request leaves the queue, from wherever it is, and gets `status`."""
         request.status = status
         self._count -= 1
         if self._heap[0][1] is request:
