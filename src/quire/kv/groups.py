@@ -1,22 +1,25 @@
 """From the specs of a model's caches to groups of equal block bytes, and to numbers of blocks.
 
-Called once at start by the engine. Equal specs form a group; a spec with many layers is split, and short groups leave planes
-unused, so that every group's block has the same bytes and all draw from one pool. States have pools of their own.
+Called once at start by the engine. Equal specs form a group; a spec with many layers is split into several groups, and
+a group with few layers leaves planes unused, so that every group's block has the same number of bytes and all groups
+share one pool. States have pools of their own.
 """
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 
 from quire.errors import CapacityError, ConfigError
 from quire.kv.specs import CacheSpec, Group, KVLayout, PoolLayout
 
-# Memory that padding and unused planes may take of a request of so many tokens. Long ones are what memory runs out for.
+# Share of a request's memory that padding and unused planes may take, for a short request and a long one. The limit for
+# long ones is stricter, because they are what memory runs out for.
 SHORT_TOKENS, MAX_UNUSED = 2_048, 0.10
 LONG_TOKENS, MAX_UNUSED_OF_LONG = 131_072, 0.05
 MAX_GROUPS = 16  # each has a block table, which a step reads and extends
-STATE_BLOCKS_PER_ROW = 4  # what a running request holds, and what stays findable of others
+STATE_BLOCKS_PER_ROW = 4  # held by a running request, and cached of others
 
 
 def form_layout(specs: dict[str, CacheSpec], block_size: int, num_blocks: int = 0) -> KVLayout:
@@ -47,7 +50,7 @@ def form_layout(specs: dict[str, CacheSpec], block_size: int, num_blocks: int = 
 
 
 def _choose_planes(caches_of: dict[CacheSpec, list[str]], block_size: int) -> tuple[int, dict[CacheSpec, int]]:
-    """How many planes a block has, and how many tokens a block of each spec stands for."""
+    """How many planes a block has, and how many tokens a block of each spec holds."""
     units = {spec: math.lcm(block_size, spec.tokens_per_entry) for spec in caches_of}
     plane_bytes = max(spec.block_bytes(unit) for spec, unit in units.items())
     sizes = {spec: unit * _multiple(plane_bytes / spec.block_bytes(unit)) for spec, unit in units.items()}
@@ -57,6 +60,7 @@ def _choose_planes(caches_of: dict[CacheSpec, list[str]], block_size: int) -> tu
         return sum(-(-count // num_planes) for count in counts.values())
 
     def unused(num_planes: int, num_tokens: int) -> float:
+        """Share of a request's memory that holds nothing."""
         needed = held = 0.0
         for spec, count in counts.items():
             tokens = min(num_tokens, spec.window or num_tokens)
@@ -65,39 +69,60 @@ def _choose_planes(caches_of: dict[CacheSpec, list[str]], block_size: int) -> tu
         return 1 - needed / held
 
     choices = [
-        (num_groups(planes), unused(planes, LONG_TOKENS), unused(planes, SHORT_TOKENS), planes)
+        _PlaneChoice(num_groups(planes), unused(planes, LONG_TOKENS), unused(planes, SHORT_TOKENS), planes)
         for planes in range(1, max(counts.values()) + 1)
     ]
-    choices = [choice for choice in choices if choice[0] <= MAX_GROUPS] or [min(choices)]
+    choices = [choice for choice in choices if choice.num_groups <= MAX_GROUPS] or [min(choices)]
     for max_of_long in (MAX_UNUSED_OF_LONG, MAX_UNUSED):
-        good = [choice for choice in choices if choice[1] <= max_of_long + 1e-9 and choice[2] <= MAX_UNUSED + 1e-9]
+        good = [
+            choice
+            for choice in choices
+            if choice.unused_of_long <= max_of_long + 1e-9 and choice.unused_of_short <= MAX_UNUSED + 1e-9
+        ]
         if good:
-            return min(good)[-1], sizes
-    return min(choices, key=lambda choice: (choice[1] + choice[2], choice))[-1], sizes
+            return min(good).num_planes, sizes
+    least_unused = min(choices, key=lambda choice: (choice.unused_of_long + choice.unused_of_short, choice))
+    return least_unused.num_planes, sizes
+
+
+class _PlaneChoice(NamedTuple):
+    """A number of planes, and what follows from it; smaller is better, the first field first."""
+
+    num_groups: int
+    unused_of_long: float
+    unused_of_short: float
+    num_planes: int
 
 
 def _multiple(ratio: float) -> int:
-    """How many times a small spec's block fits into a plane: a power of two, so that blocks of all groups often end at the same
-    token, unless that wastes too much."""
+    """How many times a small spec's block fits into a plane.
+
+    A power of two, so that blocks of all groups often end at the same token, unless that wastes too much.
+    """
     power = 1 << int(math.log2(ratio + 1e-9))
     return power if power >= (1 - MAX_UNUSED) * ratio else int(ratio + 1e-9)
 
 
 def num_blocks_for(layout: KVLayout, memory_bytes: int, num_rows: int) -> list[int]:
-    """Blocks of each pool: states get what `num_rows` requests need, half of the memory at most; the others share the rest."""
-    states = {group.pool_idx for group in layout.groups if group.spec.is_state}
-    state_bytes = sum(layout.pools[idx].block_bytes for idx in states)  # of a block in each of them
+    """Blocks of each pool.
+
+    Pools of states get what `num_rows` requests need, together half of the memory at most; the shared pool gets the
+    rest.
+    """
+    state_pools = {group.pool_idx for group in layout.groups if group.spec.is_state}
+    state_bytes = sum(layout.pools[idx].block_bytes for idx in state_pools)  # of one block in each of them
     num_state_blocks = num_rows * STATE_BLOCKS_PER_ROW + 1
     if num_state_blocks * state_bytes > memory_bytes // 2:
         num_state_blocks = memory_bytes // 2 // state_bytes
     remaining = memory_bytes - num_state_blocks * state_bytes
     return [
-        num_state_blocks if idx in states else remaining // pool.block_bytes for idx, pool in enumerate(layout.pools)
+        num_state_blocks if idx in state_pools else remaining // pool.block_bytes
+        for idx, pool in enumerate(layout.pools)
     ]
 
 
 def with_blocks(layout: KVLayout, num_blocks: Iterable[int], num_places: int = 0) -> KVLayout:
-    """`num_places`: for blocks outside of the device, in each pool."""
+    """`num_places`: for blocks that are kept outside of the device, in each pool."""
     pools = [
         msgspec.structs.replace(pool, num_blocks=count, num_places=num_places)
         for pool, count in zip(layout.pools, num_blocks, strict=True)
@@ -106,31 +131,34 @@ def with_blocks(layout: KVLayout, num_blocks: Iterable[int], num_places: int = 0
 
 
 def check_capacity(layout: KVLayout, max_model_len: int, chunk_tokens: int) -> None:
-    """One request of max_model_len must fit, or the engine could wait for ever."""
+    """Raises unless one request of max_model_len fits: it could never run."""
     if _fits(layout, max_model_len, chunk_tokens):
         return
     low, high = 0, max_model_len
     while low < high:  # the longest request that would fit
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if _fits(layout, middle, chunk_tokens) else (low, middle - 1)
+        if _fits(layout, middle, chunk_tokens):
+            low = middle
+        else:
+            high = middle - 1
     needed = _blocks_needed(layout, max_model_len, chunk_tokens)
     needed_bytes = sum(count * pool.block_bytes for count, pool in zip(needed, layout.pools))
     usable_bytes = sum(max(0, pool.num_blocks - 1) * pool.block_bytes for pool in layout.pools)
+    shorter = f"lower --max-model-len to {low} or " if low > 0 else ""
     raise CapacityError(
         f"one request of max_model_len {max_model_len} needs {needed_bytes / 2**30:.2f} GiB of KV cache, "
         f"there are {usable_bytes / 2**30:.2f} GiB: "
-        + (f"lower --max-model-len to {low} or " if low > 0 else "")
-        + "raise --kv-cache-memory-bytes or --gpu-memory-utilization"
+        f"{shorter}raise --kv-cache-memory-bytes or --gpu-memory-utilization"
     )
 
 
 def _fits(layout: KVLayout, num_tokens: int, chunk_tokens: int) -> bool:
     needed = _blocks_needed(layout, num_tokens, chunk_tokens)
-    return all(count <= pool.num_blocks - 1 for count, pool in zip(needed, layout.pools))  # block 0 is nobody's
+    return all(count <= pool.num_blocks - 1 for count, pool in zip(needed, layout.pools))  # block 0 is not usable
 
 
 def _blocks_needed(layout: KVLayout, num_tokens: int, chunk_tokens: int) -> list[int]:
-    """Of each pool, at most."""
+    """Blocks of each pool that one request holds, at most."""
     needed = [0] * len(layout.pools)
     for group in layout.groups:
         needed[group.pool_idx] += group.spec.most_blocks(num_tokens, chunk_tokens, group.block_size)

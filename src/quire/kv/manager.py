@@ -1,7 +1,7 @@
-"""The paged cache's bookkeeping: which blocks each request holds, prefix hits, forks, freeing behind a window, moves to a tier.
+"""The paged cache's bookkeeping: blocks of each request, prefix hits, forks, freeing behind a window, moves to a tier.
 
-Called by `core/scheduler.py`. Knows tokens and block ids, not requests' lives and not tensors. What is
-peculiar to a group is asked of its spec: a hybrid model is no special case.
+Called by `core/scheduler.py`. Knows tokens and block ids, not the states of requests and not tensors. Everything that
+differs between groups is asked of their specs, so models with several kinds of caches are no special case.
 """
 
 import math
@@ -16,7 +16,7 @@ from quire.step import Move
 
 
 class RequestBlocks:
-    """One request's block tables (one per group) and how far each has been published and dropped."""
+    """One request's block tables (one per group), and how many blocks of each have been published and dropped."""
 
     __slots__ = ("tokens", "tables", "num_published", "num_dropped", "chains", "capacity", "next_advance", "pinned")
 
@@ -24,15 +24,15 @@ class RequestBlocks:
         self.tokens = tokens  # the request's own list: it grows as tokens are generated
         root = root_hash(salt)
         self.chains = {size: HashChain(root, size) for size in set(block_sizes)}
-        self.pinned: int | None = None  # a fork may still start here: keep what it would need
+        self.pinned: int | None = None  # tokens after which a fork may still start: blocks that it needs are kept
         self.reset(len(block_sizes))
 
     def reset(self, num_groups: int) -> None:
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.num_published = [0] * num_groups  # leading blocks offered to the prefix cache
-        self.num_dropped = [0] * num_groups  # leading blocks that no query needs any more
-        self.capacity = 0  # tokens that fit into the blocks held: grow() has nothing to do up to here
-        self.next_advance = 0  # advance() has nothing to do below this many computed tokens
+        self.num_dropped = [0] * num_groups  # leading blocks that were freed because no query needs them any more
+        self.capacity = 0  # tokens that fit into the blocks held: up to here grow() has nothing to do
+        self.next_advance = 0  # below this many computed tokens advance() has nothing to do
 
 
 class KVManager:
@@ -45,12 +45,12 @@ class KVManager:
         self.prefix_caching = enable_prefix_caching
         self.tier = tier
         self.moves: list[Move] = []  # of the step that is being planned
-        self.moved_bytes = 0  # by these
-        self.loaded_places: set[tuple[int, int]] = set()  # by these: (pool, place)
+        self.moved_bytes = 0  # by `moves`
+        self.loaded_places: set[tuple[int, int]] = set()  # (pool, place) that `moves` load from
         self._no_blocks: list[list[int]] = [[] for _ in layout.groups]
-        self.live: dict[int, RequestBlocks] = {}  # by id(): the holders that check() counts
-        self.can_rewind = not any(group.spec.is_state for group in layout.groups)  # a state has seen what it has seen
-        self.hit_unit = math.lcm(*self.block_sizes)  # a hit ends where every group has a block border
+        self.live: dict[int, RequestBlocks] = {}  # by id(): all that hold blocks
+        self.can_rewind = not any(group.spec.is_state for group in layout.groups)  # a state cannot be undone
+        self.hit_unit = math.lcm(*self.block_sizes)  # tokens: a hit ends where a block of every group ends
 
     # -- entering ------------------------------------------------------------------------------------------------
 
@@ -58,7 +58,7 @@ class KVManager:
         return RequestBlocks(tokens, salt, self.block_sizes)
 
     def find_prefix(self, blocks: RequestBlocks) -> int:
-        """Tokens of the longest cached prefix that every group can continue from; never the last token."""
+        """Tokens of the longest cached prefix after which every group can continue; never includes the last token."""
         if not self.prefix_caching:
             return 0
         length = (len(blocks.tokens) - 1) // self.hit_unit * self.hit_unit
@@ -74,61 +74,63 @@ class KVManager:
         return 0
 
     def can_admit(self, blocks: RequestBlocks, num_cached: int, chunk_tokens: int) -> bool:
-        """Would the request's present tokens fit into what is free? (They are taken chunk by chunk, later.)"""
+        """Whether the request's present tokens would fit into the free blocks. (They are taken later, by chunks.)"""
         needed = [0] * len(self.pools)
         for group_idx, group in enumerate(self.groups):
             count = group.spec.most_blocks(len(blocks.tokens), chunk_tokens, group.block_size)
             for block in self._found_blocks(group_idx, blocks, num_cached):
                 if block is not None and self.pool_of[group_idx].ref_counts[block] > 0:
-                    count -= 1  # shared with somebody who runs: costs nothing
+                    count -= 1  # shared with a running request: needs no free block
             needed[group.pool_idx] += count
         return all(count <= pool.num_free for count, pool in zip(needed, self.pools))
 
     def enter(self, blocks: RequestBlocks, num_cached: int) -> None:
-        """The request starts to hold blocks: those of its prefix hit, or none. What the tier has of them is loaded."""
+        """The request starts to hold blocks: those of its prefix hit, or none. Blocks in the tier are loaded."""
         tables = [self._found_blocks(group_idx, blocks, num_cached) for group_idx in range(len(self.groups))]
         loads = self._plan_loads(blocks, tables)
-        for group_idx, table in enumerate(tables):  # before blocks are taken: that may evict what nobody holds
-            self.pool_of[group_idx].share([block for block in table if block is not None])
-            self._adopt(blocks, group_idx, table, num_cached)
+        # Found blocks are shared first, because taking a block may evict one that nobody holds.
+        for group_idx, table in enumerate(tables):
+            found = [NULL_BLOCK if block is None else block for block in table]
+            self.pool_of[group_idx].share(found)
+            self._adopt(blocks, group_idx, found, num_cached)
         for group_idx, idx, place in loads:
             (block,) = self.pool_of[group_idx].take_blocks(1)
             blocks.tables[group_idx][idx] = block
-            # From here on blocks are published when the step that loads them is applied.
+            # This block and those after it are published when the step that loads it is applied.
             blocks.num_published[group_idx] = min(blocks.num_published[group_idx], idx)
             self.moves.append(Move(self.groups[group_idx].pool_idx, block, place, is_load=True))
         self.live[id(blocks)] = blocks
 
     def fork(self, parent: RequestBlocks, child: RequestBlocks, max_tokens: int) -> int:
-        """The child enters sharing the parent's computed full blocks, up to `max_tokens`; returns how many tokens.
+        """The child starts by sharing the parent's computed full blocks, up to `max_tokens`; returns how many tokens.
 
-        The rest of its tokens it computes itself, at most a block's worth for a plain model: no copying.
+        Nothing is copied: the child computes the rest of its tokens itself. For a model with one kind of cache that is
+        at most one block.
         """
         length = max_tokens // self.hit_unit * self.hit_unit
-        while length > 0 and not all(self._holds(g, parent, length) for g in range(len(self.groups))):
+        while length > 0 and not all(self._holds(group_idx, parent, length) for group_idx in range(len(self.groups))):
             length -= self.hit_unit
         for group_idx, size in enumerate(self.block_sizes):
             needed = self._needed(group_idx, length)
-            table = [
-                block if idx in needed else NULL_BLOCK
-                for idx, block in enumerate(parent.tables[group_idx][: length // size])
-            ]
+            shared = parent.tables[group_idx][: length // size]
+            table = [block if idx in needed else NULL_BLOCK for idx, block in enumerate(shared)]
             self.pool_of[group_idx].share(table)
             self._adopt(child, group_idx, table, length)
         self.live[id(child)] = child
         return length
 
     def pin(self, blocks: RequestBlocks, num_tokens: int) -> None:
-        """Windows that move on keep what a fork after the first `num_tokens` needs."""
+        """Keeps, as windows move on, the blocks that a fork after the first `num_tokens` needs."""
         blocks.pinned = num_tokens // self.hit_unit * self.hit_unit
 
     # -- growing -------------------------------------------------------------------------------------------------
 
     def grow(self, blocks: RequestBlocks, num_tokens: int) -> list[list[int]] | None:
-        """Room for `num_tokens` tokens in all: what each group's table gains, or None when blocks are not to be had."""
+        """Room for `num_tokens` tokens in all: the blocks added to each group's table, or None if too few are free."""
         if num_tokens <= blocks.capacity:
             return self._no_blocks
-        written, needed = [], [0] * len(self.pools)
+        written = []  # per group: the length of its table afterwards, and which of the added entries get a block
+        needed = [0] * len(self.pools)
         for group, table in zip(self.groups, blocks.tables):
             num_after = max(len(table), -(-num_tokens // group.block_size))
             new = group.spec.written_blocks(len(table), num_after, self.hit_unit // group.block_size)
@@ -147,39 +149,42 @@ class KVManager:
         return gained
 
     def advance(self, blocks: RequestBlocks, num_computed: int, step_in_flight: int | None) -> None:
-        """`num_computed` tokens are in the cache for good: publish full blocks, drop what no query needs any more."""
+        """`num_computed` tokens are in the cache: publishes full blocks, frees those that no query needs any more."""
         if num_computed < blocks.next_advance:
             return
         if num_computed > len(blocks.tokens):
             raise EngineError("tokens were computed that the request does not have: their blocks cannot be named")
         for group_idx, size in enumerate(self.block_sizes):
-            table, pool = blocks.tables[group_idx], self.pool_of[group_idx]
-            full = num_computed // size
-            if self.prefix_caching and full > blocks.num_published[group_idx]:
-                hashes = blocks.chains[size].upto(blocks.tokens, full)
-                for idx in range(blocks.num_published[group_idx], full):
+            table = blocks.tables[group_idx]
+            pool = self.pool_of[group_idx]
+            num_full = num_computed // size
+            if self.prefix_caching and num_full > blocks.num_published[group_idx]:
+                hashes = blocks.chains[size].upto(blocks.tokens, num_full)
+                for idx in range(blocks.num_published[group_idx], num_full):
                     if table[idx] != NULL_BLOCK:
                         pool.publish(table[idx], group_idx, hashes[idx])
-                blocks.num_published[group_idx] = full
+                blocks.num_published[group_idx] = num_full
             needed_at = num_computed if blocks.pinned is None else min(num_computed, blocks.pinned)
-            start, first = blocks.num_dropped[group_idx], self._needed(group_idx, needed_at).start
-            if first > start:
-                pool.let_go(table[start:first], step_in_flight)
-                table[start:first] = [NULL_BLOCK] * (first - start)
-                blocks.num_dropped[group_idx] = first
-        # Publishing and dropping both happen at block borders, of the sequence or of the window behind it.
-        blocks.next_advance = min(self._next_event(g, num_computed) for g in range(len(self.groups)))
+            num_dropped = blocks.num_dropped[group_idx]
+            first_needed = self._needed(group_idx, needed_at).start
+            if first_needed > num_dropped:
+                pool.let_go(table[num_dropped:first_needed], step_in_flight)
+                table[num_dropped:first_needed] = [NULL_BLOCK] * (first_needed - num_dropped)
+                blocks.num_dropped[group_idx] = first_needed
+        # Blocks are published or dropped only where the sequence, or the window behind it, reaches the end of a block.
+        blocks.next_advance = min(self._next_event(group_idx, num_computed) for group_idx in range(len(self.groups)))
 
     # -- moves between the pools and the tier --------------------------------------------------------------------
 
     def take_moves(self) -> list[Move]:
-        """What the step that was planned copies before it computes."""
+        """The copies that the step just planned does before it computes."""
         moves, self.moves = self.moves, []
         self.moved_bytes = 0
         self.loaded_places.clear()
         return moves
 
     def _before_forgetting(self, block: int, group_idx: int, content_hash: bytes) -> None:
+        """Plans a copy of the block to the tier, if it has room and the step may copy more."""
         pool_idx = self.groups[group_idx].pool_idx
         block_bytes = self.pool_layouts[pool_idx].block_bytes
         if self.moved_bytes + block_bytes <= self.tier.max_step_bytes:
@@ -189,20 +194,28 @@ class KVManager:
                 self.moved_bytes += block_bytes
 
     def _plan_loads(self, blocks: RequestBlocks, tables: list[list[int | None]]) -> list[tuple[int, int, int]]:
-        """(group, index in its table, place) of all that is None in `tables`. Their bytes are counted, and their places kept, before
-        a block is taken for any of them: taking one may save what it held."""
+        """(group, index in its table, place) of all entries of `tables` that are None.
+
+        Their bytes are counted, and their places marked as used, before a block is taken for any of them: taking a
+        block may copy its old content to the tier.
+        """
         loads = []
         for group_idx, table in enumerate(tables):
-            pool_idx, hashes = self.groups[group_idx].pool_idx, blocks.chains[self.block_sizes[group_idx]].hashes
-            for idx in (idx for idx, block in enumerate(table) if block is None):
+            pool_idx = self.groups[group_idx].pool_idx
+            hashes = blocks.chains[self.block_sizes[group_idx]].hashes
+            for idx, block in enumerate(table):
+                if block is not None:
+                    continue
                 place = self.tier.find(pool_idx, group_idx, hashes[idx])
+                if place is None:
+                    raise EngineError("a block of a prefix hit is neither in its pool nor in the tier")
                 loads.append((group_idx, idx, place))
                 self.loaded_places.add((pool_idx, place))
                 self.moved_bytes += self.pool_layouts[pool_idx].block_bytes
         return loads
 
     def _too_much_to_load(self, blocks: RequestBlocks, length: int) -> int:
-        """How many tokens shorter, at least, a hit must be for one step to load it."""
+        """By how many tokens, at least, a hit must be shortened so that one step can load it."""
         if not self.tier.num_places:
             return 0
         load_bytes = unit_bytes = 0
@@ -216,7 +229,7 @@ class KVManager:
     # -- leaving -------------------------------------------------------------------------------------------------
 
     def release(self, blocks: RequestBlocks, step_in_flight: int | None) -> None:
-        """The request holds nothing any more. Tails go first, so that beginnings stay findable longest."""
+        """Frees the request's blocks. The last ones are evicted first, so that beginnings stay cached longest."""
         if self.live.pop(id(blocks), None) is None:
             return
         for pool, table in zip(self.pool_of, blocks.tables):
@@ -229,7 +242,7 @@ class KVManager:
 
     @property
     def usage(self) -> float:
-        """Of the pool that is fullest."""
+        """Share of blocks in use, of the pool that is fullest."""
         return max(1 - pool.num_free / (pool.num_blocks - 1) if pool.num_blocks > 1 else 0.0 for pool in self.pools)
 
     @property
@@ -238,61 +251,68 @@ class KVManager:
 
     @property
     def num_tokens(self) -> int:
-        """That fit into the pool all groups share, were they needed for ever."""
+        """Tokens that fit into the shared pool if no block is ever dropped behind a window."""
         shared = [size for size, pool in zip(self.block_sizes, self.pool_of) if pool is self.pools[0]]
         return (self.pools[0].num_blocks - 1) // len(shared) * min(shared)
 
     def _next_event(self, group_idx: int, num_computed: int) -> int:
-        """How many tokens are computed when its next block is full, or the block behind its window is not needed any more."""
-        size, spec = self.block_sizes[group_idx], self.groups[group_idx].spec
-        first_needed = spec.first_needed(num_computed)  # moves one token per token, once it moves
+        """The number of computed tokens at which the group next fills a block, or drops one behind its window."""
+        size = self.block_sizes[group_idx]
+        # Once the window is full, its beginning moves by one token with each computed token.
+        first_needed = self.groups[group_idx].spec.first_needed(num_computed)
         return num_computed + size - max(num_computed % size, first_needed % size)
 
     # -- what a group needs --------------------------------------------------------------------------------------
 
     def _needed(self, group_idx: int, num_tokens: int) -> range:
-        """The blocks that a request needs to go on after so many tokens."""
+        """The blocks that a request needs to continue after `num_tokens` tokens."""
         return self.groups[group_idx].spec.needed_blocks(num_tokens, self.block_sizes[group_idx])
 
     def _supported(self, group_idx: int, blocks: RequestBlocks, length: int) -> int:
         """The longest hit of at most `length` tokens for which this group has every needed block, in hit units."""
         size = self.block_sizes[group_idx]
         hashes = blocks.chains[size].upto(blocks.tokens, length // size)
-        pool, pool_idx = self.pool_of[group_idx], self.groups[group_idx].pool_idx
-        found: dict[int, bool] = {}
+        pool = self.pool_of[group_idx]
+        pool_idx = self.groups[group_idx].pool_idx
+        known: dict[int, bool] = {}  # index of a block -> whether it is cached
 
-        def has(idx: int) -> bool:
-            if idx not in found:
+        def is_cached(idx: int) -> bool:
+            if idx not in known:
                 in_pool = pool.find(group_idx, hashes[idx]) is not None
-                found[idx] = in_pool or self.tier.find(pool_idx, group_idx, hashes[idx]) is not None
-            return found[idx]
+                known[idx] = in_pool or self.tier.find(pool_idx, group_idx, hashes[idx]) is not None
+            return known[idx]
 
-        if self._needed(group_idx, length).start == 0:  # needs everything: walk up to the first miss
+        if self._needed(group_idx, length).start == 0:  # every block is needed: count up to the first miss
             idx = 0
-            while idx < length // size and has(idx):
+            while idx < length // size and is_cached(idx):
                 idx += 1
             return idx * size // self.hit_unit * self.hit_unit
         while length > 0:
-            # A block that is missing inside the window can only lie behind the end of a shorter hit.
-            missing = next((idx for idx in reversed(self._needed(group_idx, length)) if not has(idx)), None)
+            # A hit that does not need the missing block must end before it.
+            missing = next((idx for idx in reversed(self._needed(group_idx, length)) if not is_cached(idx)), None)
             if missing is None:
                 return length
             length = missing * size // self.hit_unit * self.hit_unit
         return 0
 
     def _found_blocks(self, group_idx: int, blocks: RequestBlocks, length: int) -> list[int | None]:
-        """The table of a hit of `length` tokens; None where the tier has the block."""
-        size, needed = self.block_sizes[group_idx], self._needed(group_idx, length)
-        pool, hashes = self.pool_of[group_idx], blocks.chains[size].hashes
+        """The block table of a hit of `length` tokens; None where the block is in the tier."""
+        size = self.block_sizes[group_idx]
+        needed = self._needed(group_idx, length)
+        hashes = blocks.chains[size].hashes
+        pool = self.pool_of[group_idx]
         return [pool.find(group_idx, hashes[idx]) if idx in needed else NULL_BLOCK for idx in range(length // size)]
 
     def _adopt(self, blocks: RequestBlocks, group_idx: int, table: list[int], length: int) -> None:
+        """`table`, whose blocks have the content of `length` tokens, becomes the request's."""
         blocks.tables[group_idx] = table
         blocks.num_published[group_idx] = len(table)
         blocks.num_dropped[group_idx] = self._needed(group_idx, length).start
 
     def _holds(self, group_idx: int, blocks: RequestBlocks, length: int) -> bool:
-        table, needed = blocks.tables[group_idx], self._needed(group_idx, length)
+        """Whether the request has all blocks of the group that are needed after `length` tokens."""
+        table = blocks.tables[group_idx]
+        needed = self._needed(group_idx, length)
         return needed.stop <= len(table) and all(table[idx] != NULL_BLOCK for idx in needed)
 
     # -- invariants ----------------------------------------------------------------------------------------------
@@ -308,8 +328,9 @@ class KVManager:
         counted = [0] * pool.num_blocks
         for blocks in self.live.values():
             for table, table_pool in zip(blocks.tables, self.pool_of):
-                for block in table if table_pool is pool else ():
-                    counted[block] += 1
+                if table_pool is pool:
+                    for block in table:
+                        counted[block] += 1
         limbo = [block for _, waiting in pool.limbo for block in waiting]
         _require(len(limbo) == pool.num_limbo == len(set(limbo)), "limbo counts its blocks wrongly")
         _require(pool.ref_counts[NULL_BLOCK] == 0 and NULL_BLOCK not in pool.free, "block 0 belongs to somebody")
@@ -324,7 +345,7 @@ class KVManager:
 
     def _check_tables(self, blocks: RequestBlocks) -> None:
         for group_idx, (table, size) in enumerate(zip(blocks.tables, self.block_sizes)):
-            held = [b for b in table if b != NULL_BLOCK]
+            held = [block for block in table if block != NULL_BLOCK]
             _require(len(held) == len(set(held)), "a table holds a block twice")
             num_dropped = blocks.num_dropped[group_idx]
             _require(not any(table[:num_dropped]), "a block was dropped and is held")

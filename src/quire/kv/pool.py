@@ -1,12 +1,12 @@
-"""The pool of KV blocks: who holds each block, which content each keeps, which is evicted next.
+"""The pool of KV blocks: how many requests hold each block, which content each has, which is evicted next.
 
 Called by `kv/manager.py` only. A block is always in exactly one state:
 
-    free     nobody holds it; if it has content it stays findable until evicted (least recently used first)
+    free     nobody holds it; if it has content it can be found until it is evicted (least recently used first)
     held     reference count > 0: in the tables of one or more requests
-    limbo    let go by its last holder while a step in flight still names it; free once that step is applied
+    limbo    released by its last holder while a step in flight still uses it; free once that step is applied
 
-Block 0 belongs to nobody: tables point at it where a window has moved on, and where nothing is written.
+Block 0, the null block, is never given out: tables have it where a window has moved on, and where nothing is written.
 """
 
 from collections import OrderedDict, deque
@@ -17,13 +17,13 @@ NULL_BLOCK = 0
 
 class BlockPool:
     def __init__(self, num_blocks: int, before_forgetting: Callable[[int, int, bytes], None]) -> None:
-        """`before_forgetting` is told the block, its group and its content hash."""
+        """`before_forgetting(block, group, content hash)` is called before a block's content is evicted."""
         self.num_blocks = num_blocks
         self.before_forgetting = before_forgetting
         self.ref_counts = [0] * num_blocks
         self.content: list[tuple[int, bytes] | None] = [None] * num_blocks  # (group, hash) a block can be found by
         self.cached: dict[tuple[int, bytes], int] = {}  # (group, hash) -> block
-        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))  # next to be evicted first
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))  # in the order of eviction
         self.limbo: deque[tuple[int, list[int]]] = deque()  # (step id, blocks), oldest first
         self.num_limbo = 0
 
@@ -36,9 +36,11 @@ class BlockPool:
         blocks = []
         for _ in range(count):
             block, _ = self.free.popitem(last=False)
-            if self.content[block] is not None:
-                self.before_forgetting(block, *self.content[block])
-                self._forget(block)
+            content = self.content[block]
+            if content is not None:
+                self.before_forgetting(block, *content)
+                del self.cached[content]
+                self.content[block] = None
             self.ref_counts[block] = 1
             blocks.append(block)
         return blocks
@@ -52,7 +54,7 @@ class BlockPool:
                 self.ref_counts[block] += 1
 
     def let_go(self, blocks: list[int], step_in_flight: int | None) -> None:
-        """One holder less for each. Earlier entries of `blocks` are evicted earlier: pass tails first.
+        """One holder less for each. Blocks are evicted in the order of `blocks`: pass the last of a request first.
 
         With a step in flight, blocks that become free wait in limbo until that step is applied.
         """
@@ -67,7 +69,7 @@ class BlockPool:
         if step_in_flight is None:
             self._to_free(freed)
         else:
-            # Findable blocks must not be shared out of limbo: they are not in the free list that share() takes from.
+            # `find` does not return blocks in limbo: share() could not take them out of the free list.
             self.limbo.append((step_in_flight, freed))
             self.num_limbo += len(freed)
 
@@ -92,12 +94,8 @@ class BlockPool:
             return None  # in limbo
         return block
 
-    def _forget(self, block: int) -> None:
-        del self.cached[self.content[block]]
-        self.content[block] = None
-
     def _to_free(self, blocks: list[int]) -> None:
         for block in blocks:
             self.free[block] = None
             if self.content[block] is None:
-                self.free.move_to_end(block, last=False)  # nothing to keep: evict before anything findable
+                self.free.move_to_end(block, last=False)  # no content to keep: given out before blocks with content

@@ -1,7 +1,7 @@
-"""Content addresses: block i of a prompt is named by a SHA-256 chained over its tokens and all before them.
+"""Content hashes: block i of a prompt is identified by a SHA-256, chained over its tokens and all tokens before them.
 
-Called by `kv/manager.py`. The chain's root holds everything besides tokens that shapes the content (salt, later adapter and media),
-so equal hashes mean equal KV and a salted request can only ever meet its own kind.
+Called by `kv/manager.py`. The chain's root holds everything else that the content depends on (the salt, later adapters
+and media), so equal hashes mean equal KV, and a request with a salt shares blocks only with requests of the same salt.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
-"""What a layer caches, as data: the one piece of the KV cache both towers share.
+"""What a layer caches, as data: the one piece of the KV cache that core and worker share.
 
-A layer returns its caches by name, each with a CacheSpec; `kv/` turns them into groups and block counts, and the worker into
-tensors. A spec says what an entry holds, how many tokens it stands for and how long it is needed; prefix hits, forks and the
-freeing of blocks follow from its answers. Must not know torch, models or requests.
+A layer returns its caches by name, each with a CacheSpec; `kv/` turns them into groups and block counts, and the worker
+into tensors. A spec says what an entry holds, how many tokens it covers and how long it is needed; prefix hits, forks
+and the freeing of blocks follow from that. Must not know torch, models or requests.
 """
 
 import math
@@ -10,8 +10,15 @@ import math
 import msgspec
 
 DTYPE_BYTES = {
-    "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e8m0fnu": 1, "int8": 1, "uint8": 1,
-}  # fmt: skip
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e8m0fnu": 1,
+    "int8": 1,
+    "uint8": 1,
+}
 
 
 class EntryPart(msgspec.Struct, frozen=True):
@@ -27,16 +34,16 @@ class EntryPart(msgspec.Struct, frozen=True):
 
 
 class CacheSpec(msgspec.Struct, frozen=True):
-    """Contents (parts, tokens per entry) and reach (everything, a window, or only the state that a step leaves).
+    """The contents of a cache (parts, tokens per entry) and what is needed of it (all tokens, a window, or a state).
 
-    A state is one entry per block: what is left after the block's last computed token, overwritten by each step. A full block
-    keeps the state at its end, which is where another request may resume.
+    A state is one entry per block: the layer's state after the block's last computed token, overwritten by each step.
+    A full block keeps the state at its end, from which another request may resume.
     """
 
-    kind: str  # what people call it
+    kind: str  # the usual name, for people
     parts: tuple[EntryPart, ...]
     tokens_per_entry: int = 1
-    window: int = 0  # the last so many tokens are needed, a query's own included; 0: all of them
+    window: int = 0  # how many of the last tokens are needed, a query's own included; 0: all tokens
     is_state: bool = False
 
     @property
@@ -45,11 +52,11 @@ class CacheSpec(msgspec.Struct, frozen=True):
 
     @property
     def bytes_per_token(self) -> float:
-        """What a token adds to the cache of a long request."""
+        """By how much a token makes the cache of a long request grow."""
         return 0 if self.is_state else self.entry_bytes / self.tokens_per_entry
 
     def block_bytes(self, block_size: int) -> int:
-        """Of a block that stands for `block_size` tokens, a multiple of `tokens_per_entry`."""
+        """Of a block for `block_size` tokens, a multiple of `tokens_per_entry`."""
         return block_size // self.tokens_per_entry * self.entry_bytes
 
     def first_needed(self, position: int) -> int:
@@ -59,13 +66,14 @@ class CacheSpec(msgspec.Struct, frozen=True):
         return max(0, position - self.window + 1) if self.window else 0
 
     def needed_blocks(self, num_tokens: int, block_size: int) -> range:
-        """Of a request with so many tokens computed, those that its next query reads."""
+        """The blocks that the next query of a request with `num_tokens` computed tokens reads."""
         return range(self.first_needed(num_tokens) // block_size, -(-num_tokens // block_size))
 
     def written_blocks(self, num_before: int, num_after: int, resume_blocks: int) -> list[int]:
         """Of blocks `num_before` to `num_after`, those that steps write to; the others may stay empty.
 
-        Of states only the last, and the last before it at which requests may resume: one in `resume_blocks`.
+        Of a state only the last block is written, and the last block before it at whose end requests may resume: that
+        is one in every `resume_blocks`.
         """
         new = range(num_before, num_after)
         if not self.is_state:
@@ -74,11 +82,12 @@ class CacheSpec(msgspec.Struct, frozen=True):
         return [idx for idx in new if idx in (newest_resumable, num_after - 1)]
 
     def most_blocks(self, num_tokens: int, chunk_tokens: int, block_size: int) -> int:
-        """That one request of `num_tokens` holds at once, in steps of `chunk_tokens`."""
+        """How many blocks one request of `num_tokens` holds at once, at most, in steps of `chunk_tokens`."""
         blocks = -(-num_tokens // block_size)
         if self.is_state:
-            return min(blocks, 4)  # the state before a step and after it, where requests may resume, and one for a fork
-        if self.window:  # behind the chunk, the chunk itself, and one block on either side for alignment
+            # The state before a step, the state after it, one where requests may resume, and one for a fork.
+            return min(blocks, 4)
+        if self.window:  # the window before the chunk, the chunk itself, and one block on either side for alignment
             return min(blocks, -(-(self.window + chunk_tokens) // block_size) + 2)
         return blocks
 
@@ -94,12 +103,12 @@ def Sliding(num_kv_heads: int, head_size: int, dtype: str, window: int) -> Cache
 
 
 def Latent(latent_size: int, dtype: str) -> CacheSpec:
-    """One vector of every token, from which keys and values of all heads are made."""
+    """One vector of every token, from which keys and values of all heads are computed."""
     return CacheSpec("latent", (EntryPart("latent", dtype, (latent_size,)),))
 
 
 def State(parts: tuple[EntryPart, ...], every: int) -> CacheSpec:
-    """What is left of all tokens so far; kept for others every so many tokens."""
+    """A state that summarizes all tokens so far; one for other requests is kept every `every` tokens."""
     return CacheSpec("state", parts, tokens_per_entry=every, is_state=True)
 
 
@@ -109,7 +118,7 @@ def _keys_and_values(num_kv_heads: int, head_size: int, dtype: str) -> tuple[Ent
 
 
 class Group(msgspec.Struct, frozen=True):
-    """Caches that share one block table: equal specs, so a block of the group serves all of them."""
+    """Caches with equal specs, which share one block table: a block of the group holds entries of all of them."""
 
     spec: CacheSpec
     block_size: int  # tokens per block
@@ -120,7 +129,7 @@ class Group(msgspec.Struct, frozen=True):
 class PoolLayout(msgspec.Struct, frozen=True):
     """Memory that groups share: `num_planes` tensors of `num_blocks` x `plane_bytes`.
 
-    Cache i of every group lives in plane i, so a block id means the same bytes whichever group holds it.
+    Cache i of every group lies in plane i, so a block id means the same bytes whichever group uses it.
     """
 
     num_planes: int
@@ -137,7 +146,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     """What the worker allocates."""
 
     groups: tuple[Group, ...]
-    pools: tuple[PoolLayout, ...]  # the first is everybody's; states have one of their own
+    pools: tuple[PoolLayout, ...]  # the first is shared by all groups but states, each of which has a pool of its own
 
     @property
     def total_bytes(self) -> int:
