@@ -99,9 +99,9 @@ def test_without_prefix_caching_nothing_is_found():
 def test_a_sliding_group_holds_its_window_and_no_more():
     kv = manager(NEAR)
     blocks, _ = run(kv, list(range(60)), chunk=4)
-    live = [b for b in blocks.tables[0] if b != NULL_BLOCK]
-    # The next query sits at 60 and sees 55..60: blocks 13 and 14.
-    assert len(live) == 2
+    held = [block for block in blocks.tables[0] if block != NULL_BLOCK]
+    # The next query is at position 60 and reads 55..60: blocks 13 and 14.
+    assert len(held) == 2
     assert kv.pools[0].num_free == kv.pools[0].num_blocks - 1 - 2
 
 
@@ -120,21 +120,16 @@ def test_a_hit_of_a_hybrid_is_what_every_group_supports():
     tokens = list(range(32))
     blocks, _ = run(kv, tokens)
     kv.release(blocks, None)
-    kv.pools[0]._forget(
-        next(
-            b
-            for b, c in enumerate(kv.pools[0].content)
-            if c is not None and c[0] == 1 and c[1] == blocks.chains[4].hashes[6]
-        )
-    )
+    evicted = kv.pools[0].cached.pop((1, blocks.chains[4].hashes[6]))  # block 6 of the sliding group
+    kv.pools[0].content[evicted] = None
     # 28 would need blocks 5 and 6 of the window, 24 needs 4 and 5.
     assert kv.find_prefix(kv.open(tokens, "")) == 24
 
 
 def test_groups_of_different_width_share_one_pool_with_equal_bytes():
     layout = form_layout({"a": WIDE, "b": FULL, "c": FULL}, block_size=4, num_blocks=10)
-    assert [g.block_size for g in layout.groups] == [4, 8, 8]
-    assert {g.block_size * g.spec.bytes_per_token for g in layout.groups} == {layout.pools[0].plane_bytes}
+    assert [group.block_size for group in layout.groups] == [4, 8, 8]
+    assert {group.block_size * group.spec.bytes_per_token for group in layout.groups} == {layout.pools[0].plane_bytes}
     assert layout.pools[0].num_planes == 1
 
 
@@ -189,7 +184,9 @@ def test_blocks_named_by_a_step_in_flight_wait_in_limbo():
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.integers(0, 2**32), st.sampled_from([(FULL,), (NEAR,), (FULL, NEAR, NEARER), (WIDE, THIN, FULL)]), st.booleans()
+    seed=st.integers(0, 2**32),
+    specs=st.sampled_from([(FULL,), (NEAR,), (FULL, NEAR, NEARER), (WIDE, THIN, FULL)]),
+    caching=st.booleans(),
 )
 def test_check_holds_after_any_sequence_of_events(seed, specs, caching):
     rng = random.Random(seed)
@@ -202,9 +199,8 @@ def test_check_holds_after_any_sequence_of_events(seed, specs, caching):
         newest = in_flight[-1] if in_flight else None
         match rng.choice(["add", "grow", "grow", "release", "fork", "submit", "apply"]):
             case "add":
-                tokens = rng.choice(prompts)[: rng.randint(1, 40)] + [
-                    rng.randrange(9) for _ in range(rng.randint(1, 6))
-                ]
+                beginning = rng.choice(prompts)[: rng.randint(1, 40)]
+                tokens = beginning + [rng.randrange(9) for _ in range(rng.randint(1, 6))]
                 salts[event] = rng.choice(["", "s"])
                 blocks = kv.open(tokens, salts[event])
                 hit = kv.find_prefix(blocks)
@@ -295,10 +291,19 @@ def in_limbo_and_held(kv, blocks):
 @pytest.mark.parametrize(
     "break_it",
     [
-        broken_count, broken_free_list, lost_block, null_block_owned, stale_index, unlisted_content, wrong_content,
-        block_twice_in_a_table, needed_block_dropped, limbo_miscounted, in_limbo_and_held,
+        broken_count,
+        broken_free_list,
+        lost_block,
+        null_block_owned,
+        stale_index,
+        unlisted_content,
+        wrong_content,
+        block_twice_in_a_table,
+        needed_block_dropped,
+        limbo_miscounted,
+        in_limbo_and_held,
     ],
-)  # fmt: skip
+)
 def test_check_sees(break_it):
     kv = manager(FULL)
     blocks, _ = run(kv, list(range(14)))
