@@ -1,4 +1,4 @@
-"""What a file of quant/ can do: own any number of tensors of a weight, for the paths it chooses, in every kind of layer."""
+"""What a file of quant/ can do: keep a weight in any number of tensors, for the paths it chooses, in every layer."""
 
 import json
 import re
@@ -57,11 +57,13 @@ def checkpoints(fields: dict, paths: str, folder: Path) -> tuple[Path, Path]:
     """The same numbers twice: all plain, and those of `paths` in three tensors each."""
     model = attached(empty(fields, "float32"))
     generator = torch.Generator().manual_seed(0)
-    plain, toy = {}, {}
+    plain: dict[str, torch.Tensor] = {}
+    toy: dict[str, torch.Tensor] = {}
     for ours, (weight, *_) in declared_weights(model).items():
         path = model.checkpoint_path(ours.removesuffix(".weight"))
         name = f"{path}.weight" if ours.endswith(".weight") else path
-        if not (re.fullmatch(paths, path) and len(weight.shape) == 2 and not path.endswith(".gate")):
+        is_matrix = len(weight.shape) == 2 and not path.endswith(".gate")
+        if not is_matrix or not re.fullmatch(paths, path):
             plain[name] = toy[name] = torch.randn(weight.shape, generator=generator) * 0.15 + (len(weight.shape) == 1)
             continue
         grouped = weight.shape[0], weight.shape[1] // GROUP
@@ -72,20 +74,18 @@ def checkpoints(fields: dict, paths: str, folder: Path) -> tuple[Path, Path]:
         plain[name] = numbers(codes, scales, offsets)
         toy |= {f"{path}{end}": tensor for end, tensor in zip(ENDS, (codes, scales, offsets))}
     assert toy.keys() - plain.keys()
-    return save(folder / "plain", fields, plain), save(
-        folder / "toy", fields | {"quantization_config": {"quant_method": "toy", "paths": paths}}, toy
-    )
+    quantized = fields | {"quantization_config": {"quant_method": "toy", "paths": paths}}
+    return save(folder / "plain", fields, plain), save(folder / "toy", quantized, toy)
 
 
 def logprobs(folder: Path, **options) -> tuple[torch.Tensor, set[str], int]:
-    """Of a prompt's tokens; the methods that were used; the bytes of weights."""
+    """Logprobs of a prompt's tokens; the methods that were used; the bytes of all weights."""
     with LLM(str(folder), **{**OPTIONS, **options}) as llm:
         worker = llm.client.engine.executor.worker
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
         found = llm.generate([PROMPTS[3]], params, use_tqdm=False)[0].prompt_logprobs
-        kinds = {
-            type(vars(module).get("method")).__name__ for module in worker.model.modules() if isinstance(module, Layer)
-        }
+        layers = [module for module in worker.model.modules() if isinstance(module, Layer)]
+        kinds = {type(vars(layer).get("method")).__name__ for layer in layers}
         size = worker.weight_bytes
     return torch.tensor([entry[token].logprob for entry, token in zip(found[1:], PROMPTS[3][1:])]), kinds, size
 
@@ -102,9 +102,8 @@ def test_three_tensors_of_a_weight_give_what_its_numbers_give(case, tmp_path):
 
 
 def test_methods_for_one_layer_may_differ_in_packed_weights_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        packed, "why_not", lambda device, dtype: None
-    )  # on the kernels' twins where they are not compiled
+    # Where the kernels cannot be compiled, their twins in torch are used.
+    monkeypatch.setattr(packed, "why_not", lambda device, dtype: None)
     plain, toy = checkpoints(BIASED, r".*\.(k_proj|gate_proj|o_proj)|lm_head", tmp_path)
     expected, kinds, _ = logprobs(plain, dtype="bfloat16")
     assert "Packed" in kinds
@@ -115,16 +114,20 @@ def test_methods_for_one_layer_may_differ_in_packed_weights_too(tmp_path, monkey
 
 def test_tied_weights_share_their_memory(tmp_path):
     """Plain ones do, whatever their two layers do with them."""
-    tied, untied = (
-        logprobs(checkpoints({**BIASED, "tie_word_embeddings": is_tied}, ".*q_proj", tmp_path / str(is_tied))[0])[2]
-        for is_tied in (True, False)
-    )
-    assert untied - tied == 4 * BIASED["vocab_size"] * BIASED["hidden_size"]
+
+    def weight_bytes(is_tied: bool) -> int:
+        config = {**BIASED, "tie_word_embeddings": is_tied}
+        plain, _ = checkpoints(config, ".*q_proj", tmp_path / str(is_tied))
+        return logprobs(plain)[2]
+
+    embedding_bytes = 4 * BIASED["vocab_size"] * BIASED["hidden_size"]
+    assert weight_bytes(is_tied=False) - weight_bytes(is_tied=True) == embedding_bytes
 
 
 def test_blocks_of_a_gguf_file_stay_as_they_are_beside_plain_parts():
-    """Of a fused layer of which a file holds some parts in blocks: products, gates, biases and numbers are those of the numbers."""
-    generator, cpu = torch.Generator().manual_seed(0), torch.device("cpu")
+    """A fused layer of which a file holds only some parts in blocks computes what plain weights would."""
+    generator = torch.Generator().manual_seed(0)
+    cpu = torch.device("cpu")
     blocks = torch.randint(0, 256, (32 * 64 // 32, 34), dtype=torch.uint8, generator=generator)
     blocks[:, :2] = torch.tensor([0.001], dtype=torch.float16).view(torch.uint8)
     tensors = (
@@ -132,18 +135,20 @@ def test_blocks_of_a_gguf_file_stay_as_they_are_beside_plain_parts():
         plain_tensor(torch.randn(32, 64, generator=generator).bfloat16()),
     )
     parts = [Part(f"layer.{name}", (32, 64)) for name in ("gate", "up")]
-    kept, dense = (kind(parts, torch.bfloat16, cpu) for kind in (Blocks, Dense))
+    kept = Blocks(parts, torch.bfloat16, cpu)
+    dense = Dense(parts, torch.bfloat16, cpu)
     for part_idx, tensor in enumerate(tensors):
         kept.load_part(part_idx, tensor)
         dense.load_part(part_idx, tensor)
-    x, bias = torch.randn(3, 64, generator=generator).bfloat16(), torch.randn(64, generator=generator).bfloat16()
+    x = torch.randn(3, 64, generator=generator).bfloat16()
+    bias = torch.randn(64, generator=generator).bfloat16()
     torch.testing.assert_close(kept.numbers(), dense.numbers())
     torch.testing.assert_close(kept.apply(x, bias), dense.apply(x, bias), rtol=0.02, atol=0.02)
-    torch.testing.assert_close(
-        kept.apply_silu_mul(x, None, silu_mul), dense.apply_silu_mul(x, None, silu_mul), rtol=0.05, atol=0.05
-    )
+    gated = kept.apply_silu_mul(x, None, silu_mul)
+    torch.testing.assert_close(gated, dense.apply_silu_mul(x, None, silu_mul), rtol=0.05, atol=0.05)
     assert sum(kept.memory().values()) < sum(dense.memory().values())
-    assert method("any", Use.PRODUCT, packed.METHOD, {}) is Blocks and method("any", Use.ROWS, Dense, {}) is Dense
+    assert method("any", Use.PRODUCT, packed.METHOD, {}) is Blocks
+    assert method("any", Use.ROWS, Dense, {}) is Dense
 
 
 def test_a_tensor_of_a_weight_that_is_missing_is_named(tmp_path):

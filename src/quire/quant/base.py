@@ -1,7 +1,7 @@
 """How a weight is declared, divided over ranks, kept and multiplied: the contract of every file in this folder.
 
-A layer describes its weight as parts; `Layer.keep` (layers/base.py) finds the method of each by its path. A method declares the
-tensors it wants of a checkpoint, takes them in, and computes. It must not know layers, files or models.
+A layer describes its weight as parts; `Layer.keep` (layers/base.py) finds the method of each by its path. A method
+declares the tensors it wants of a checkpoint, loads them, and computes. It must not know layers, files or models.
 """
 
 import enum
@@ -21,7 +21,7 @@ from quire.errors import UnsupportedModelError
 from quire.ops.dequantize.gguf import dequantize
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# What the dimensions of a plain tensor run over, by their number.
+# What the dimensions of a plain tensor are, by their number.
 AXES = {1: ("outputs",), 2: ("outputs", "inputs"), 3: ("experts", "outputs", "inputs")}
 
 
@@ -32,10 +32,11 @@ class RawTensor:
     type_name: str  # GGUF's names: F32, BF16, Q4_1, …
     raw: Tensor  # uint8
     shape: tuple[int, ...]
-    shared: dict | None = None  # where several layers want the same numbers: what `dense` gave, to be given again
+    # For a tensor that several layers load: what `dense` returned, so that they share it.
+    shared: dict[tuple[torch.dtype, torch.device], Tensor] | None = None
 
     def dense(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        """The numbers, in memory of their own. What needs no decoding goes to the device as it is and is converted there."""
+        """The numbers, in memory of their own. Plain types are copied to the device first and converted there."""
         device = torch.device(device)
         if self.shared is None:
             return self._dense(dtype, device)
@@ -55,14 +56,18 @@ class RawTensor:
 
 
 class Section(NamedTuple):
-    """A stretch of an axis, such as q, k or v of a fused projection: it is cut into equal units, such as heads, that stay whole."""
+    """A stretch of an axis, such as q, k or v of a fused projection.
+
+    It is divided into equal units, such as heads, which are never cut.
+    """
 
     size: int
-    # How many units: the first count that has one for each rank, else the last, and then ranks share units. (): ranks take it whole.
+    # Numbers of units to choose from: the first that is at least the number of ranks, else the last, and then several
+    # ranks have the same unit. (): every rank has the whole section.
     units: tuple[int, ...] = ()
 
     def share(self, rank: int, num_ranks: int) -> tuple[int, int, int]:
-        """(first unit of a rank, the one behind its last, units in all)."""
+        """(first unit of a rank, the one after its last, units in all)."""
         if not self.units:
             return 0, 1, 1
         count = next((count for count in self.units if count >= num_ranks), self.units[-1])
@@ -76,13 +81,19 @@ class Split:
 
     axis: str  # outputs, inputs or experts
     sections: tuple[Section, ...]
-    expert_idx: int | None = None  # of a tensor that is one expert's: the rank that has this one takes it
+    expert_idx: int | None = None  # of a tensor that belongs to one expert: the rank that has this expert loads it
 
     def slices(self, length: int, rank: int, num_ranks: int) -> list[slice]:
-        """A rank's part of each section, where a tensor has `length` entries along the axis: fewer than the weight if it is packed."""
-        found, start, whole = [], 0, sum(section.size for section in self.sections)
+        """A rank's part of each section.
+
+        `length`: of the tensor along the axis, which is less than the weight's if several values are packed together.
+        """
+        found = []
+        whole = sum(section.size for section in self.sections)
+        start = 0  # of the section
         for section in self.sections:
             *bounds, count = section.share(rank, num_ranks)
+            # Where the part begins and ends, as a multiple of 1 / (whole * count).
             places = [(start * count + section.size * bound) * length for bound in bounds]
             if any(place % (whole * count) for place in places):
                 raise UnsupportedModelError(
@@ -99,16 +110,17 @@ class Weight:
 
     name: str
     shape: tuple[int, ...]
-    load: Callable[[RawTensor], None]  # the bytes are kept, at most, until the rest of their part has come
+    load: Callable[[RawTensor], None]  # keeps the bytes no longer than until the other tensors of its part are loaded
     split: Split | None = None  # None: every rank has all of it
-    axes: tuple[str | None, ...] = ()  # what its dimensions run over, where they are not AXES of their number
-    types: Collection[str] = frozenset(BLOCK)  # that it may come in
-    num_values: int | None = None  # numbers of the model that it stands for, where they are not its own
-    stays_packed: bool = False  # takes as many bytes as in the file
+    axes: tuple[str | None, ...] = ()  # what its dimensions are, if not AXES of their number
+    types: Collection[str] = frozenset(BLOCK)  # that the tensor may have
+    num_values: int | None = None  # how many numbers of the model it holds; None: as many as it has entries
+    stays_packed: bool = False  # takes as many bytes in memory as in the file
 
     def pieces(self, rank: int, num_ranks: int) -> list[tuple[slice, ...]]:
-        """Where in the whole tensor the pieces are that a rank takes."""
-        split, axes = self.split, self.axes or AXES[len(self.shape)]
+        """Where in the whole tensor the pieces are that a rank loads."""
+        split = self.split
+        axes = self.axes or AXES[len(self.shape)]
         if split is None:
             return [()]
         if split.axis in axes:
@@ -128,16 +140,16 @@ class Use(enum.Enum):
 
     PRODUCT = enum.auto()  # multiplies by it: `apply`
     ROWS = enum.auto()  # looks rows up: `rows`
-    NUMBERS = enum.auto()  # takes the numbers, once they are loaded, and lets the method go
+    NUMBERS = enum.auto()  # takes the numbers once they are loaded, and keeps no reference to the method
 
 
 class Part(NamedTuple):
     """A weight, or one of several that are computed as one, as a checkpoint names it."""
 
-    path: str  # without the end: model.layers.0.self_attn.q_proj
+    path: str  # without `end`: model.layers.0.self_attn.q_proj
     shape: tuple[int, ...]  # [outputs, inputs] or [experts, outputs, inputs]
     split: Split | None = None
-    end: str = ".weight"  # of the plain tensor's name; "" where the path itself names it
+    end: str = ".weight"  # of the plain tensor's name; "" if the path is the whole name
 
     @property
     def num_rows(self) -> int:
@@ -145,7 +157,7 @@ class Part(NamedTuple):
 
 
 class Method(ABC):
-    """Keeps one weight, whose parts lie one below the other, and computes with it. Tensors arrive in any order."""
+    """Keeps one weight, the rows of its parts one after the other, and computes with it. Tensors come in any order."""
 
     stays_packed = False  # its tensors stay as the file packs them
 
@@ -158,21 +170,17 @@ class Method(ABC):
 
     def declare(self, part_idx: int, part: Part) -> Iterator[Weight]:
         """The tensors that a part consists of: here the plain one."""
-        yield Weight(
-            f"{part.path}{part.end}",
-            part.shape,
-            partial(self.load_part, part_idx),
-            part.split,
-            stays_packed=self.stays_packed,
-        )
+        name = f"{part.path}{part.end}"
+        load = partial(self.load_part, part_idx)
+        yield Weight(name, part.shape, load, part.split, stays_packed=self.stays_packed)
 
     def load_part(self, part_idx: int, tensor: RawTensor) -> None:
-        """A part's plain tensor, of a method that declares it."""
+        """Loads a part's plain tensor, in a method that declares it."""
         raise NotImplementedError
 
     @abstractmethod
     def numbers(self) -> Tensor:
-        """The weight [outputs of all parts, inputs] in `dtype`: the very tensor where there is one."""
+        """The weight [outputs of all parts, inputs] in `dtype`; not a copy, if it is kept like that."""
 
     def apply(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
         """x @ weight.T + bias, in `out_dtype` or x's own."""
@@ -180,11 +188,11 @@ class Method(ABC):
         return y if out_dtype is None else y.to(out_dtype)
 
     def apply_silu_mul(self, x: Tensor, bias: Tensor | None, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
-        """silu(gate) * up of the two halves; with `silu_mul` where the method has no way of its own."""
+        """silu(gate) * up of the two halves of the outputs; uses `silu_mul` unless the method computes both at once."""
         return silu_mul(self.apply(x, bias))
 
     def rows(self, ids: Tensor, lookup: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """The rows that `ids` name; `lookup(ids, table)` finds them in a plain table."""
+        """The rows with these ids; `lookup(ids, table)` takes them from a plain table."""
         return lookup(ids, self.numbers())
 
     def memory(self) -> dict[int, int]:

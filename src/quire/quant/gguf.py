@@ -1,4 +1,4 @@
-"""`--quantization gguf`: what is multiplied stays in the file's blocks of 4 or 8 bits, where compiled kernels compute with them."""
+"""`--quantization gguf`: weights used in products stay in the file's 4- or 8-bit blocks, if kernels know the type."""
 
 from typing import Any
 

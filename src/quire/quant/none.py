@@ -1,4 +1,4 @@
-"""`--quantization none`, and checkpoints that say nothing of one: every weight is kept plain."""
+"""`--quantization none`, and checkpoints without a quantization: every weight is kept plain."""
 
 from typing import Any
 
@@ -6,6 +6,9 @@ from quire.quant.base import Method, Use
 
 
 def method(path: str, use: Use, plain: type[Method], settings: dict[str, Any]) -> type[Method]:
-    """What keeps the weight that a checkpoint calls `path`. `plain`: what keeps unquantized weights for such use on this device;
-    `settings`: config.json's `quantization_config`. Every file of this folder that names a quantization has this function."""
+    """The method for the weight that a checkpoint calls `path`. Every file of this folder but base.py has one.
+
+    `plain`: the method for unquantized weights of this use on this device. `settings`: `quantization_config` of
+    config.json.
+    """
     return plain

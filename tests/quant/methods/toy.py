@@ -1,4 +1,4 @@
-"""A quantization that only tests have, as one file of quant/ would be: codes, scales and offsets, for the paths its settings name."""
+"""A quantization for tests, written like a file of quant/: codes, scales and offsets, for the paths in its settings."""
 
 import math
 import re
@@ -26,17 +26,11 @@ class Toy(Method):
         *rows, columns = part.shape
         grouped = *rows, columns // GROUP
         for end, shape, types in zip(ENDS, (part.shape, grouped, grouped), (("U8",), ("F32",), ("F32",))):
-            values = math.prod(part.shape) if end == ".codes" else 0
-            yield Weight(
-                f"{part.path}{end}",
-                shape,
-                partial(self.take_one, part_idx, end),
-                part.split,
-                types=types,
-                num_values=values,
-            )
+            num_values = math.prod(part.shape) if end == ".codes" else 0
+            load = partial(self.load_one, part_idx, end)
+            yield Weight(f"{part.path}{end}", shape, load, part.split, types=types, num_values=num_values)
 
-    def take_one(self, part_idx, end, tensor):
+    def load_one(self, part_idx, end, tensor):
         own = tensor.raw.view(tensor.shape) if end == ".codes" else tensor.dense(torch.float32)
         self.tensors[part_idx][end] = own.clone()
 

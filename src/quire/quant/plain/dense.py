@@ -1,4 +1,4 @@
-"""Weights as plain tensors in the model's dtype, multiplied by torch: right everywhere, and the only way in float32."""
+"""Weights as plain tensors in the model's dtype, multiplied by torch: works everywhere, and the only way in float32."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -10,7 +10,7 @@ from quire.quant.base import Method, Part, RawTensor
 
 
 class Dense(Method):
-    weight: Tensor | None = None  # [outputs of all parts, inputs]
+    weight: Tensor  # [outputs of all parts, inputs]; exists once a part is loaded
 
     def __init__(self, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(parts, dtype, device)
@@ -20,11 +20,12 @@ class Dense(Method):
         self.put(part_idx, tensor.dense(self.dtype, self.device))
 
     def put(self, part_idx: int, values: Tensor) -> None:
+        """A part's numbers become its rows of the weight."""
         values = values.view(-1, values.shape[-1])
         if len(self.parts) == 1:
-            self.weight = values  # no second copy
+            self.weight = values  # not copied
             return
-        if self.weight is None:
+        if not hasattr(self, "weight"):
             self.weight = torch.empty(self.ends[-1], values.shape[1], dtype=self.dtype, device=self.device)
         self.weight[self.ends[part_idx] - len(values) : self.ends[part_idx]] = values
 

@@ -1,4 +1,4 @@
-"""Plain tensors on a GPU: few rows at the speed of memory with kernels of our own, many with torch's (cuBLAS)."""
+"""Plain tensors on a GPU: few rows are multiplied by our own kernels, at the speed of memory, many rows by cuBLAS."""
 
 from collections.abc import Callable
 

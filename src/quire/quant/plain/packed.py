@@ -1,7 +1,7 @@
-"""Weights in the compiled CPU kernels' own order, here as bfloat16; quant/gguf.py keeps 4 and 8 bits in the same way.
+"""Weights in the order that the compiled CPU kernels read, here as bfloat16; quant/gguf.py keeps 4 and 8 bits likewise.
 
-One form serves a single row (read packed, at the speed of memory) and many (unpacked tile by tile on the way to the matrix
-unit), so nothing is kept twice.
+The same form serves a single row (read packed, at the speed of memory) and many rows (unpacked tile by tile on the way
+to the matrix unit), so nothing is kept twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,26 +16,26 @@ from quire.quant.base import Method, Part, RawTensor
 class Packed(Method):
     def __init__(self, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(parts, dtype, device)
-        self.packed: list[linear.PackedWeight | None] = [None] * len(parts)
-        self.pieces: list[linear.PackedWeight] = []  # the parts, neighbours of one form joined
-        self.wide_bias: Tensor | None = None  # float32, as the kernels want it
+        self.packed: dict[int, linear.PackedWeight] = {}  # by index of the part, until all are loaded
+        self.pieces: list[linear.PackedWeight] = []  # the parts in order, neighbours of the same form joined
+        self.wide_bias: Tensor | None = None  # in float32, as the kernels want it
 
     def pack(self, tensor: RawTensor) -> linear.PackedWeight:
         return linear.pack_dense(tensor.dense(self.dtype))
 
     def load_part(self, part_idx: int, tensor: RawTensor) -> None:
         self.packed[part_idx] = self.pack(tensor)
-        if all(part is not None for part in self.packed):
+        if len(self.packed) == len(self.parts):
             self._join()
 
     def _join(self) -> None:
         runs: list[list[linear.PackedWeight]] = []
-        for part in self.packed:
+        for _, part in sorted(self.packed.items()):
             if runs and linear.joinable(runs[-1][-1], part):
                 runs[-1].append(part)
             else:
                 runs.append([part])
-        self.packed = [None] * len(self.packed)
+        self.packed = {}
         self.pieces = [linear.concat(run) for run in runs]
 
     def numbers(self) -> Tensor:
