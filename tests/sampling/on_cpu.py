@@ -18,10 +18,12 @@ class Sampled(NamedTuple):
 
 
 def sampling_rows(num_rows: int, vocab_size: int) -> SamplingRows:
-    floats, ints = torch.zeros(num_rows, len(FLOATS)), torch.zeros(num_rows, len(INTS), dtype=torch.int64)
+    floats = torch.zeros(num_rows, len(FLOATS))
+    ints = torch.zeros(num_rows, len(INTS), dtype=torch.int64)
 
     def write(row: int, float_record: list[float], int_record: list[int]) -> None:
-        floats[row], ints[row] = torch.tensor(float_record), torch.tensor(int_record)
+        floats[row] = torch.tensor(float_record)
+        ints[row] = torch.tensor(int_record)
 
     return SamplingRows(vocab_size, Table(floats, ints, write))
 

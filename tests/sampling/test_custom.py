@@ -11,7 +11,7 @@ HERE = "tests.sampling.test_custom"
 
 
 class After(LogitsProcessor):
-    """The token `extra_args["after"]` names follows itself plus one, for ever."""
+    """Each token is the one before it plus one; `extra_args["first"]` says where that begins."""
 
     def __init__(self, vocab_size, device):
         super().__init__(vocab_size, device)
@@ -31,15 +31,9 @@ class After(LogitsProcessor):
 
 @pytest.fixture(scope="module", params=["native", "triton"])
 def llm(request, tiny_llama):
-    backend = {"interpret_triton": True, "device": "cpu"} if request.param == "triton" else {"device": "cpu"}
-    with LLM(
-        str(tiny_llama),
-        dtype="float32",
-        logits_processors=[f"{HERE}:After"],
-        skip_tokenizer_init=True,
-        max_model_len=128,
-        **backend,
-    ) as llm:
+    options = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 128, "device": "cpu"}
+    options["interpret_triton"] = request.param == "triton"
+    with LLM(str(tiny_llama), logits_processors=[f"{HERE}:After"], **options) as llm:
         yield llm
 
 

@@ -20,9 +20,10 @@ BEST, SECOND, THIRD = 1100, 70, 2400  # tokens of the largest logits, in this or
 
 def kernels(device: str) -> tuple:
     if device == "triton":
-        mask, triton = pytest.importorskip("quire.ops.mask.triton"), pytest.importorskip("quire.ops.sampling.triton")
+        mask = pytest.importorskip("quire.ops.mask.triton")
+        triton = pytest.importorskip("quire.ops.sampling.triton")
         if torch.cuda.is_available():
-            pytest.skip("the tensors of this test are a CPU's: tests/worker/test_gpu.py runs the sampler on a card")
+            pytest.skip("the tensors of this test are on the CPU: tests/worker/test_gpu.py runs the sampler on a GPU")
         return triton.sample, mask.mask_logits, triton.Scratch(16, VOCAB, "cpu")
     if device == "cpu":
         return cpu.sample, cpu_vocab.mask_logits, None

@@ -1,4 +1,4 @@
-"""Each processor equals transformers' of the same name on random logits; presence and frequency equal their formulas."""
+"""Each processor equals that of transformers with its name, on random logits; presence and frequency: their formulas."""
 
 import pytest
 import torch
@@ -118,7 +118,7 @@ def test_top_p_keeps_as_many_of_equal_tokens_as_transformers_does_and_those_of_t
 
 
 def assert_same_but_at_the_border(ours: Tensor, theirs: Tensor, logits: Tensor) -> None:
-    """transformers adds masses up in float32, where thousands of tokens err by up to 1e-5 of mass; so may the border."""
+    """transformers sums probabilities in float32: over thousands of tokens the border may be off by a mass of 1e-5."""
     differ = ours != theirs
     assert (logits.double().softmax(-1) * differ).sum(-1).max() < 2e-5
     largest_that_differs = torch.maximum(ours, theirs).masked_fill(~differ, -torch.inf).amax(-1)

@@ -49,8 +49,8 @@ def run(logits: Tensor, params: list[SamplingParams], seeds=None, positions=None
     batch = sampling_rows(len(params), logits.shape[1])
     for row, param in enumerate(params):
         batch.set(row, param, seed=seeds[row] if seeds else row, prompt_len=1)
-    tokens, lengths = torch.zeros(len(params), 1, dtype=torch.int32), torch.ones(len(params), dtype=torch.int64)
-    positions = torch.tensor(positions) if positions else lengths
+    tokens = torch.zeros(len(params), 1, dtype=torch.int32)
+    positions = torch.tensor(positions) if positions else torch.ones(len(params), dtype=torch.int64)
     return sample(logits.clone(), range(len(params)), batch, tokens, positions, **given)
 
 
@@ -217,7 +217,7 @@ MIXED = [
 
 
 def fill(batch: SamplingRows, row: int, i: int) -> None:
-    """Request number i of the purity tests, wherever it is put."""
+    """Puts request number i of `MIXED` into a row."""
     batch.set(
         row,
         MIXED[i % len(MIXED)],
@@ -267,8 +267,9 @@ def test_a_recycled_row_carries_nothing_of_its_former_owner():
             assert all(map(torch.equal, used.columns, value))
         elif name != "table":  # its columns are compared
             assert torch.equal(vars(used)[name], value) if isinstance(value, Tensor) else vars(used)[name] == value
-    logits, tokens, lengths = random_logits(1, VOCAB), torch.full((3, 8), 9, dtype=torch.int32), torch.full((3,), 8)
-    output = sample(logits.clone(), [1], used, tokens, lengths[:1])
+    logits = random_logits(1, VOCAB)
+    tokens = torch.full((3, 8), 9, dtype=torch.int32)
+    output = sample(logits.clone(), [1], used, tokens, torch.tensor([8]))
     assert output.token_ids == logits.argmax() and output.logprobs is None
 
 
@@ -307,10 +308,8 @@ def test_nan_counts_as_forbidden():
 def test_where_everything_is_forbidden_the_argmax_of_the_raw_logits_is_taken():
     logits = random_logits(3, VOCAB, seed=8)
     params = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.5)]
-    mask = torch.zeros(3, -(-VOCAB // 32), dtype=torch.int32)
-    assert torch.equal(
-        run(logits, params, masks=SampleMasks(torch.arange(len(mask)), mask)).token_ids, logits.argmax(-1)
-    )
+    masks = SampleMasks(torch.arange(3), torch.zeros(3, -(-VOCAB // 32), dtype=torch.int32))
+    assert torch.equal(run(logits, params, masks=masks).token_ids, logits.argmax(-1))
 
 
 def test_greedy_rows_take_bfloat16_and_give_the_lowest_id_of_equals():
@@ -326,7 +325,8 @@ def test_logits_may_be_a_slice_of_a_padded_vocabulary_and_a_step_may_be_empty():
     batch = sampling_rows(len(params), VOCAB)
     for row, param in enumerate(params):
         batch.set(row, param, seed=row, prompt_len=1)
-    tokens, lengths = torch.zeros(len(params), 1, dtype=torch.int32), torch.ones(len(params), dtype=torch.int64)
+    tokens = torch.zeros(len(params), 1, dtype=torch.int32)
+    lengths = torch.ones(len(params), dtype=torch.int64)
     ours = sample(padded[:, :VOCAB], range(len(params)), batch, tokens, lengths).token_ids
     assert torch.equal(ours, expected)
     assert len(sample(padded[:0, :VOCAB], [], batch, tokens, lengths[:0]).token_ids) == 0

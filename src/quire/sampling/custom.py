@@ -17,7 +17,7 @@ from quire.params import SamplingParams
 class LogitsProcessor(ABC):
     """Changes the logits of the rows that want it, after grammars and before penalties, temperature and choice.
 
-    A request keeps its row until it ends or is preempted; then the row begins anew, maybe with another request.
+    A request keeps its row until it ends or is preempted; after that another request may get the row.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -26,13 +26,16 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def wants(self, row: int, params: SamplingParams, prompt_token_ids: Sequence[int]) -> bool:
-        """A request takes the row: should its logits be processed? `params.extra_args` is what the request brought for processors."""
+        """Called when a request takes the row: whether its logits are to be processed.
+
+        `params.extra_args` is the data that the request has for processors.
+        """
 
     @abstractmethod
     def apply(self, logits: Tensor, rows: Sequence[int], tokens: Tensor, lengths: Tensor) -> None:
         """In place: `logits[i]` (float32) are those of row `rows[i]` after the history `tokens[rows[i], :lengths[i]]`.
 
-        A row may come several times, with histories of different lengths.
+        A row may occur several times, with histories of different lengths.
         On a GPU nothing may wait for the device: no `.item()`, no tensors made from lists.
         """
 
@@ -42,9 +45,9 @@ def load(paths: Sequence[str], vocab_size: int, device: torch.device) -> list[Lo
 
 
 def _class(path: str) -> type[LogitsProcessor]:
-    module, _, name = path.partition(":")
+    module_name, _, class_name = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"the logits processor {path!r} cannot be loaded ({error}): write package.module:Class"

@@ -13,8 +13,8 @@ from torch import Tensor
 from quire.ops.vocab.cpu import repaired_argmax, row_topk
 from quire.ops.vocab.reference import row_count_above, row_sum_exp
 
-CHUNK_ENTRIES = 1 << 20  # logits worked on at a time: 4 MiB per temporary
-GPU_CHUNK_ENTRIES = 1 << 24  # launches cost more than memory there
+CHUNK_ENTRIES = 1 << 20  # logits processed at a time: 4 MiB per temporary
+GPU_CHUNK_ENTRIES = 1 << 24  # more on a GPU, where launches cost more than memory
 
 
 class LogprobColumns(NamedTuple):
@@ -26,7 +26,8 @@ class LogprobColumns(NamedTuple):
 
 def token_logprobs(logits_TV: Tensor, target_ids_T: Tensor, k: int) -> LogprobColumns:
     """log_softmax in float32 at the targets and at the k most likely tokens; memory is bounded whatever T is."""
-    num_tokens = max(1, (GPU_CHUNK_ENTRIES if logits_TV.is_cuda else CHUNK_ENTRIES) // logits_TV.shape[1])
+    chunk_entries = GPU_CHUNK_ENTRIES if logits_TV.is_cuda else CHUNK_ENTRIES
+    num_tokens = max(1, chunk_entries // logits_TV.shape[1])
     chunks = zip(logits_TV.split(num_tokens), target_ids_T.long().split(num_tokens), strict=True)
     parts = [_token_logprobs(logits.float(), targets, k) for logits, targets in chunks]
     return LogprobColumns(*map(torch.cat, zip(*parts, strict=True)))
@@ -34,7 +35,7 @@ def token_logprobs(logits_TV: Tensor, target_ids_T: Tensor, k: int) -> LogprobCo
 
 def _token_logprobs(logits_TV: Tensor, target_ids_T: Tensor, k: int) -> LogprobColumns:
     largest_T = repaired_argmax(logits_TV)[0]
-    # The logarithm of a float64 sum is added in float64: a float32 sum would lose what tells near-certain tokens apart.
+    # The log of the float64 sum is added in float64: in float32, logprobs of near-certain tokens would all be equal.
     norm_T1 = (largest_T.double() + row_sum_exp(logits_TV, largest_T).log())[:, None]
     target_T = logits_TV.gather(1, target_ids_T[:, None])[:, 0]
     top_TK, top_ids_TK = row_topk(logits_TV, min(k, logits_TV.shape[1]))

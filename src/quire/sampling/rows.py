@@ -1,8 +1,8 @@
-"""SamplingRows: what each row of the worker's persistent batch asks of the sampler, as columns beside the batch's tokens.
+"""SamplingRows: the sampling parameters of each row of the worker's persistent batch.
 
-The worker sets a row when a request takes it; the sampler reads. Knows nothing of logits or steps.
-Dense parameters are tensors on the device, sparse ones (ids of tokens) live under their row in dictionaries, whose keys also
-say which rows use what: a stage that no row of a step needs is skipped.
+The worker sets a row when a request takes it; the sampler reads. Knows nothing of logits or steps. Dense parameters are
+columns of tensors on the device. Sparse ones (token ids) are in dictionaries by row, whose keys also tell which rows
+use them: a stage that no row of a step uses is skipped.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,34 +19,37 @@ from quire.params import SamplingParams
 from quire.sampling.custom import LogitsProcessor
 from quire.step import RowStart
 
-FLOATS, INTS = SamplerColumns._fields[:6], (*SamplerColumns._fields[6:], "min_tokens")  # in the order of a row's record
-MIN_TOP_P = (
-    1e-30  # in float32 a smaller one could be 0, which no set of tokens satisfies; this one keeps the most likely token
-)
+# Names of a row's dense parameters, in the order of its record.
+FLOATS = SamplerColumns._fields[:6]
+INTS = (*SamplerColumns._fields[6:], "min_tokens")
+# A smaller top_p could be 0 in float32, and then no token would be left; this one keeps the most likely token.
+MIN_TOP_P = 1e-30
 
 
 class Table(NamedTuple):
-    """The dense parameters, a record per row; `write` puts a row's record into both."""
+    """The dense parameters, a record per row."""
 
     floats: Tensor  # float32 [num_rows, FLOATS]
     ints: Tensor  # int64 [num_rows, INTS]
-    write: Callable[[int, list[float], list[int]], None]
+    write: Callable[[int, list[float], list[int]], None]  # (row, floats, ints): sets a row's record
 
 
 class SamplingRows:
     def __init__(self, vocab_size: int, table: Table) -> None:
-        self.vocab_size, self.table = vocab_size, table
-        self.device = self.table.floats.device
-        *ints, self.min_tokens = self.table.ints.unbind(1)
-        self.columns = SamplerColumns(*self.table.floats.unbind(1), *ints)  # what the device's sampler reads
+        self.vocab_size = vocab_size
+        self.table = table
+        self.device = table.floats.device
+        *ints, self.min_tokens = table.ints.unbind(1)
+        self.columns = SamplerColumns(*table.floats.unbind(1), *ints)  # what the device's sampler reads
         # Rows that use a feature; a row in none of these takes the argmax of its logits.
-        self.random: set[int] = set()  # temperature > 0: the others are greedy
+        self.random: set[int] = set()  # temperature > 0; the others are greedy
         self.restricted: set[int] = set()  # random, with top_k, top_p or min_p
         self.penalized: set[int] = set()
         self.num_logprobs: dict[int, int] = {}
         self.allowed: dict[int, tuple[Tensor]] = {}  # token ids [N]
         self.bias: dict[int, tuple[Tensor, Tensor]] = {}  # token ids [N], what is added [N]
-        self.bad_words: dict[int, tuple[Tensor, Tensor]] = {}  # beginnings [N, L] padded with -1 in front, last ids [N]
+        # All tokens of each word but the last, [N, L] padded with -1 in front, and the last ids [N].
+        self.bad_words: dict[int, tuple[Tensor, Tensor]] = {}
         self.min_tokens_stop_ids: dict[int, tuple[Tensor]] = {}  # token ids [N], forbidden before min_tokens
         self.custom: list[tuple[LogitsProcessor, set[int]]] = []  # operators' own, each with the rows that want it
 
@@ -61,24 +64,27 @@ class SamplingRows:
         bad_word_ids: Sequence[Sequence[int]] = (),
         stop_ids: Iterable[int] = (),
     ) -> None:
-        """`seed` is drawn by the frontend where the user gave none; `stop_ids` are all that end the request (also EOS)."""
+        """`seed`: the frontend draws one if the user gave none; `stop_ids`: all that end the request, EOS included."""
         self._forget(row)
         ints = [seed, choice_idx, params.top_k, prompt_len, params.min_tokens]
         floats = {name: getattr(params, name) for name in FLOATS}
         floats["top_p"] = max(params.top_p, MIN_TOP_P)
         self.table.write(row, list(floats.values()), ints)
+        has_top_k = 0 < params.top_k < self.vocab_size
+        is_restricted = has_top_k or params.top_p < 1.0 or params.min_p > 0.0
         if not params.greedy:
             self.random.add(row)
-            if 0 < params.top_k < self.vocab_size or params.top_p < 1.0 or params.min_p > 0.0:
+            if is_restricted:
                 self.restricted.add(row)
-        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
+        has_penalty = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+        if has_penalty:
             self.penalized.add(row)
         if params.logprobs is not None:
             self.num_logprobs[row] = min(params.logprobs, self.vocab_size)
         self._set_sparse(row, params, bad_word_ids, stop_ids)
 
     def start(self, start: RowStart) -> None:
-        """`set`, with what a plan says of a row that begins."""
+        """`set`, from a plan's RowStart, and asks the operator's processors whether they want the row."""
         self.set(
             start.row,
             start.params,
@@ -95,26 +101,29 @@ class SamplingRows:
     def _set_sparse(
         self, row: int, params: SamplingParams, bad_word_ids: Sequence[Sequence[int]], stop_ids: Iterable[int]
     ) -> None:
-        # An id outside of the vocabulary is never sampled, so dropping it changes nothing, and it cannot harm other rows.
+        # Ids outside of the vocabulary are never sampled: they are dropped, so that they cannot harm other rows.
         if params.allowed_token_ids is not None:
             ids = np.unique(np.array(params.allowed_token_ids, np.int64))
-            self.allowed[row] = (self._tensor(ids[(ids >= 0) & (ids < self.vocab_size)].tolist()),)
-        bias = {i: float(value) for i, value in params.logit_bias.items() if self._valid(i)}
+            is_valid = (ids >= 0) & (ids < self.vocab_size)
+            self.allowed[row] = (self._tensor(ids[is_valid].tolist()),)
+        bias = {token_id: float(value) for token_id, value in params.logit_bias.items() if self._is_valid(token_id)}
         if bias:
             self.bias[row] = self._tensor(list(bias)), on_device(list(bias.values()), self.device, np.float32)
-        words = [word for word in bad_word_ids if word and self._valid(word[-1])]
+        words = [word for word in bad_word_ids if word and self._is_valid(word[-1])]
         if words:
             width = max(map(len, words)) - 1
             beginnings = [[-1] * (width + 1 - len(word)) + list(word[:-1]) for word in words]
-            last = self._tensor([word[-1] for word in words])
-            self.bad_words[row] = self._tensor(beginnings).view(len(words), width), last
-        valid_stop_ids = sorted({i for i in stop_ids if self._valid(i)})
+            last_ids = self._tensor([word[-1] for word in words])
+            self.bad_words[row] = self._tensor(beginnings).view(len(words), width), last_ids
+        valid_stop_ids = sorted({token_id for token_id in stop_ids if self._is_valid(token_id)})
         if params.min_tokens and valid_stop_ids:
             self.min_tokens_stop_ids[row] = (self._tensor(valid_stop_ids),)
 
     def _forget(self, row: int) -> None:
-        for rows in (self.random, self.restricted, self.penalized, *(wanted_by for _, wanted_by in self.custom)):
+        for rows in (self.random, self.restricted, self.penalized):
             rows.discard(row)
+        for _, wanted_by in self.custom:
+            wanted_by.discard(row)
         for table in (self.num_logprobs, self.allowed, self.bias, self.bad_words, self.min_tokens_stop_ids):
             table.pop(row, None)
 
@@ -132,7 +141,7 @@ class SamplingRows:
             for table in (self.allowed, self.bias, self.bad_words, self.min_tokens_stop_ids)
         )
 
-    def _valid(self, token_id: int) -> bool:
+    def _is_valid(self, token_id: int) -> bool:
         return 0 <= token_id < self.vocab_size
 
     def _tensor(self, values: list) -> Tensor:
@@ -140,22 +149,26 @@ class SamplingRows:
 
 
 def places_using(rows: Sequence[int], table: Collection[int]) -> list[int]:
-    """Which samples of the step, whose rows these are, have a row in `table`."""
-    return [i for i, row in enumerate(rows) if row in table] if table else []
+    """The indices of a step's samples whose rows are in `table`; `rows` are the rows of all its samples."""
+    return [place for place, row in enumerate(rows) if row in table] if table else []
 
 
 def entries(rows: Sequence[int], table: Mapping[int, tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """What the step's samples, whose rows these are, have in `table`, as flat columns; the first says which sample."""
+    """The entries of a step's samples in `table`, as flat columns; the first column tells the sample of each entry.
+
+    `rows` are the rows of all samples of the step.
+    """
     places = places_using(rows, table)
-    parts = [table[rows[i]] for i in places]
-    lengths = [len(part[0]) for part in parts]
-    device = parts[0][0].device
-    place_N = on_device([place for place, length in zip(places, lengths) for _ in range(length)], device)
+    parts = [table[rows[place]] for place in places]
+    place_of_entry: list[int] = []
+    for place, part in zip(places, parts):
+        place_of_entry += [place] * len(part[0])
+    place_N = on_device(place_of_entry, parts[0][0].device)
     return place_N, *map(_stack, zip(*parts, strict=True))
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:
-    """One after the other; matrices are made equally wide with -1 in front."""
+    """Concatenates; matrices are padded to the same width with -1 in front."""
     if parts[0].dim() == 2:
         width = max(part.shape[1] for part in parts)
         parts = [F.pad(part, (width - part.shape[1], 0), value=-1) for part in parts]
