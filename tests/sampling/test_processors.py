@@ -1,4 +1,4 @@
-"""Each processor equals that of transformers with its name, on random logits; presence and frequency: their formulas."""
+"""Each processor equals the one of transformers, on random logits; presence and frequency equal their formulas."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""The persistent batch: one row per running request, with its tokens, block tables and sampling parameters, on the device.
+"""The persistent batch: one row per running request, with its tokens, block tables and sampling parameters.
 
-Owned by the runner. The core assigns rows; here they are arrays that live for the engine's life, so that a step sends only what is
-new. Tokens are the device's own: a sampled token is appended there before the core has seen it.
+Owned by the runner. The core assigns rows; here they are arrays on the device that exist as long as the engine, so that
+a step sends only what is new. A sampled token is appended on the device, before the core has seen it.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class Batch:
     ) -> None:
         table_names = [f"table {group_idx}" for group_idx in range(len(groups))]
         table_widths = {name: -(-max_len // group.block_size) for name, group in zip(table_names, groups)}
-        # An int64 is two words.
+        # In words of 32 bits: an int64 is two.
         widths = {"ints": 2 * len(INTS), "floats": len(FLOATS), "length": 1, "tokens": max_len, **table_widths}
         self.words = RowWords(num_rows, widths, device, scatter_segments)
         parts = self.words.parts
@@ -39,10 +39,11 @@ class Batch:
         self.sampling = SamplingRows(vocab_size, table)
         self.table_lens = {name: [0] * num_rows for name in table_names}
         self.prompt_lens = [0] * num_rows
-        self.prompt_logprobs: dict[int, tuple[int, int]] = {}  # row -> (how many wanted, positions delivered before)
+        # Row -> how many logprobs of each prompt token it wants, and of how many positions they were delivered before.
+        self.prompt_logprobs: dict[int, tuple[int, int]] = {}
 
     def update(self, plan: StepPlan) -> None:
-        """Takes in new rows, new blocks and tokens that no step chose."""
+        """Writes a plan's new rows, new blocks and forced tokens."""
         for start in plan.new_rows:
             self._start(start)
         for forced in plan.forced:

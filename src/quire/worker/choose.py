@@ -1,7 +1,7 @@
 """Which implementation computes what: the one place that decides, and that can say why.
 
-Asked by layers when they are attached, through their runtime. A candidate is a module that says in `why_not(device, dtype, **needs)`
-why it cannot be used, in the end of a sentence, or None. It must not know layers.
+Called by layers when they are attached, through their runtime. A candidate is a module whose
+`why_not(device, dtype, **needs)` returns None, or the reason why it cannot be used. Must not know layers.
 """
 
 import importlib
@@ -20,44 +20,51 @@ log = logging.getLogger(__name__)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 # What is computed -> its modules for CPUs and for GPUs, the best first.
-CANDIDATES = {
+CANDIDATES: dict[str, dict[str, tuple[str, ...]]] = {
     "elementwise": {
         "cpu": ("quire.ops.elementwise.cpu", "quire.ops.elementwise.reference"),
         "gpu": ("quire.ops.elementwise.triton",),
     },
-    "linear": {"cpu": ("quire.quant.plain.packed", "quire.quant.plain.dense"), "gpu": ("quire.quant.plain.dense_gpu",)},
+    "linear": {
+        "cpu": ("quire.quant.plain.packed", "quire.quant.plain.dense"),
+        "gpu": ("quire.quant.plain.dense_gpu",),
+    },
     "attention": {
         "cpu": ("quire.layers.attention.native", "quire.layers.attention.reference"),
         "gpu": ("quire.layers.attention.triton",),
     },
-    "latent attention": {"cpu": ("quire.layers.latent.reference",), "gpu": ("quire.layers.latent.triton",)},
+    "latent attention": {
+        "cpu": ("quire.layers.latent.reference",),
+        "gpu": ("quire.layers.latent.triton",),
+    },
     "experts": {
         "cpu": ("quire.layers.experts.torch",),
         "gpu": ("quire.layers.experts.triton", "quire.layers.experts.torch"),
     },
 }
-# For GPUs, of others' making: only where `--attention-backend` names them.
+# For GPUs, from other packages: used only if `--attention-backend` names them.
 ON_REQUEST = ("quire.layers.attention.flash_attn", "quire.layers.attention.flashinfer")
 ATTENTION = "quire.layers.attention"
 
 
 def runs_on_triton(config: EngineConfig) -> bool:
-    """Whether the kernels of GPUs are used; on a CPU, Triton's interpreter runs them if the config says so."""
+    """Whether GPU kernels are used; on a CPU, Triton's interpreter runs them if the config says so."""
     return config.device.device == "cuda" or config.device.interpret_triton
 
 
 class Chooser:
-    """Remembers, of everything that was chosen, which module it was and why those before it were passed over."""
+    """Chooses modules, and remembers which were taken and why better candidates were passed over."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.kind = "gpu" if runs_on_triton(config) else "cpu"
-        self.device, self.dtype = torch.device(config.device.device), DTYPES[config.model.dtype]
+        self.device = torch.device(config.device.device)
+        self.dtype = DTYPES[config.model.dtype]
         self.asked = config.device.attention_backend
         self.taken: dict[str, str] = {}  # what -> name of the module
         self.passed_over: dict[str, str] = {}  # "what: name" -> why
 
     def __call__(self, what: str, **needs: object) -> ModuleType:
-        """`needs`: what the layer that asks is like."""
+        """The best module that can be used. `needs`: properties of the layer that asks."""
         reasons: dict[str, str] = {}
         for module in self._candidates(what):
             name = module.__name__.rsplit(".", 1)[-1]

@@ -1,10 +1,11 @@
-"""What a model would take on this machine, from its headers alone, and which models there are: no weights are read.
+"""What a model would need on this machine, from its headers alone, and which models there are: no weights are read.
 
-Called by `quire info` and `quire models`, by dotted path. Plain numbers and words out.
+Called by `quire info` and `quire models`, by dotted path. Returns plain numbers and strings.
 """
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,7 +22,7 @@ from quire.kv.groups import form_layout
 from quire.models._parity import LARGEST_ERROR
 from quire.quant.base import Weight
 from quire.worker.build import FALLBACK, build, empty, model_module
-from quire.worker.choose import DTYPES
+from quire.worker.choose import DTYPES, Chooser
 from quire.worker.cpu.device import kv_memory_bytes
 from quire.worker.kv_cache import kv_specs
 from quire.worker.load import declared_weights
@@ -34,11 +35,11 @@ def describe(config: EngineConfig) -> dict[str, Any]:
         device_module(config).open(torch.device("cuda"))
     files = find(config.model.model)
     hf_config = read_config(files)
-    model = build(config, hf_config)
-    dtype = DTYPES[config.model.dtype]
-    specs = kv_specs(model, dtype)
+    choose = Chooser(config)
+    model = build(config, hf_config, choose)
+    specs = kv_specs(model, DTYPES[config.model.dtype])
     layout = form_layout(specs, config.cache.block_size)
-    declared, chosen = declared_weights(model), model.runtime.choose
+    declared = declared_weights(model)
     weight_bytes = _weight_bytes(files, config, hf_config, declared)
     return {
         "architecture": hf_config["architectures"][0],
@@ -50,31 +51,34 @@ def describe(config: EngineConfig) -> dict[str, Any]:
         "weight_types": {} if config.model.load_format == "dummy" else _weight_types(files),
         "weight_bytes": weight_bytes,
         "kv_bytes_per_token": math.ceil(sum(spec.bytes_per_token for spec in specs.values())),
-        "kv_groups": [f"{len(g.caches)} layers, {g.spec.kind}" for g in layout.groups],
+        "kv_groups": [f"{len(group.caches)} layers, {group.spec.kind}" for group in layout.groups],
         "kv_memory_bytes": config.cache.kv_cache_memory_bytes or _kv_memory_bytes(config, weight_bytes),
         "max_model_len": config.model.max_model_len,
-        "attention": chosen.taken.get("attention") or chosen.taken["latent attention"],
-        "linear": chosen.taken["linear"],
-        "passed_over": chosen.passed_over,
+        "attention": choose.taken.get("attention") or choose.taken["latent attention"],
+        "linear": choose.taken["linear"],
+        "passed_over": choose.passed_over,
     }
 
 
 def library() -> list[dict[str, Any]]:
-    """Every architecture that has a model file. `parity`: the largest difference of a logprob from transformers' that
-    tests/models/report.py found; None: not measured."""
-    from_gguf = {
-        r.architecture for row in GGUF_ARCHITECTURES.values() for r in (row, *(variant for _, variant in row.variants))
-    }
+    """Every architecture that has a model file.
+
+    `parity`: the largest difference of a logprob from that of transformers, as tests/models/report.py measured; None:
+    not measured.
+    """
+    in_gguf = {row.architecture for row in GGUF_ARCHITECTURES.values()}
+    in_gguf |= {variant.architecture for row in GGUF_ARCHITECTURES.values() for _, variant in row.variants}
     tiny = registry.literals("quire.models", "TINY")
     found = []
     for name, architectures in registry.literals("quire.models", "ARCHITECTURES").items():
-        kv = kv_kinds(tiny[name])
+        kinds = kv_kinds(tiny[name])
         for architecture in architectures:
-            row = {"architecture": architecture, "file": _model_file(f"quire.models.{name}"), "kv": kv}
             found.append(
                 {
-                    **row,
-                    "gguf": not from_gguf.isdisjoint((architecture, architectures[0])),
+                    "architecture": architecture,
+                    "file": _model_file(f"quire.models.{name}"),
+                    "kv": kinds,
+                    "gguf": architecture in in_gguf or architectures[0] in in_gguf,
                     "parity": LARGEST_ERROR.get(architecture),
                 }
             )
@@ -82,8 +86,8 @@ def library() -> list[dict[str, Any]]:
 
 
 def kv_kinds(fields: dict[str, Any]) -> list[str]:
-    """Of a config.json: full, sliding, latent, …"""
-    with TemporaryDirectory() as folder:  # so that it is read as any other
+    """The kinds of caches of a model with this config.json: full, sliding, latent, …"""
+    with TemporaryDirectory() as folder:  # so that it is read like any other config.json
         (Path(folder) / "config.json").write_text(json.dumps(fields))
         model = empty(read_config(find(folder)), "bfloat16")
     return sorted({spec.kind for spec in kv_specs(model, torch.bfloat16).values()})
@@ -95,7 +99,7 @@ def _model_file(module_name: str) -> str | None:
 
 
 def _kv_memory_bytes(config: EngineConfig, weight_bytes: int) -> int:
-    """On a GPU about what will be left: how much a step takes beside is known when one has run."""
+    """On a GPU an estimate: how much a step needs is known only after one has run."""
     if config.device.device == "cpu":
         return kv_memory_bytes(config)
     free, total = torch.cuda.mem_get_info()
@@ -104,15 +108,10 @@ def _kv_memory_bytes(config: EngineConfig, weight_bytes: int) -> int:
 
 def _weight_types(files: ModelFiles) -> dict[str, int]:
     """How many tensors of each type the checkpoint holds."""
-    counts: dict[str, int] = {}
     if files.kind == "gguf":
-        names = [t.type_name for t in files.gguf.tensors.values()]
-    else:
-        with SafetensorsFolder(files.path) as folder:
-            names = [t.dtype for t in folder.tensors.values()]
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
-    return counts
+        return dict(Counter(tensor.type_name for tensor in files.gguf.tensors.values()))
+    with SafetensorsFolder(files.path) as folder:
+        return dict(Counter(tensor.dtype for tensor in folder.tensors.values()))
 
 
 def _num_values(weight: Weight) -> int:
@@ -122,14 +121,14 @@ def _num_values(weight: Weight) -> int:
 def _weight_bytes(
     files: ModelFiles, config: EngineConfig, hf_config: dict[str, Any], declared: dict[str, list[Weight]]
 ) -> int:
-    """Packed weights stay as large as in the file; everything else takes its dtype, once. So tied heads that are packed are kept twice."""
+    """Packed weights take as many bytes as in the file, in each of their layers; others take their dtype, once."""
     itemsize = DTYPES[config.model.dtype].itemsize
     packed = {name: sum(weight.stays_packed for weight in weights) for name, weights in declared.items()}
     plain = [weights[0] for name, weights in declared.items() if packed[name] < len(weights)]
     total = sum(map(_num_values, plain)) * itemsize
     if any(packed.values()):
-        row = gguf_architecture(files.gguf)
+        architecture = gguf_architecture(files.gguf)
         for tensor in files.gguf.tensors.values():
-            pieces = list(row.pieces(tensor.name, tensor.shape, hf_config))
+            pieces = list(architecture.pieces(tensor.name, tensor.shape, hf_config))
             total += sum(tensor.nbytes // len(pieces) * packed.get(name, 0) for name, _ in pieces)
     return total

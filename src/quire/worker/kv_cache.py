@@ -1,6 +1,6 @@
-"""The KV cache's memory: planes of blocks in each pool, each layer's view into them, and places outside for blocks that move.
+"""The KV cache's memory: planes of blocks in each pool, each layer's views into them, places outside of the device.
 
-Made by the worker once the number of blocks is known. Which block holds what is `kv/`'s business.
+Made by the worker once the number of blocks is known. `kv/` decides which block holds what.
 """
 
 import mmap
@@ -22,8 +22,8 @@ def cache_layers(model: nn.Module) -> dict[str, CacheLayer]:
 
 
 def kv_specs(model: nn.Module, dtype: torch.dtype) -> dict[str, CacheSpec]:
-    """Of every cache, by "path of the layer:name of the cache"."""
-    specs = {}
+    """The specs of all caches, by "path of the layer:name of the cache"."""
+    specs: dict[str, CacheSpec] = {}
     for path, layer in cache_layers(model).items():
         if layer.shares is None:
             named = layer.cache_specs(str(dtype).removeprefix("torch."))
@@ -42,18 +42,20 @@ class KVMemory:
         self.outside = [_outside_planes(pool, device) for pool in layout.pools]
 
     def attach(self, model: nn.Module) -> None:
-        """Gives every layer its caches, and the group whose block table they go by."""
+        """Gives every layer its caches, and the index of the group whose block table they use."""
+        layers = cache_layers(model)
         for group_idx, group in enumerate(self.groups):
             for plane, cache in zip(self.planes[group.pool_idx], group.caches):
                 path, _, name = cache.partition(":")
-                model.get_submodule(path).attach_cache(name, group_idx, _parts(plane, group))
-        for layer in cache_layers(model).values():
+                layers[path].attach_cache(name, group_idx, _parts(plane, group))
+        for layer in layers.values():
             if layer.shares is not None:
-                owner = model.get_submodule(layer.shares)
-                layer.group_idx, layer.cache = owner.group_idx, owner.cache
+                owner = layers[layer.shares]
+                layer.group_idx = owner.group_idx
+                layer.cache = owner.cache
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Copies blocks to places outside and back, in order; nobody waits for it."""
+        """Copies blocks to places outside of the device and back, in order, without waiting."""
         for (pool_idx, is_load, _), run in groupby(_numbered_runs(moves), key=lambda numbered: numbered[0]):
             pairs = [(move.place, move.block) if is_load else (move.block, move.place) for _, move in run]
             pairs_P2 = to_device(np.array(pairs, np.int32), self.device)
@@ -63,13 +65,21 @@ class KVMemory:
 
 
 def _numbered_runs(moves: Sequence[Move]) -> list[tuple[tuple[int, bool, int], Move]]:
-    """Moves that can happen at once have the same key: one direction, and no block or place twice."""
-    numbered, run, seen, last = [], 0, set(), None
+    """Each move with its (pool, direction, number of the run).
+
+    A run is copied at once: its moves have one direction, and no block or place occurs twice.
+    """
+    numbered = []
+    run = 0
+    last_kind: tuple[int, bool] | None = None
+    seen: set[tuple[str, int]] = set()  # blocks and places of the run
     for move in moves:
         kind = move.pool_idx, move.is_load
         touched = {("block", move.block), ("place", move.place)}
-        if kind != last or seen & touched:
-            run, seen, last = run + 1, set(), kind
+        if kind != last_kind or seen & touched:
+            run += 1
+            last_kind = kind
+            seen = set()
         seen |= touched
         numbered.append(((*kind, run), move))
     return numbered
@@ -83,16 +93,16 @@ def _planes(pool: PoolLayout, device: torch.device) -> list[Tensor]:
 
 
 def _outside_planes(pool: PoolLayout, device: torch.device) -> list[Tensor]:
-    """Pinned, so that kernels of the device reach them."""
-    shape, pinned = (pool.num_places, pool.plane_bytes), device.type != "cpu"
-    return [
-        torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
-        for _ in range(pool.num_planes if pool.num_places else 0)
-    ]
+    """In the host's memory; pinned for a GPU, so that its kernels can access them."""
+    if not pool.num_places:
+        return []
+    shape = pool.num_places, pool.plane_bytes
+    is_pinned = device.type != "cpu"
+    return [torch.empty(shape, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(pool.num_planes)]
 
 
 def _zero_pages(num_blocks: int, block_bytes: int) -> Tensor:
-    """Zero pages straight from the system, in huge pages where it has them: blocks never used cost nothing."""
+    """Zeroed pages directly from the system, huge ones if it has them: blocks never used take no memory."""
     pages = mmap.mmap(-1, num_blocks * block_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -100,9 +110,13 @@ def _zero_pages(num_blocks: int, block_bytes: int) -> Tensor:
 
 
 def _parts(plane: Tensor, group: Group) -> dict[str, Tensor]:
-    """Views of a plane, [num_blocks, entries of a block, *shape of an entry]; what is left of a block pads groups to equal bytes."""
+    """Views of a plane, [num_blocks, entries of a block, *shape of an entry].
+
+    The unused end of a block is padding, which makes blocks of all groups equally large.
+    """
     num_entries = group.block_size // group.spec.tokens_per_entry
-    parts, first = {}, 0
+    parts = {}
+    first = 0
     for part in group.spec.parts:
         size = num_entries * part.entry_bytes
         values = plane[:, first : first + size].view(getattr(torch, part.dtype))

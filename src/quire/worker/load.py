@@ -1,7 +1,7 @@
-"""Weights stream from the checkpoint into the model: each tensor is mapped, converted into its layer, and let go.
+"""Loads a checkpoint's weights into the model, one tensor at a time: mapped, converted into its layer, unmapped.
 
-Called by the worker after `build`. Strict: every tensor is declared, everything declared comes, shapes agree. Formats are
-`checkpoint/`'s business, storage is the quantization method's.
+Called by the worker after `build`. Strict: every tensor of the checkpoint must be declared, every declared tensor must
+be there, and shapes must agree. `checkpoint/` reads the formats, quantization methods keep the weights.
 """
 
 import dataclasses
@@ -20,12 +20,13 @@ from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.layers.base import Layer
 from quire.ops.transfer import Upload
 from quire.quant.base import PLAIN, RawTensor, Weight
+from quire.worker.build import Model
 
 DUMMY_STD = 0.02
 
 
 def load_weights(model: nn.Module, tensors: Iterator[tuple[str, RawTensor]]) -> None:
-    """`tensors`: under the model's own names, as `translated` gives them."""
+    """`tensors`: with the model's own names, as `translated` returns them."""
     declared = declared_weights(model)
     pending = set(declared)
     for name, tensor in tensors:
@@ -48,14 +49,14 @@ def layers(model: nn.Module) -> list[Layer]:
     return [module for module in model.modules() if isinstance(module, Layer)]
 
 
-def translated(model: nn.Module, tensors: Iterator[tuple[str, RawTensor]]) -> Iterator[tuple[str, RawTensor]]:
-    """A checkpoint's tensors under the model's names: a family may rename, reorder or divide them."""
+def translated(model: Model, tensors: Iterator[tuple[str, RawTensor]]) -> Iterator[tuple[str, RawTensor]]:
+    """A checkpoint's tensors with the model's names: a family may rename, reorder or divide them."""
     for name, tensor in tensors:
         yield from model.translate(name, tensor)
 
 
 def declared_weights(model: nn.Module) -> dict[str, list[Weight]]:
-    """Every tensor the model wants, by its name, with who wants it: a head that is tied wants its embedding's."""
+    """Every tensor that the model wants, by name. Several layers may want one: a tied head and its embedding."""
     declared: dict[str, list[Weight]] = {}
     for layer in layers(model):
         for weight in layer.weights():
@@ -81,14 +82,15 @@ def checkpoint_tensors(files: ModelFiles, hf_config: dict[str, Any]) -> Iterator
 
 
 def _from_gguf(files: ModelFiles, hf_config: dict[str, Any]) -> Iterator[tuple[str, RawTensor]]:
-    """Under the model's own names: what a family's `translate` does to a Hugging Face checkpoint, converters have done here."""
+    """With the model's own names: the converters to GGUF have done what `translate` does for other checkpoints."""
     with files.gguf as gguf:
-        row = gguf_architecture(gguf)
+        architecture = gguf_architecture(gguf)
         for tensor in gguf.tensors.values():
-            shape = tensor.shape[-1:] if tensor.name.endswith(".bias") else tensor.shape  # some are matrices of one row
-            columns = shape[1:][-1:]  # none, if it is a vector
+            is_bias = tensor.name.endswith(".bias")
+            shape = tensor.shape[-1:] if is_bias else tensor.shape  # some biases are matrices of one row
+            columns = shape[1:][-1:]  # () for a vector
             rows_RX = _bytes(gguf.data(tensor)).view(math.prod(shape) // math.prod(columns), -1)
-            for name, rows in row.pieces(tensor.name, shape, hf_config):
+            for name, rows in architecture.pieces(tensor.name, shape, hf_config):
                 part_RX = rows_RX[rows]
                 yield name, RawTensor(tensor.type_name, part_RX.flatten(), (len(part_RX), *columns))
             del rows_RX
@@ -99,31 +101,31 @@ def _from_safetensors(files: ModelFiles) -> Iterator[tuple[str, RawTensor]]:
     with SafetensorsFolder(files.path) as checkpoint:
         for tensor in checkpoint.tensors.values():
             if tensor.name.endswith("rotary_emb.inv_freq"):
-                continue  # derived; old checkpoints hold it
+                continue  # computed from the config; old checkpoints hold it
             yield tensor.name, RawTensor(tensor.dtype, _bytes(checkpoint.data(tensor)), tensor.shape)
             checkpoint.forget(tensor)
 
 
 def uploaded(tensors: Iterator[tuple[str, RawTensor]], device: torch.device) -> Iterator[tuple[str, RawTensor]]:
-    """The same, what is not decoded on the CPU lying on the GPU already."""
+    """The same tensors; those that need no decoding on the CPU are on the GPU."""
     upload = Upload(device)
     for name, tensor in tensors:
-        fast = tensor.type_name in (*PLAIN, "U8")  # bytes become numbers in their layer's method
-        yield name, RawTensor(tensor.type_name, upload(tensor.raw), tensor.shape) if fast else tensor
+        if tensor.type_name in (*PLAIN, "U8"):  # U8: their layer's method decodes them
+            tensor = RawTensor(tensor.type_name, upload(tensor.raw), tensor.shape)
+        yield name, tensor
 
 
 def dummy_tensors(model: nn.Module, seed: int, device: torch.device) -> Iterator[tuple[str, RawTensor]]:
-    """Random normal weights for all that is wanted; vectors (norms, biases) around one, so that signals survive."""
+    """Random normal weights for all declared tensors; vectors (norms, biases) around 1: activations must not vanish."""
     generator = torch.Generator(device).manual_seed(seed)
     for name, (weight, *_) in declared_weights(model).items():
-        values = torch.empty(weight.shape, dtype=torch.bfloat16, device=device).normal_(
-            0.0, DUMMY_STD, generator=generator
-        )
+        values = torch.empty(weight.shape, dtype=torch.bfloat16, device=device)
+        values.normal_(0.0, DUMMY_STD, generator=generator)
         values += len(weight.shape) == 1
         yield name, RawTensor("BF16", values.flatten().view(torch.uint8), weight.shape)
 
 
 def _bytes(view: memoryview) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the mapping is read-only and nobody writes to it
+        warnings.simplefilter("ignore")  # torch warns because the mapping is read-only, but nothing writes to it
         return torch.frombuffer(view, dtype=torch.uint8)

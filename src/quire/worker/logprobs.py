@@ -1,4 +1,4 @@
-"""Logprobs as a step's result has them, and which positions of a prompt a step owes."""
+"""Logprobs as a step's result has them, and the prompt positions whose logprobs a step must deliver."""
 
 from quire.sampling.logprobs import LogprobColumns
 from quire.step import TokenLogprobs
@@ -7,9 +7,9 @@ LOGPROBS_AT_ONCE = 64  # positions of a prompt: bounds the logits held at a time
 
 
 def prompt_span(start: int, count: int, delivered: int, prompt_len: int) -> tuple[int, int]:
-    """First and last position whose logprobs a step over `start`… owes; empty if first > last.
+    """First and last position whose logprobs a step that computes `count` tokens from `start` on must deliver.
 
-    Token p is predicted by the hidden state of p - 1; the first token has no prediction.
+    None if first > last. Token p is predicted by the hidden state of p - 1; the first token has no prediction.
     """
     return max(start + 1, delivered + 1), min(start + count, prompt_len - 1)
 

@@ -1,25 +1,27 @@
-"""Runs steps: the plan becomes one array on the device, and the step two launches, forward and sample.
+"""Runs steps. A plan becomes one array on the device; a step is two launches, forward and sample.
 
-Called by the worker. Nothing in a step waits for the device: results are fetched when the core asks for them, while the next step
-runs already. What kinds of devices do differently (kernels, recordings, how masks travel) is in `cpu/device.py` and `gpu/device.py`.
-Knows rows and tensors; not requests, not why a step looks as it does.
+Called by the worker. Nothing in a step waits for the device: results are fetched when the core asks for them, while the
+next step is running. What differs between kinds of devices (kernels, recordings, how masks are copied) is in
+`cpu/device.py` and `gpu/device.py`. Knows rows and tensors, not requests and not the reasons for a plan.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
+from quire.errors import EngineError
 from quire.kv.specs import CacheSpec, Group
 from quire.layers.attention import CacheLayer
 from quire.layers.attention.base import AttentionBackend, Limits, StepShape
 from quire.ops.transfer import ToHost, on_device
 from quire.sampling.logprobs import LogprobColumns, token_logprobs
-from quire.sampling.sampler import SampleMasks, Sampler
+from quire.sampling.sampler import Sampler
 from quire.step import VECTOR, Masks, StepPlan, StepResult
 from quire.worker.batch import Batch
+from quire.worker.build import Model
+from quire.worker.device import Device
 from quire.worker.drafter import NoDrafter
 from quire.worker.failure import explain_gpu_errors
 from quire.worker.inputs import NO_ROW, SampleShape, StepInputs, decode_shape, mixed_shape
@@ -32,47 +34,51 @@ class _Launched:
     """What `sample` needs of a forward pass."""
 
     plan: StepPlan
-    hidden_TD: Tensor  # of all tokens, where prompt logprobs are owed; else nobody asks
+    hidden_TD: Tensor  # of all tokens, if the step computes prompt logprobs; else not used
 
 
 class Runner:
     def __init__(
         self,
-        model: nn.Module,
+        model: Model,
         memory: KVMemory,
-        device: ModuleType,
+        device: Device,
         limits: Limits,
         vocab_size: int,
         drafter: NoDrafter,
     ) -> None:
-        """`device`: cpu/device.py or gpu/device.py; `limits.hidden_like`: an empty tensor as hidden states are, [0, D]."""
-        self.model, self.memory, self.device, self.limits, self.drafter = model, memory, device, limits, drafter
-        num_rows, num_samples, hidden_like = limits.num_rows, limits.num_samples, limits.hidden_like
-        self.batch = Batch(
-            num_rows, limits.max_len, memory.groups, vocab_size, hidden_like.device, device.scatter_segments
-        )
-        # Where only the device knows how many drafts were accepted, it corrects what the host has planned.
+        """`limits.hidden_like`: an empty tensor [0, D] with the dtype and device of hidden states."""
+        self.model = model
+        self.memory = memory
+        self.device = device
+        self.limits = limits
+        self.drafter = drafter
+        num_rows, num_samples = limits.num_rows, limits.num_samples
+        where = limits.hidden_like.device
+        self.batch = Batch(num_rows, limits.max_len, memory.groups, vocab_size, where, device.scatter_segments)
+        # If only the device knows how many drafts were accepted, it corrects the plan's starts by these.
         self.shifts: Tensor | None = None
         if limits.num_drafts and device.known_lengths(self.batch.lengths) is None:
-            self.shifts = torch.zeros(num_rows, dtype=torch.int32, device=hidden_like.device)
+            self.shifts = torch.zeros(num_rows, dtype=torch.int32, device=where)
         self.inputs = StepInputs(group_backends(model, memory.groups, limits), self.batch.tables, limits, self.shifts)
-        self.last_hidden = hidden_like.new_zeros(num_samples, hidden_like.shape[1])
-        self.out_ids = torch.zeros(num_samples, dtype=torch.int32, device=hidden_like.device)
-        self.num_accepted = torch.zeros(
-            num_rows, dtype=torch.int32, device=hidden_like.device
-        )  # drafts, of rows that choose tokens
-        scratch = device.Scratch(num_samples, vocab_size, hidden_like.device)
+        self.last_hidden = limits.hidden_like.new_zeros(num_samples, limits.hidden_like.shape[1])
+        self.out_ids = torch.zeros(num_samples, dtype=torch.int32, device=where)
+        self.num_accepted = torch.zeros(num_rows, dtype=torch.int32, device=where)  # drafts of each producing row
+        scratch = device.Scratch(num_samples, vocab_size, where)
         self.sampler = Sampler(device.sample, device.mask_logits, self.batch.sampling, self.batch.tokens, scratch)
-        self.masks = device.MaskStaging(num_samples, vocab_size, hidden_like.device)
+        self.masks = device.MaskStaging(num_samples, vocab_size, where)
         self.recordings = device.Recordings(self)
         self.launched: _Launched | None = None
 
-    # -- getting ready ---------------------------------------------------------------------------------------------------
+    # -- getting ready ---------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def rehearse(self) -> None:
-        """Runs the largest step, and one as it is decoded, on nobody's rows: kernels are compiled and loaded, libraries set up (which
-        must not happen while a graph is recorded), memory is taken as it will be."""
+        """Runs the largest step, and steps of one token per row, on padding rows.
+
+        This compiles and loads kernels and sets up libraries, which must not happen while a graph is recorded, and
+        allocates as much memory as later steps will.
+        """
         num_rows, num_samples = self.limits.num_rows, self.limits.num_samples
         for shape in (mixed_shape(self.limits, self.limits.max_tokens), decode_shape(num_rows), decode_shape(1)):
             self.inputs.fill(StepPlan(-1, [], [], [], [], [], []), shape)
@@ -80,9 +86,11 @@ class Runner:
         for random in (True, False):
             self.choose(SampleShape(num_samples, random))
         logits_SV = self.model.logits(self.last_hidden)
-        self.device.mask_logits(logits_SV, *self.masks.none())
+        no_sample = torch.full((1,), NO_ROW, dtype=torch.int32, device=logits_SV.device)
+        no_words = no_sample.expand(-(-logits_SV.shape[1] // 32))[None]
+        self.device.mask_logits(logits_SV, no_sample, no_words)
         self.sampler.choose(logits_SV, *self._samples(num_samples), random=True, restricted=True, penalized=True)
-        copies = [logits_SV.float() for _ in range(3)]  # what editing and logprobs hold at once
+        copies = [logits_SV.float() for _ in range(3)]  # as many as editing and logprobs need at once
         del copies
 
     @torch.inference_mode()
@@ -90,15 +98,16 @@ class Runner:
         self.recordings.get_ready()
 
     def close(self) -> None:
-        """Lets go of what the model still names, and of what refers back here."""
+        """Drops the references to memory that the model still has, and those that refer back to this runner."""
         context = self.model.context
         context.tables.clear()
         context.slots_T.clear()
+        context.output_tokens = None
         for layer in cache_layers(self.model).values():
-            layer.backend = None  # it holds the memory of the batch and of the inputs
-        context.output_tokens = self.recordings = self.model = self.memory = None
+            del layer.backend  # it holds the memory of the batch and of the inputs
+        del self.recordings, self.model, self.memory
 
-    # -- forward ---------------------------------------------------------------------------------------------------------
+    # -- forward ---------------------------------------------------------------------------------------------
 
     @explain_gpu_errors
     @torch.inference_mode()
@@ -115,15 +124,16 @@ class Runner:
         self.launched = _Launched(plan, hidden_TD)
 
     def compute(self, shape: StepShape) -> Tensor:
-        """From the step's inputs on the device to its hidden states; those that choose tokens are also kept apart."""
+        """Computes hidden states from the step's inputs on the device, and keeps those that choose tokens."""
         self.place(shape)
         hidden_TD = self.run_model(shape)
         self.keep(hidden_TD, shape)
         return hidden_TD
 
     def place(self, shape: StepShape) -> None:
-        """The id, position and slots of each token."""
-        inputs, count = self.inputs, shape.num_tokens
+        """Computes the id, position and slots of each token."""
+        inputs = self.inputs
+        count = shape.num_tokens
         step = inputs.rows[: shape.num_rows], inputs.starts[: shape.num_rows], inputs.query_starts[: shape.num_rows + 1]
         if self.shifts is not None:
             context_lens = inputs.context_lens[: shape.num_rows]
@@ -134,36 +144,38 @@ class Runner:
         for group, table, slots in zip(self.memory.groups, self.batch.tables, inputs.slots):
             self.device.place_slots(*step, table, group.block_size, slots[:count], shape.longest)
         if self.shifts is not None:
-            samples = (
-                inputs.sample_at[: shape.num_samples],
-                inputs.positions,
-                inputs.sample_positions[: shape.num_samples],
-            )
-            self.device.place_samples(*samples)
+            sample_at = inputs.sample_at[: shape.num_samples]
+            self.device.place_samples(sample_at, inputs.positions, inputs.sample_positions[: shape.num_samples])
 
     def run_model(self, shape: StepShape) -> Tensor:
-        inputs, count, context = self.inputs, shape.num_tokens, self.model.context
+        inputs = self.inputs
+        count = shape.num_tokens
+        context = self.model.context
         context.slots_T[:] = [slots[:count] for slots in inputs.slots]
         context.tables[:] = [backend.tables(shape) for backend in inputs.backends]
         context.output_tokens = None if shape.decode or shape.wants_all else inputs.sample_at[: shape.num_samples]
         return self.model(inputs.token_ids[:count], inputs.positions[:count])
 
     def keep(self, hidden_TD: Tensor, shape: StepShape) -> None:
-        """The hidden states that choose tokens."""
+        """Copies the hidden states that choose tokens to `last_hidden`."""
         kept = self.last_hidden[: shape.num_samples]
         if shape.decode or shape.wants_all:
             self.device.gather_rows(hidden_TD, self.inputs.sample_at[: shape.num_samples], out=kept)
         else:
             kept.copy_(hidden_TD)
 
-    # -- sample ----------------------------------------------------------------------------------------------------------
+    # -- sample ----------------------------------------------------------------------------------------------
 
     @explain_gpu_errors
     @torch.inference_mode()
     def sample(self, masks: Masks | None = None) -> "Pending":
-        """Chooses tokens for the rows of the last forward that ask for one; they are appended on the device at once."""
-        launched, self.launched = self.launched, None
-        plan, sampling = launched.plan, self.batch.sampling
+        """Chooses tokens for the rows of the last forward pass that produce any, and appends them on the device."""
+        launched = self.launched
+        if launched is None:
+            raise EngineError("a step was sampled before its forward pass: this is a bug in the executor")
+        self.launched = None
+        plan = launched.plan
+        sampling = self.batch.sampling
         num_samples = plan.num_samples
         pending = Pending(plan)
         if self.batch.owes_prompt_logprobs(plan):
@@ -174,13 +186,11 @@ class Runner:
                 rows += [row if produces > 0 else NO_ROW] * abs(produces)
             if masks is not None:
                 self.masks.bring(self._masks_of_samples(masks) if self.drafter.num_drafts else masks)
-            recorded = None
+            is_sampled = False
             if not sampling.special(rows):
-                shape = SampleShape(len(rows), random=not sampling.random.isdisjoint(rows), masked=masks is not None)
-                recorded = self.recordings.find_sampling(shape)
-            if recorded is not None:
-                self.recordings.sample(recorded)
-            else:
+                random = not sampling.random.isdisjoint(rows)
+                is_sampled = self.recordings.sample(SampleShape(len(rows), random, masked=masks is not None))
+            if not is_sampled:
                 self._choose_specially(rows, masks is not None, pending)
             if self.drafter.num_drafts:
                 self._accept(plan, pending)
@@ -191,9 +201,11 @@ class Runner:
         return pending
 
     def _accept(self, plan: StepPlan, pending: "Pending") -> None:
-        """Drafts count as far as they are what was chosen; then the next ones are guessed."""
-        inputs, count = self.inputs, sum(map(bool, plan.produces))
-        first_samples, num_accepted = inputs.first_samples[: count + 1], self.num_accepted[:count]
+        """Accepts drafts up to the first that differs from the token chosen in its place; then new ones are guessed."""
+        inputs = self.inputs
+        num_producing = sum(map(bool, plan.produces))
+        first_samples = inputs.first_samples[: num_producing + 1]
+        num_accepted = self.num_accepted[:num_producing]
         samples = inputs.sample_at, inputs.sample_rows, inputs.sample_positions
         self.device.accept(first_samples, *samples, self.out_ids, inputs.token_ids, self.batch.lengths, num_accepted)
         rows = [row for row, produces in zip(plan.rows, plan.produces) if produces > 0]
@@ -201,12 +213,12 @@ class Runner:
         pending.num_accepted = ToHost(num_accepted)
 
     def _masks_of_samples(self, masks: Masks) -> Masks:
-        """With places among samples instead of rows: a row with a grammar has one, others may have several."""
+        """The masks by samples instead of rows: a row with a grammar has one sample, others may have several."""
         first_samples = self.inputs.host["first_samples"]
         return Masks(first_samples[masks.places].tolist(), masks.words)
 
     def choose(self, shape: SampleShape) -> None:
-        """For rows that ask for no more than a temperature and a grammar."""
+        """Chooses tokens for rows with nothing but a temperature and a grammar."""
         logits_SV = self.model.logits(self.last_hidden[: shape.num_samples])
         if shape.masked:
             self.device.mask_logits(logits_SV, *self.masks.of(shape.num_samples))
@@ -214,21 +226,22 @@ class Runner:
         self.sampler.choose(logits_SV, *samples, random=shape.random, restricted=False, penalized=False)
 
     def _choose_specially(self, rows: list[int], masked: bool, pending: "Pending") -> None:
-        """With whatever the rows ask for."""
+        """Chooses tokens with all sampling parameters of the rows."""
         count = len(rows)
         logits_SV = self.model.logits(self.last_hidden[:count])
-        masks: SampleMasks | None = self.masks.of(count) if masked else None
+        masks = self.masks.of(count) if masked else None
         logprobs = self.sampler.sample(logits_SV, rows, *self._samples(count), masks)
         if logprobs is not None:
             pending.logprobs = logprobs.places, logprobs.num_top, ToHost(*logprobs.tokens)
 
     def _samples(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Row and position of each sample, and where its token goes."""
+        """Row and position of each sample, and where its token is written."""
         return self.inputs.sample_rows[:count], self.inputs.sample_positions[:count], self.out_ids[:count]
 
     def _prompt_logprobs(self, launched: _Launched, pending: "Pending") -> None:
-        """For rows that want them: how likely each prompt token was, given those before it."""
-        plan, batch = launched.plan, self.batch
+        """Computes the logprobs of prompt tokens, for rows that want them."""
+        plan = launched.plan
+        batch = self.batch
         query_start = 0
         for idx, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.num_tokens)):
             num_top, delivered = batch.prompt_logprobs.get(row, (None, 0))
@@ -245,7 +258,7 @@ class Runner:
 
 
 def group_backends(model: nn.Module, groups: Sequence[Group], limits: Limits) -> list[AttentionBackend]:
-    """An attention backend for each group, which its layers get."""
+    """Makes an attention backend for each group, and gives it to the group's layers."""
     layers_of: list[list[CacheLayer]] = [[] for _ in groups]
     for layer in cache_layers(model).values():
         layers_of[layer.group_idx].append(layer)
@@ -262,29 +275,27 @@ def group_backends(model: nn.Module, groups: Sequence[Group], limits: Limits) ->
 
 
 class Pending:
-    """A step's results, on their way from the device."""
+    """A step's results, while they are copied from the device."""
 
     token_ids: ToHost
     num_accepted: ToHost | None = None  # None: there are no drafts
-    vectors: ToHost | None = None  # hidden states of all samples; None: nobody asks
+    vectors: ToHost | None = None  # hidden states of all samples; None: no row wants any
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
-        self.logprobs: tuple[list[int], list[int], ToHost] | None = (
-            None  # places among the samples, how many each asks for, columns
-        )
-        self.prompt_logprobs: list[
-            tuple[int, int, ToHost]
-        ] = []  # index in the plan's rows, likewise; parts of a row in order
+        # Indices of the samples that have logprobs, how many of the most likely tokens each wants, columns.
+        self.logprobs: tuple[list[int], list[int], ToHost] | None = None
+        # Index in the plan's rows, how many of the most likely tokens it wants, columns; parts of a row are in order.
+        self.prompt_logprobs: list[tuple[int, int, ToHost]] = []
 
     @explain_gpu_errors
     def result(self) -> StepResult:
         chosen = self.token_ids.wait()[0].tolist()
         num_accepted = None if self.num_accepted is None else self.num_accepted.wait()[0].tolist()
-        vectors = None if self.vectors is None else self.vectors.wait()[0]
+        vectors = () if self.vectors is None else self.vectors.wait()[0].unbind()
         result = StepResult(self.plan.step_id, [[] for _ in self.plan.rows])
         first = 0  # sample of the row
-        place_of: dict[int, int] = {}  # sample that counts -> row of the plan
+        row_of: dict[int, int] = {}  # sample whose token is a result -> index in the plan's rows
         producing = (idx for idx, produces in enumerate(self.plan.produces) if produces)
         for nth, idx in enumerate(producing):
             end = first + 1 + (num_accepted[nth] if num_accepted is not None else 0)
@@ -292,14 +303,14 @@ class Pending:
                 result.vectors[idx] = vectors[first].tolist()
             else:
                 result.token_ids[idx] = chosen[first:end]
-                place_of.update((sample, idx) for sample in range(first, end))
+                row_of.update((sample, idx) for sample in range(first, end))
             first += abs(self.plan.produces[idx])
         if self.logprobs is not None:
-            places, num_top, columns = self.logprobs
-            found = entries([chosen[i] for i in places], LogprobColumns(*columns.wait()), num_top)
-            for sample, entry in zip(places, found):
-                if sample in place_of:
-                    result.logprobs.setdefault(place_of[sample], []).append(entry)
+            samples, num_top_each, columns = self.logprobs
+            found = entries([chosen[sample] for sample in samples], LogprobColumns(*columns.wait()), num_top_each)
+            for sample, entry in zip(samples, found):
+                if sample in row_of:
+                    result.logprobs.setdefault(row_of[sample], []).append(entry)
         for idx, num_top, columns in self.prompt_logprobs:
             targets, *rest = columns.wait()
             found = entries(targets.tolist(), LogprobColumns(*rest), [num_top] * len(targets))

@@ -1,6 +1,6 @@
-"""Arrays of 32-bit words with named parts: what the host writes and a step's kernels read, at addresses that stay.
+"""Arrays of 32-bit words with named parts, which the host writes and a step's kernels read, at fixed addresses.
 
-Used by the persistent batch and by a step's inputs. On a CPU host and device are the same memory, and nothing travels.
+Used by the persistent batch and by a step's inputs. On a CPU, host and device share memory and nothing is copied.
 """
 
 import math
@@ -33,19 +33,21 @@ class Words:
             self.device[name] = self.words[part].view(shape)
 
     def send(self) -> None:
-        """All of it, in the order of the device's work."""
+        """Copies all of it, in the order of the device's work."""
         if self.words.device.type != "cpu":
             to_device(self.host_words, self.words.device, self.words)
 
 
 class RowWords:
-    """Parts [rows, width] of one int32 array on the device, which the host changes piece by piece: one copy and one kernel, however
-    many pieces a step brings."""
+    """Parts [rows, width] of one int32 array on the device, which the host changes piece by piece.
+
+    A step's changes need one copy and one kernel, however many there are.
+    """
 
     def __init__(
         self, num_rows: int, widths: dict[str, int], device: torch.device, scatter_segments: Callable[..., None] | None
     ) -> None:
-        """`scatter_segments`: as in `ops/step/reference.py`; None: the host writes to the array itself."""
+        """`scatter_segments`: as in `ops/step/reference.py`; None: the host writes to the array directly."""
         sizes = [num_rows * width for width in widths.values()]
         self.widths = widths
         self.starts = dict(zip(widths, np.cumsum([0, *sizes[:-1]]).tolist()))
@@ -55,21 +57,21 @@ class RowWords:
             self.parts[name] = part.view(num_rows, width)
         self.scatter_segments = scatter_segments
         self.host_words = self.words.numpy() if scatter_segments is None else None
-        self.news: list[tuple[int, np.ndarray]] = []  # where, what
+        self.changes: list[tuple[int, np.ndarray]] = []  # (first word, values) that are not sent yet
 
     def put(self, name: str, row: int, at: int, values: np.ndarray) -> None:
-        """`values` go to a part's row, from column `at` on, when they are sent."""
+        """Writes `values` into a part's row, from column `at` on; the device sees them after `send`."""
         start = self.starts[name] + row * self.widths[name] + at
         if self.host_words is not None:
             self.host_words[start : start + len(values)] = values
         else:
-            self.news.append((start, values))
+            self.changes.append((start, values))
 
     def send(self) -> None:
-        if not self.news:
+        if not self.changes or self.scatter_segments is None:
             return
-        starts, pieces = zip(*self.news)
-        self.news.clear()
+        starts, pieces = zip(*self.changes)
+        self.changes.clear()
         lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
         segments = np.stack((np.array(starts, np.int64), np.cumsum(lengths) - lengths, lengths), 1)
         message = to_device(np.concatenate((segments.view(np.int32).ravel(), *pieces)), self.words.device)

@@ -3,10 +3,8 @@
 Started by `executor/` by dotted path. Must not know requests, text or clients.
 """
 
-import importlib
 import logging
 import time
-from types import ModuleType
 
 import torch
 
@@ -21,6 +19,7 @@ from quire.layers.linear import LMHead
 from quire.sampling.custom import load as load_processors
 from quire.worker.build import build
 from quire.worker.choose import DTYPES, runs_on_triton
+from quire.worker.device import Device
 from quire.worker.drafter import NoDrafter
 from quire.worker.kv_cache import KVMemory, kv_specs
 from quire.worker.load import checkpoint_tensors, dummy_tensors, layers, load_weights, translated, uploaded
@@ -29,11 +28,16 @@ from quire.worker.runner import Runner
 log = logging.getLogger(__name__)
 
 
-def device_module(config: EngineConfig) -> ModuleType:
-    """What the device brings: `cpu/device.py`, or `gpu/device.py`, which needs Triton: it comes with torch's builds for GPUs."""
-    kind = "gpu" if runs_on_triton(config) else "cpu"
+def device_module(config: EngineConfig) -> Device:
+    """`cpu/device.py` or `gpu/device.py`. The latter needs Triton, which comes with torch's builds for GPUs."""
     try:
-        return importlib.import_module(f"quire.worker.{kind}.device")
+        if runs_on_triton(config):
+            from quire.worker.gpu import device as gpu
+
+            return gpu
+        from quire.worker.cpu import device as cpu
+
+        return cpu
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"GPU kernels need {error.name}, which is not installed: pip install {error.name}, or add --device cpu"
@@ -43,11 +47,12 @@ def device_module(config: EngineConfig) -> ModuleType:
 class Worker:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.dtype, self.device = DTYPES[config.model.dtype], torch.device(config.device.device)
+        self.dtype = DTYPES[config.model.dtype]
+        self.device = torch.device(config.device.device)
         torch.set_num_threads(config.device.num_threads)
         self.module = device_module(config)
         self.module.open(self.device)
-        self.is_rehearsed = self.device.type == "cpu"  # a GPU must have run the largest step once
+        self.is_rehearsed = self.device.type == "cpu"  # a GPU must run the largest step once before it serves
         started = time.monotonic()
         files = find(config.model.model)
         hf_config = read_config(files)
@@ -56,21 +61,21 @@ class Worker:
         self.model = build(config, hf_config)
         self.drafter = NoDrafter()
         self.hidden_size = next(m.in_features for m in self.model.modules() if isinstance(m, LMHead))
-        dummy = config.model.load_format == "dummy"
-        tensors = (
-            dummy_tensors(self.model, config.model.seed, self.device) if dummy else checkpoint_tensors(files, hf_config)
-        )
-        if self.device.type == "cuda" and not dummy:
-            tensors = uploaded(tensors, self.device)
-        if not dummy and files.kind == "hf":  # GGUF files are read under the model's own names
-            tensors = translated(self.model, tensors)
+        if config.model.load_format == "dummy":
+            tensors = dummy_tensors(self.model, config.model.seed, self.device)
+        else:
+            tensors = checkpoint_tensors(files, hf_config)
+            if self.device.type == "cuda":
+                tensors = uploaded(tensors, self.device)
+            if files.kind == "hf":  # GGUF files are read with the model's own names
+                tensors = translated(self.model, tensors)
         with self.module.capacity("loading the weights"):
             load_weights(self.model, tensors)
         log.info("weights loaded: %.0f MB in %.2f s", self.weight_bytes / 1e6, time.monotonic() - started)
 
     @property
     def weight_bytes(self) -> int:
-        seen: dict[int, int] = {}  # address -> bytes: layers that are tied have the same
+        seen: dict[int, int] = {}  # address -> bytes: tied layers have the same address
         for layer in layers(self.model):
             seen |= layer.memory()
         return sum(seen.values())
@@ -89,7 +94,7 @@ class Worker:
         with self.module.capacity("making the KV cache"):
             self.runner = self._runner(layout)
             self.runner.batch.sampling.custom = [(processor, set()) for processor in self.processors]
-            if not self.is_rehearsed:  # the number of blocks was given: nothing has run yet
+            if not self.is_rehearsed:  # the number of blocks was given, so nothing has run yet
                 self.runner.rehearse()
             self.runner.get_ready()
         log.info("runner ready in %.2f s", time.monotonic() - started)
@@ -97,14 +102,19 @@ class Worker:
     def _runner(self, layout: KVLayout) -> Runner:
         memory = KVMemory(layout, self.device, self.module.copy_blocks)
         memory.attach(self.model)
-        scheduler, max_len = self.config.scheduler, self.config.model.max_model_len
-        like = torch.empty(0, self.hidden_size, dtype=self.dtype, device=self.device)
+        scheduler = self.config.scheduler
         limits = Limits(
-            scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_len, like, self.drafter.num_drafts
+            num_rows=scheduler.max_num_seqs,
+            max_tokens=scheduler.max_num_batched_tokens,
+            max_len=self.config.model.max_model_len,
+            hidden_like=torch.empty(0, self.hidden_size, dtype=self.dtype, device=self.device),
+            num_drafts=self.drafter.num_drafts,
         )
         return Runner(self.model, memory, self.module, limits, self.vocab_size, self.drafter)
 
     def close(self) -> None:
         """Gives the device's memory back."""
-        self.model = self.runner = None
+        del self.model
+        if hasattr(self, "runner"):
+            del self.runner
         self.module.release()

@@ -1,6 +1,6 @@
-"""A CPU, as the worker and its runner see it: kernels, recordings, memory. Host and device are one, so nothing travels.
+"""A CPU, as the worker and its runner see it: kernels, recordings, memory. Host and device share one memory.
 
-`gpu/device.py` has the same names, and those for what only happens there.
+`gpu/device.py` has the same names; `worker/device.py` says what they are.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from quire.ops.elementwise.reference import gather_rows
 from quire.ops.packed_linear.cpu import huge_pages
 from quire.ops.sampling.cpu import Scratch, sample
 from quire.ops.step.cpu import accept, place_slots, place_tokens
+from quire.ops.step.reference import correct_starts, place_samples
 from quire.ops.vocab.cpu import mask_logits
 from quire.sampling.sampler import SampleMasks
 from quire.step import Masks
@@ -22,11 +23,27 @@ from quire.utils.memory import available_bytes
 from quire.worker.cpu.graphs import Recordings
 
 __all__ = [
-    "MaskStaging", "Recordings", "Scratch", "accept", "capacity", "copy_blocks", "gather_rows", "known_lengths",
-    "kv_memory_bytes", "mask_logits", "open", "place_slots", "place_tokens", "release", "sample", "scatter_segments",
-]  # fmt: skip
+    "MaskStaging",
+    "Recordings",
+    "Scratch",
+    "accept",
+    "capacity",
+    "copy_blocks",
+    "correct_starts",
+    "gather_rows",
+    "known_lengths",
+    "kv_memory_bytes",
+    "mask_logits",
+    "open",
+    "place_samples",
+    "place_slots",
+    "place_tokens",
+    "release",
+    "sample",
+    "scatter_segments",
+]
 
-# Memory is shared with everything else on the machine, so a share of it is taken only up to here unless asked.
+# Other programs need the machine's memory too: by default KV blocks take no more than this.
 MAX_KV_BYTES = 4 << 30
 
 scatter_segments = None
@@ -36,30 +53,32 @@ def open(device: torch.device) -> None:
     pass
 
 
-def capacity(what: str) -> contextlib.AbstractContextManager:
+def capacity(what: str) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
 def kv_memory_bytes(config: EngineConfig, make_runner: Callable[[], object] | None = None) -> int:
-    """What may be given to KV blocks, also before anything is loaded."""
+    """Bytes that KV blocks may take; can be asked before anything is loaded."""
     return min(MAX_KV_BYTES, int(available_bytes() * config.cache.gpu_memory_utilization))
 
 
 def release() -> None:
-    """Gives memory back that weights were to be put into."""
+    """Gives back memory that was reserved for weights."""
     huge_pages.forget()
 
 
 def known_lengths(lengths: torch.Tensor) -> np.ndarray:
-    """Those of all rows: steps before have run."""
+    """The lengths of all rows: the steps before have run, so the host knows them."""
     return lengths.numpy()
 
 
 class MaskStaging:
-    """Grammars' masks of a step."""
+    """The grammars' masks of a step."""
+
+    masks: SampleMasks  # exists once a step has any
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        self.masks: SampleMasks | None = None
+        pass
 
     def memory(self, num_rows: int, num_words: int, is_new: bool) -> None:
         return None

@@ -1,7 +1,7 @@
-"""Steps in which every row gets one token, played from a tape instead of walked through in Python.
+"""Forward passes in which every row has one token: the calls of compiled kernels are replayed from a tape.
 
-Used by the runner. Everything that varies lies in fixed buffers; one tape, recorded when the engine starts, serves any number of
-rows. A pass in which plain torch computes something is not recorded, and neither is sampling.
+Used by the runner. Everything that varies is in buffers at fixed addresses; one tape, recorded when the engine starts,
+serves any number of rows. A pass that also computes something with torch is not recorded, and neither is sampling.
 """
 
 import logging
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from quire.errors import EngineError
 from quire.layers.attention.base import StepShape
 from quire.ops.cpu.tape import Recording, Tape
 from quire.worker.inputs import SampleShape, decode_shape
@@ -30,13 +31,14 @@ class Recordings:
         self.tape: Tape | None = None
 
     def get_ready(self) -> None:
-        """Records with rows that look at token 0 of block 0, which is nobody's, and write nowhere."""
+        """Records a pass whose rows read token 0 of block 0, which no request uses, and write nothing."""
         if self.max_rows < RECORDED_ROWS:
             return
-        shape, inputs = decode_shape(RECORDED_ROWS), self.runner.inputs
+        shape = decode_shape(RECORDED_ROWS)
+        inputs = self.runner.inputs
         inputs.host["context_lens"][:RECORDED_ROWS] = 1
         inputs.host["query_starts"][: RECORDED_ROWS + 1] = np.arange(RECORDED_ROWS + 1)
-        self.runner.run_model(shape)  # methods make at first use what they keep
+        self.runner.run_model(shape)  # some methods allocate at first use what they keep
         with Recording() as recording:
             hidden_TD = self.runner.run_model(shape)
         self.tape = recording.tape(hidden_TD, self.max_rows)
@@ -44,17 +46,19 @@ class Recordings:
             log.debug("steps cannot be recorded: torch computes a part of them")
 
     def find(self, exact: StepShape) -> StepShape | None:
-        """The shape of a recording that does for such a step."""
-        return exact if self.tape is not None and exact.decode and exact.num_rows <= self.max_rows else None
+        is_playable = exact.decode and exact.num_rows <= self.max_rows
+        return exact if is_playable and self.tape is not None else None
 
     def forward(self, shape: StepShape) -> Tensor:
+        if self.tape is None:
+            raise EngineError("a step is to be replayed that was not recorded: this is a bug in the runner")
         self.runner.place(shape)
         hidden_TD = self.tape.play(shape.num_rows)
         self.runner.keep(hidden_TD, shape)
         return hidden_TD
 
-    def find_sampling(self, exact: SampleShape) -> None:
-        return None
+    def sample(self, exact: SampleShape) -> bool:
+        return False
 
     def record_next(self) -> None:
         pass

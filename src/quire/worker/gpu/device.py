@@ -1,6 +1,7 @@
-"""A GPU, as the worker and its runner see it: kernels, recordings, whether it can be used, how much of its memory KV blocks may take.
+"""A GPU, as the worker and its runner see it: kernels, recordings, whether it can be used, its memory for KV blocks.
 
-`cpu/device.py` has the same names. Errors here are told to people: one sentence, and what to do.
+`cpu/device.py` has the same names; `worker/device.py` says what they are. Errors here are for people: one sentence, and
+what to do.
 """
 
 import contextlib
@@ -24,17 +25,33 @@ from quire.worker.gpu.masks import MaskStaging
 from quire.worker.runner import Runner
 
 __all__ = [
-    "MaskStaging", "Recordings", "Scratch", "accept", "capacity", "copy_blocks", "correct_starts", "gather_rows", "known_lengths",
-    "kv_memory_bytes", "mask_logits", "open", "place_samples", "place_slots", "place_tokens", "release", "sample", "scatter_segments",
-]  # fmt: skip
+    "MaskStaging",
+    "Recordings",
+    "Scratch",
+    "accept",
+    "capacity",
+    "copy_blocks",
+    "correct_starts",
+    "gather_rows",
+    "known_lengths",
+    "kv_memory_bytes",
+    "mask_logits",
+    "open",
+    "place_samples",
+    "place_slots",
+    "place_tokens",
+    "release",
+    "sample",
+    "scatter_segments",
+]
 
 GIB = 2**30
-OLDEST = (8, 0)  # compute capability: bfloat16 products
-RESERVE_BYTES = 256 << 20  # for what others on the card, the driver and fragmentation take
+MIN_CAPABILITY = (8, 0)  # compute capability: the first with bfloat16 products
+RESERVE_BYTES = 256 << 20  # for other processes on the GPU, the driver and fragmentation
 
 
 def open(device: torch.device) -> None:
-    """Makes the device this process's own, or says why it cannot be used."""
+    """Sets the GPU up for this process, or raises an error that says why it cannot be used."""
     if device.type == "cpu":
         if not INTERPRETED:
             raise ConfigError("Triton's interpreter runs where TRITON_INTERPRET=1 is set: leave out interpret_triton")
@@ -46,7 +63,7 @@ def open(device: torch.device) -> None:
         raise EngineError(
             f"the GPU cannot be used ({first_line(error)}): see nvidia-smi, or add --device cpu"
         ) from None
-    if torch.cuda.get_device_capability() < OLDEST:
+    if torch.cuda.get_device_capability() < MIN_CAPABILITY:
         raise ConfigError(
             f"the {torch.cuda.get_device_name()} is older than what the kernels are made for (Ampere): add --device cpu"
         )
@@ -56,20 +73,20 @@ def open(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def capacity(what: str) -> Iterator[None]:
-    """Running out of memory while doing `what` becomes a sentence."""
+    """Turns running out of memory while doing `what` into a CapacityError."""
     try:
         yield
     except torch.cuda.OutOfMemoryError:
         free, total = torch.cuda.mem_get_info()
         raise CapacityError(
-            f"the GPU's memory ended while {what}: {free / GIB:.1f} of {total / GIB:.1f} GiB are free. Use a smaller model or dtype, "
-            "lower --gpu-memory-utilization, --max-num-batched-tokens, --max-num-seqs or --max-model-len, or stop what else runs there "
-            "(nvidia-smi shows it)"
+            f"the GPU's memory ended while {what}: {free / GIB:.1f} of {total / GIB:.1f} GiB are free. "
+            "Use a smaller model or dtype, lower --gpu-memory-utilization, --max-num-batched-tokens, --max-num-seqs or "
+            "--max-model-len, or stop what else runs there (nvidia-smi shows it)"
         ) from None
 
 
 def kv_memory_bytes(config: EngineConfig, make_runner: Callable[[], Runner]) -> int:
-    """The share of the card that is the engine's, less what is taken, what a runner keeps, and what a step takes at most."""
+    """The engine's share of the GPU's memory, less what is in use, what a runner keeps and what a step needs."""
     if not torch.cuda.is_available():  # in Triton's interpreter
         return host_memory_bytes(config)
     before = torch.cuda.memory_allocated()
@@ -83,25 +100,28 @@ def kv_memory_bytes(config: EngineConfig, make_runner: Callable[[], Runner]) -> 
     del runner
     release()
     free, total = torch.cuda.mem_get_info()
-    # A step takes its peak once in torch's own cache and once more, at most, in the graphs' memory.
-    room = int(total * config.cache.gpu_memory_utilization) - (total - free) - kept - 2 * peak - RESERVE_BYTES
-    if room <= 0:
+    used = total - free
+    # A step needs its peak once in torch's own cache and once more, at most, in the graphs' memory.
+    needed = kept + 2 * peak
+    utilization = config.cache.gpu_memory_utilization
+    remaining = int(total * utilization) - used - needed - RESERVE_BYTES
+    if remaining <= 0:
         raise CapacityError(
-            f"no memory is left for KV blocks: of {total / GIB:.1f} GiB, {(total - free) / GIB:.1f} are taken and steps need "
-            f"{(kept + 2 * peak) / GIB:.1f}: raise --gpu-memory-utilization ({config.cache.gpu_memory_utilization}), "
+            f"no memory is left for KV blocks: of {total / GIB:.1f} GiB, {used / GIB:.1f} are taken and steps need "
+            f"{needed / GIB:.1f}: raise --gpu-memory-utilization ({utilization}), "
             "lower --max-num-batched-tokens or --max-num-seqs, or use a smaller model"
         )
-    return room
+    return remaining
 
 
 def known_lengths(lengths: torch.Tensor) -> None:
-    """The host cannot know them without waiting."""
+    """The host cannot know the rows' lengths without waiting for the device."""
     return None
 
 
 def release() -> None:
-    """Gives unused memory back to the card."""
+    """Gives unused memory back to the GPU."""
     gc.collect()  # layers, caches and recorded graphs refer to each other
     if torch.cuda.is_available():
-        torch._C._cuda_clearCublasWorkspaces()  # kept per stream, in the memory of graphs that may be gone
+        torch._C._cuda_clearCublasWorkspaces()  # kept per stream, in memory of graphs that may no longer exist
         torch.cuda.empty_cache()

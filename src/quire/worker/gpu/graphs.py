@@ -1,7 +1,7 @@
-"""CUDA graphs: a step's many launches recorded once per shape and replayed as one.
+"""CUDA graphs: a step's many launches, recorded once per shape and replayed as one.
 
-Used by the runner. Shapes come from a ladder, so that any step finds one not much larger than itself. The commonest are recorded when
-the engine starts; the rest one at a time between steps.
+Used by the runner. Shapes come from a ladder of sizes, so that any step finds one not much larger than itself. The most
+common shapes are recorded when the engine starts, the others one at a time between steps.
 """
 
 import bisect
@@ -9,13 +9,14 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from quire.layers.attention.base import StepShape
+from quire.worker.failure import first_line
 from quire.worker.inputs import SampleShape, decode_shape, mixed_shape
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ FIRST_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # recorded before the first req
 
 
 def ladder(largest: int, *, smallest: int, step: int, largest_step: int) -> list[int]:
-    """Sizes to `largest`: doubling to `step`, then in steps of about an eighth, so that no shape is padded by much more."""
+    """Sizes up to `largest`: doubling up to `step`, then by about an eighth, so that no step is padded by much more."""
     sizes = [smallest]
     while sizes[-1] < largest:
         size = sizes[-1] * 2 if sizes[-1] < step else sizes[-1] + step
@@ -43,20 +44,23 @@ def fit(sizes: list[int], size: int) -> int:
 
 
 def in_order(sizes: list[int]) -> tuple[list[int], int]:
-    """As they are recorded, and how many of them before the first request is served: the commonest, the largest of these first."""
+    """Sizes in the order of recording, and how many of them are recorded before the first request is served.
+
+    Those are the most common ones; in both parts the largest comes first.
+    """
     first = [size for size in sizes if size in FIRST_ROWS or size == sizes[-1]]
     return sorted(sizes, key=lambda size: (size not in first, -size)), len(first)
 
 
 class Graphs:
-    """Graphs by key. `record(key)` runs what is to be recorded; its results are what it leaves in buffers that stay."""
+    """Graphs by key. `record(key)` runs what is recorded; it leaves its results in buffers at fixed addresses."""
 
     def __init__(self, record: Callable[[Any], Any], device: torch.device) -> None:
         self.record = record
         self.enabled = device.type == "cuda"
         self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self.failed: list[torch.cuda.CUDAGraph] = []  # kept: its memory is shared with the others
-        self.to_record: list[Hashable] = []  # to be recorded, most urgent last
+        self.failed: list[torch.cuda.CUDAGraph] = []  # kept, because they share memory with the others
+        self.to_record: list[Hashable] = []  # the next one last
         if self.enabled:
             self.pool = torch.cuda.graph_pool_handle()
             self.stream = torch.cuda.Stream(device)
@@ -67,41 +71,42 @@ class Graphs:
     def replay(self, key: Hashable) -> None:
         self.graphs[key].replay()
 
-    def want(self, keys: list[Hashable], now: int) -> None:
+    def want(self, keys: Sequence[Hashable], now: int) -> None:
         """The first `now` of them are recorded at once, the others later, in order."""
         if self.enabled:
-            self.to_record = keys[::-1]
+            self.to_record = list(reversed(keys))
             for _ in range(now):
                 self.capture(self.to_record.pop())
 
     def ask(self, key: Hashable) -> None:
-        """To be recorded next, if it is not there: a shape that only some users meet."""
+        """Records the key next, if it is not recorded yet: a shape that only some users need."""
         if self.enabled and key not in self.graphs and key not in self.to_record:
             self.to_record.append(key)
 
     def record_next(self) -> None:
-        """Records one that is wanted: some 20 ms of the host's time, none of the device's. Where it cannot be, steps go on without."""
+        """Records one of `to_record`: about 20 ms of the host's time, none of the device's.
+
+        If that fails, no more graphs are recorded.
+        """
         if not self.to_record:
             return
         try:
             self.capture(self.to_record.pop())
         except RuntimeError as error:
-            log.warning(
-                "no more graphs are recorded, steps of other sizes will be slower: %s", str(error).split("\n")[0][:200]
-            )
+            log.warning("no more graphs are recorded, steps of other sizes will be slower: %s", first_line(error))
             self.to_record = []
 
     def capture(self, key: Hashable) -> None:
         started = time.perf_counter()
         graph = torch.cuda.CUDAGraph()
-        # Not `torch.cuda.graph`, which waits for the device and collects garbage first.
+        # `torch.cuda.graph` would first wait for the device and collect garbage.
         with torch.cuda.stream(self.stream):
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 self.record(key)
             except BaseException:
                 self.failed.append(graph)
-                with contextlib.suppress(RuntimeError):  # it would hide the reason
+                with contextlib.suppress(RuntimeError):  # a second error would hide the first
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -114,7 +119,8 @@ class Recordings:
 
     def __init__(self, runner: "Runner") -> None:
         limits = runner.limits
-        self.runner, self.limits = runner, limits
+        self.runner = runner
+        self.limits = limits
         self.forwards = Graphs(runner.compute, limits.hidden_like.device)
         self.samplings = Graphs(runner.choose, limits.hidden_like.device)
         self.row_sizes = ladder(limits.num_rows, smallest=1, step=4, largest_step=16)
@@ -122,7 +128,7 @@ class Recordings:
         self.token_sizes = ladder(limits.max_tokens, smallest=64, step=64, largest_step=512)
 
     def get_ready(self) -> None:
-        """The commonest shapes are recorded now, the largest of them first so that the others fit into its memory; the rest later."""
+        """Records the most common shapes, the largest first so that the others fit into its memory; the rest later."""
         if not self.forwards.enabled:
             return
         row_sizes, num_first = in_order(self.row_sizes)
@@ -131,12 +137,10 @@ class Recordings:
         if all(backend.is_recordable for backend in self.runner.inputs.backends):
             self.forwards.want(mixed[:1] + decodes + mixed[1:], now=1 + num_first)
         sample_sizes, num_first = in_order(self.sample_sizes)
-        self.samplings.want(
-            [SampleShape(size, random) for size in sample_sizes for random in (True, False)], now=2 * num_first
-        )
+        samplings = [SampleShape(size, random) for size in sample_sizes for random in (True, False)]
+        self.samplings.want(samplings, now=2 * num_first)
 
     def find(self, exact: StepShape) -> StepShape | None:
-        """The shape of a recording that does for such a step."""
         if exact.uncached_prefills or exact.wants_all:
             return None
         if exact.decode and exact.num_samples == exact.num_rows:
@@ -147,18 +151,16 @@ class Recordings:
 
     def forward(self, shape: StepShape) -> Tensor:
         self.forwards.replay(shape)
-        return self.runner.last_hidden[:0]  # all that is asked for was kept
+        return self.runner.last_hidden[:0]  # the hidden states that are needed were kept in `last_hidden`
 
-    def find_sampling(self, exact: SampleShape) -> SampleShape | None:
+    def sample(self, exact: SampleShape) -> bool:
         padded = dataclasses.replace(exact, num_samples=fit(self.sample_sizes, exact.num_samples))
         if padded in self.samplings:
-            return padded
+            self.samplings.replay(padded)
+            return True
         if padded.masked:
             self.samplings.ask(padded)
-        return None
-
-    def sample(self, shape: SampleShape) -> None:
-        self.samplings.replay(shape)
+        return False
 
     def record_next(self) -> None:
         for graphs in (self.samplings, self.forwards):
