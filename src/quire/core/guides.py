@@ -35,6 +35,7 @@ class RequestGuide(Guide):
         forced = self.forced()
         if len(forced) <= request.num_sampling and not request.eos_ids.intersection(forced):
             return  # the step in flight computes it anyway
+        forced = list(forced)  # may be a list of the constraint's, and `force` cuts it where the request ends
         delta.finish_reason, delta.stop_reason = request.force(forced)
         self.advance(forced)
         delta.token_ids = delta.token_ids + forced
