@@ -1,9 +1,9 @@
-"""An executor without a model, for tests: it believes nothing but the block tables.
+"""An executor without a model, for tests: its output depends on what it reads through the block tables.
 
-Its caches hold the tokens themselves, an entry for every `tokens_per_entry` of them, and states a hash of all tokens so far. The
-next token of a row is a hash of its whole history READ BACK through the block tables of every group, so that a wrong slot, a
-block reused too early, a stale token or a wrong state changes the output. A step runs only when its result is asked for, in
-order, as on a device that is behind.
+Its caches hold the tokens themselves, an entry for every `tokens_per_entry` of them; states hold a hash of all tokens
+so far. The next token of a row is a hash of its whole history READ BACK through the block tables of every group, so
+that a wrong slot, a block reused too early, a stale token or a wrong state changes the output. A step runs only when
+its result is asked for, in order, as on a device that is behind the host.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from quire.config import EngineConfig
 from quire.executor.base import Executor
+from quire.kv.pool import NULL_BLOCK
 from quire.kv.specs import CacheSpec, Full, Group, KVLayout
 from quire.step import NOTHING, TOKEN, VECTOR, Masks, Move, StepPlan, StepResult
 
@@ -20,19 +21,19 @@ EMPTY = -1  # in place of a token that is not what it should be
 
 
 def next_token(history: Sequence[int], seed: int, choice_idx: int, allowed: Sequence[int] = range(VOCAB_SIZE)) -> int:
-    """What the fake model says after `history`."""
+    """The token that the fake model chooses after `history`."""
     digest = hashlib.sha256(repr((list(history), seed, choice_idx)).encode()).digest()
     return allowed[int.from_bytes(digest[:4], "little") % len(allowed)]
 
 
 def hidden_state(history: Sequence[int]) -> list[float]:
-    """What the fake model thinks of `history`."""
+    """The fake model's hidden state after `history`."""
     digest = hashlib.sha256(repr(list(history)).encode()).digest()
     return [byte / 256 for byte in digest[:8]]
 
 
 def next_state(state: bytes, token_id: int) -> bytes:
-    """What is left of all tokens so far, as a recurrent layer would have it."""
+    """The state after one more token, as a recurrent layer would have it."""
     return hashlib.sha256(state + token_id.to_bytes(4, "little")).digest()
 
 
@@ -54,7 +55,7 @@ class FakeExecutor(Executor):
 
     def allocate(self, layout: KVLayout) -> None:
         self.groups = layout.groups
-        # A block holds one group's entries at a time; whoever takes it finds what was there.
+        # A block holds one group's entries at a time; its old content stays until it is overwritten.
         self.blocks: list[list[dict]] = [[{} for _ in range(pool.num_blocks)] for pool in layout.pools]
         self.outside: list[list[dict]] = [[{} for _ in range(pool.num_places)] for pool in layout.pools]
 
@@ -76,10 +77,9 @@ class FakeExecutor(Executor):
     def _run(self, plan: StepPlan, masks: Masks | None) -> StepResult:
         allowed = {}
         if masks is not None:
-            words, width = masks.words, len(masks.words) // len(masks.places)
-            allowed = {
-                place: allowed_tokens(words[i * width : (i + 1) * width]) for i, place in enumerate(masks.places)
-            }
+            width = len(masks.words) // len(masks.places)
+            for i, place in enumerate(masks.places):
+                allowed[place] = allowed_tokens(masks.words[i * width : (i + 1) * width])
         for move in plan.moves:
             self._move(move)
         for start in plan.new_rows:
@@ -88,11 +88,10 @@ class FakeExecutor(Executor):
             self.rows[forced.row].token_ids[forced.start :] = forced.token_ids
         tokens: list[list[int]] = []
         vectors: dict[int, list[float]] = {}
-        for row, first, count, produces, new in zip(
-            plan.rows, plan.starts, plan.num_tokens, plan.produces, plan.new_blocks
-        ):
+        for idx, row in enumerate(plan.rows):
+            first, count, produces = plan.starts[idx], plan.num_tokens[idx], plan.produces[idx]
             state = self.rows[row]
-            for table, blocks in zip(state.tables, new):
+            for table, blocks in zip(state.tables, plan.new_blocks[idx]):
                 table.extend(blocks)
             place = sum(map(bool, tokens)) + len(vectors)
             if produces == VECTOR:
@@ -149,13 +148,15 @@ class FakeExecutor(Executor):
             block[group_idx, offset] = content
 
     def _write_state(self, state: "_Row", group_idx: int, group: Group, first: int, end: int) -> None:
-        """From the state that the step before left, to what this one leaves; and at each block's end, where there is a block."""
+        """Continues the state of the step before; writes it after the last token and at the end of each block."""
         table, blocks, size = state.tables[group_idx], self.blocks[group.pool_idx], group.block_size
         value = blocks[table[(first - 1) // size]].get("state", b"") if first else b""
         for position in range(first, end):
             value = next_state(value, state.token_ids[position])
-            if table[position // size] and ((position + 1) % size == 0 or position + 1 == end):
-                blocks[table[position // size]]["state"] = value
+            is_written = (position + 1) % size == 0 or position + 1 == end
+            block = table[position // size]
+            if is_written and block != NULL_BLOCK:
+                blocks[block]["state"] = value
 
     def _choose(self, state: "_Row", length: int, allowed: Sequence[int]) -> int:
         return next_token(self._read(state, length), state.seed, state.choice_idx, allowed)
@@ -177,10 +178,8 @@ class FakeExecutor(Executor):
             history[entry * tokens : (entry + 1) * tokens] = content
 
     def _read_state(self, state: "_Row", group_idx: int, group: Group, history: list[int]) -> None:
-        value = self.blocks[group.pool_idx][state.tables[group_idx][(len(history) - 1) // group.block_size]].get(
-            "state"
-        )
-        if value != state.true_state(history):
+        block = state.tables[group_idx][(len(history) - 1) // group.block_size]
+        if self.blocks[group.pool_idx][block].get("state") != state.true_state(history):
             history[0] = EMPTY
 
 

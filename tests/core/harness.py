@@ -14,8 +14,14 @@ from tests.core.fake import VOCAB_SIZE, FakeExecutor, next_token
 
 FULL = {"full:kv": Full(1, 1, "bfloat16")}
 HYBRID = {**FULL, "near:kv": Sliding(1, 1, "bfloat16", window=6), "nearer:kv": Sliding(1, 1, "bfloat16", window=5)}
-
-
+DEFAULTS = {
+    "max_model_len": 64,
+    "block_size": 4,
+    "num_gpu_blocks_override": 64,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "pipeline_depth": 1,
+}
 ALL_STOPS = tuple(range(0, VOCAB_SIZE, 5))  # about every fifth token ends an answer
 
 
@@ -41,11 +47,7 @@ class Core:
         executor: type[FakeExecutor] | None = None,
         **options,
     ) -> None:
-        options = {
-            "max_model_len": 64, "block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 4,
-            "max_num_batched_tokens": 16, "pipeline_depth": 1, **options,
-        }  # fmt: skip
-        config = EngineConfig.from_kwargs(**options)
+        config = EngineConfig.from_kwargs(**{**DEFAULTS, **options})
         self.executor = (executor or RecordingExecutor)(config, specs)
         self.engine = Engine(config, self.executor, tier=tier)
         self.sent: dict[tuple[str, int], AddRequest] = {}
@@ -63,9 +65,8 @@ class Core:
         output_token_ids: list[int] = [],
         **fields,
     ) -> None:
-        message_fields = {
-            k: fields.pop(k) for k in ("priority", "cache_salt", "constraint", "wants_vector") if k in fields
-        }
+        message_names = fields.keys() & {"priority", "cache_salt", "constraint", "wants_vector"}
+        message_fields = {name: fields.pop(name) for name in message_names}
         choices = {choice_idx: list(output_token_ids) for choice_idx in range(n)}
         params = SamplingParams(n=n, **fields)
         message = AddRequest(name, list(prompt), params, seed=7, choices=choices, eos_ids=list(eos), **message_fields)
@@ -98,18 +99,24 @@ class Core:
         raise AssertionError("the core did not come to an end")
 
     def random_traffic(self, rng: random.Random, longest_shared: int = 24, vocab_size: int = 50) -> set[str]:
-        """Requests with common beginnings, several choices, stops, aborts and preemptions, until all have ended; returns those aborted."""
+        """Requests with common beginnings, several choices, stops, aborts and preemptions, until all have ended.
+
+        Returns the names of those that were aborted.
+        """
         aborted = set()
         shared = [rng.randrange(vocab_size) for _ in range(longest_shared)]
         for idx in range(rng.randint(1, 12)):
-            prompt = shared[: rng.randint(0, longest_shared)] + [
-                rng.randrange(vocab_size) for _ in range(rng.randint(1, 8))
-            ]
+            beginning = shared[: rng.randint(0, longest_shared)]
             self.add(
-                f"r{idx}", prompt, n=rng.choice([1, 1, 1, 3]), max_tokens=rng.choice([1, 2, 9, 30, None]),
-                eos=ALL_STOPS if rng.random() < 0.5 else (), min_tokens=rng.choice([0, 0, 1]), priority=rng.randint(0, 2),
+                f"r{idx}",
+                beginning + [rng.randrange(vocab_size) for _ in range(rng.randint(1, 8))],
+                n=rng.choice([1, 1, 1, 3]),
+                max_tokens=rng.choice([1, 2, 9, 30, None]),
+                eos=ALL_STOPS if rng.random() < 0.5 else (),
+                min_tokens=rng.choice([0, 0, 1]),
+                priority=rng.randint(0, 2),
                 cache_salt=rng.choice(["", "", "salt"]),
-            )  # fmt: skip
+            )
             for _ in range(rng.randint(0, 4)):
                 self.step()
             if rng.random() < 0.2:
@@ -154,14 +161,15 @@ class Core:
 
 
 class ToyTier(NoTier):
-    """Keeps what was forgotten last. `wrong`: gives another's content instead."""
+    """Keeps the blocks that were evicted last. `wrong`: finds the content of another block instead."""
 
     def __init__(self, num_places: int, max_step_bytes: int = 1 << 20, wrong: bool = False) -> None:
         self.num_places = num_places
         self.max_step_bytes = max_step_bytes
         self.wrong = wrong
-        self.places: dict[int, OrderedDict[tuple[int, bytes], int]] = {}  # per pool, forgotten longest ago first
-        self.num_saved = self.num_found = 0
+        self.places: dict[int, OrderedDict[tuple[int, bytes], int]] = {}  # per pool, the oldest first
+        self.num_saved = 0
+        self.num_found = 0
 
     def keep(self, pool_idx, group_idx, content_hash, loaded):
         kept = self.places.setdefault(pool_idx, OrderedDict())

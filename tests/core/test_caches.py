@@ -1,7 +1,7 @@
 """Caches that no model has yet, through the whole core: recurrent states, entries of several tokens, a tier outside.
 
-The fake executor reads everything back through block tables; so a state resumed at the wrong token, or a block loaded from the
-wrong place, changes the tokens.
+The fake executor reads everything back through block tables, so a state resumed at the wrong token, or a block loaded
+from the wrong place, changes the tokens.
 """
 
 import random
@@ -20,21 +20,19 @@ EVERY = 64  # tokens between two states that others may resume from
 STATE = State((EntryPart("hash", "uint8", (32,)),), every=EVERY)
 RECURRENT = {"attention:kv": Full(1, 1, "bfloat16"), "recurrent:state": STATE}
 ONLY_STATES = {"recurrent:state": STATE}
-# As DeepSeek V4 has it: a window, entries of 4 tokens, the state of whoever makes these entries.
+# Like DeepSeek V4: a window, entries of 4 tokens, and the state of the compressor that makes these entries.
+COMPRESSED_PARTS = EntryPart("keys", "int8", (6,)), EntryPart("scales", "float32", (2,))
 COMPRESSED = {
     "window:kv": Sliding(1, 4, "bfloat16", window=12),
-    "compressed:kv": CacheSpec(
-        "full", (EntryPart("keys", "int8", (6,)), EntryPart("scales", "float32", (2,))), tokens_per_entry=4
-    ),
+    "compressed:kv": CacheSpec("full", COMPRESSED_PARTS, tokens_per_entry=4),
     "compressor:tail": State((EntryPart("tail", "float32", (3,)),), every=32),
 }
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 
 
 def recurrent_core(specs=RECURRENT, **options) -> Core:
-    return Core(
-        specs, **{"max_model_len": 400, "max_num_batched_tokens": 100, "num_gpu_blocks_override": 200, **options}
-    )
+    defaults = {"max_model_len": 400, "max_num_batched_tokens": 100, "num_gpu_blocks_override": 200}
+    return Core(specs, **{**defaults, **options})
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
@@ -62,9 +60,8 @@ def test_only_blocks_that_get_a_state_are_taken():
     core.add("a", list(range(300)), max_tokens=100)
     core.step()
     (table,) = core.engine.scheduler.running[0].blocks.tables
-    assert [idx for idx, block in enumerate(table) if block != NULL_BLOCK] == [
-        4
-    ]  # that of token 299; the one at 256 was let go
+    # Block 4 has token 299; the block that ends at 256 was released.
+    assert [idx for idx, block in enumerate(table) if block != NULL_BLOCK] == [4]
     assert core.engine.kv.pools[0].num_free == 200 - 1 - 1
 
 
@@ -76,7 +73,8 @@ def test_choices_share_states_too(depth, caching):
     core.run()
     core.assert_all_as_expected()
     core.assert_nothing_is_held()
-    assert sum(s.stats.step_tokens for s in core.steps) < 150 + 3 * 80 + 2 * (150 - 128) + 10  # forks begin at 128
+    num_computed = sum(outputs.stats.step_tokens for outputs in core.steps)
+    assert num_computed < 150 + 3 * 80 + 2 * (150 - 128) + 10  # forks begin at 128
 
 
 @pytest.mark.parametrize("moment", range(1, 10))
@@ -108,14 +106,22 @@ def test_a_state_of_other_tokens_is_noticed():
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(0, 2**32), st.sampled_from([1, 2]), st.booleans(), st.sampled_from([RECURRENT, ONLY_STATES, COMPRESSED])
+    seed=st.integers(0, 2**32),
+    depth=st.sampled_from([1, 2]),
+    caching=st.booleans(),
+    specs=st.sampled_from([RECURRENT, ONLY_STATES, COMPRESSED]),
 )
 def test_any_traffic_with_states_gives_every_request_its_own_tokens(seed, depth, caching, specs):
     rng = random.Random(seed)
     core = Core(
-        specs, pipeline_depth=depth, enable_prefix_caching=caching, max_num_seqs=rng.randint(1, 5), max_model_len=200,
-        max_num_batched_tokens=rng.randint(5, 150), num_gpu_blocks_override=rng.randint(110, 160),
-    )  # fmt: skip
+        specs,
+        pipeline_depth=depth,
+        enable_prefix_caching=caching,
+        max_num_seqs=rng.randint(1, 5),
+        max_model_len=200,
+        max_num_batched_tokens=rng.randint(5, 150),
+        num_gpu_blocks_override=rng.randint(110, 160),
+    )
     aborted = core.random_traffic(rng, longest_shared=150)
     core.assert_all_as_expected(but=aborted)
     core.assert_nothing_is_held()
@@ -161,7 +167,7 @@ def test_a_step_moves_no_more_bytes_than_it_may():
 
 
 def test_saves_leave_room_for_the_loads_that_cause_them():
-    """Where every free block has content, each load pushes something out, and both count."""
+    """If every free block has content, each load evicts something that is saved, and both count."""
     options = dict(num_gpu_blocks_override=12, max_num_seqs=1, max_model_len=44, max_num_batched_tokens=8)
     core = Core(tier=ToyTier(200, max_step_bytes=2 * 4 * 4), **options)
     for name, first in (("first", 0), ("fills", 100), ("again", 0)):
@@ -197,7 +203,10 @@ def test_a_tier_smaller_than_a_hit_never_gives_away_what_a_step_loads():
 
 def test_random_traffic_saves_and_loads():
     """Else the next test would prove nothing."""
-    moves = [move for seed in range(40) for plan in tier_traffic(seed, 2, FULL).executor.plans for move in plan.moves]
+    moves = []
+    for seed in range(40):
+        for plan in tier_traffic(seed, 2, FULL).executor.plans:
+            moves += plan.moves
     num_loads = sum(move.is_load for move in moves)
     print(f"{num_loads} loads, {len(moves) - num_loads} saves")
     assert num_loads > 20 and len(moves) - num_loads > 100
@@ -213,10 +222,14 @@ def tier_traffic(seed: int, depth: int, specs: dict[str, CacheSpec]) -> Core:
     rng = random.Random(seed)
     tier = ToyTier(rng.choice([1, 5, 30, 300]), max_step_bytes=rng.choice([64, 300, 1 << 20]))
     core = Core(
-        specs, tier=tier, pipeline_depth=depth, max_num_seqs=rng.randint(1, 4), max_model_len=100,
+        specs,
+        tier=tier,
+        pipeline_depth=depth,
+        max_num_seqs=rng.randint(1, 4),
+        max_model_len=100,
         max_num_batched_tokens=rng.randint(5, 60),
         num_gpu_blocks_override=rng.randint(26, 40) if specs is FULL else rng.randint(84, 100),
-    )  # fmt: skip
+    )
     aborted = core.random_traffic(rng, longest_shared=60)
     core.assert_all_as_expected(but=aborted)
     core.assert_nothing_is_held()

@@ -1,7 +1,7 @@
 """Drafts that are right or wrong by hash: whatever happens, every request gets the tokens it gets without them.
 
-The drafter belongs to the executor, as a model's would: at depth 2 a step is planned before the core knows how many drafts of the
-step before were accepted.
+The drafter belongs to the executor, as a model's would: at depth 2 a step is planned before the core knows how many
+drafts of the step before were accepted.
 """
 
 import random
@@ -22,7 +22,10 @@ DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 
 
 class Drafting(FakeExecutor):
-    """Guesses right two times of three. `outcomes` counts what became of each place, and whether that was a block's first token."""
+    """Guesses right two times of three.
+
+    `outcomes` counts (place among the drafts, whether it is the first token of a block, "accepted" or "rejected").
+    """
 
     num_drafts = NUM_DRAFTS
 
@@ -61,7 +64,7 @@ def test_one_request_gets_its_tokens_in_fewer_steps(depth):
     core.run()
     core.assert_all_as_expected()
     core.assert_nothing_is_held()
-    assert len([s for s in core.steps if s.deltas]) < 30
+    assert len([outputs for outputs in core.steps if outputs.deltas]) < 30
 
 
 @DEPTHS
@@ -87,7 +90,7 @@ def test_a_stop_among_accepted_drafts_ends_the_answer_there(depth):
 
 @DEPTHS
 def test_blocks_are_named_by_the_tokens_they_hold(depth):
-    """A later request finds what was computed, and nothing else: a hit on a block with a rejected draft would change its tokens."""
+    """A later request finds only what was computed: a hit on a block with a rejected draft would change its tokens."""
     core = drafting(pipeline_depth=depth)
     core.add("a", list(range(9)), max_tokens=30)
     core.run()
@@ -99,7 +102,8 @@ def test_blocks_are_named_by_the_tokens_they_hold(depth):
 
 
 def test_a_cache_that_cannot_go_back_gets_no_drafts():
-    core = drafting({**FULL, "recurrent:state": State((EntryPart("hash", "uint8", (32,)),), every=8)}, pipeline_depth=2)
+    state = State((EntryPart("hash", "uint8", (32,)),), every=8)
+    core = drafting({**FULL, "recurrent:state": state}, pipeline_depth=2)
     core.add("a", list(range(9)), max_tokens=30)
     core.run()
     core.assert_all_as_expected()
@@ -118,10 +122,14 @@ def test_nobody_is_preempted_for_drafts():
 def traffic(seed: int, depth: int, hybrid: bool, caching: bool) -> Core:
     rng = random.Random(seed)
     core = drafting(
-        HYBRID if hybrid else FULL, pipeline_depth=depth, enable_prefix_caching=caching, max_num_seqs=rng.randint(1, 5),
-        max_num_batched_tokens=rng.randint(5, 30), num_gpu_blocks_override=rng.randint(56, 80) if hybrid else rng.randint(17, 40),
+        HYBRID if hybrid else FULL,
+        pipeline_depth=depth,
+        enable_prefix_caching=caching,
+        max_num_seqs=rng.randint(1, 5),
+        max_num_batched_tokens=rng.randint(5, 30),
+        num_gpu_blocks_override=rng.randint(56, 80) if hybrid else rng.randint(17, 40),
         max_model_len=40,
-    )  # fmt: skip
+    )
     aborted = core.random_traffic(rng)
     core.assert_all_as_expected(but=aborted)
     core.assert_nothing_is_held()
@@ -136,11 +144,9 @@ def test_drafts_are_accepted_and_rejected_at_every_place_and_across_block_edges(
         total += traffic(seed, depth, hybrid=seed % 2 == 0, caching=seed % 3 > 0).executor.outcomes
     for place in range(NUM_DRAFTS):
         for is_first in (False, True):
-            counts = [total[place, is_first, outcome] for outcome in ("accepted", "rejected")]
-            print(
-                f"depth {depth}, draft {place}, first of a block {is_first}: {counts[0]} accepted, {counts[1]} rejected"
-            )
-            assert min(counts) > 0
+            accepted, rejected = (total[place, is_first, outcome] for outcome in ("accepted", "rejected"))
+            print(f"depth {depth}, draft {place}, first of block {is_first}: {accepted} accepted, {rejected} rejected")
+            assert accepted > 0 and rejected > 0
 
 
 @settings(max_examples=150, deadline=None)

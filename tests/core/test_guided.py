@@ -1,4 +1,4 @@
-"""Answers with a shape on the fake executor: masks, forced tokens, waiting for a grammar, whatever the schedule does."""
+"""Answers that follow a grammar, on the fake executor: masks, forced tokens, waiting for a grammar, in any schedule."""
 
 from dataclasses import dataclass
 
@@ -12,15 +12,17 @@ from quire.messages import Constraint, Thinking, Vocabulary
 from quire.structured.engines.base import Matcher
 from quire.structured.spec import GrammarSpec
 from tests.core.fake import VOCAB_SIZE, hidden_state, next_token
-from tests.core.harness import HYBRID, Core
+from tests.core.harness import FULL, HYBRID, Core
 
 EOS = 999
-START, START_B, END_A, END_B = 990, 993, 991, 992  # of thinking
+# What opens and closes thinking: START, or START and START_B; END_A and END_B.
+START, START_B = 990, 993
+END_A, END_B = 991, 992
 VOCABULARY = Vocabulary([b"x"] * VOCAB_SIZE, [EOS], [EOS], VOCAB_SIZE)
 
 
 class Sums(Matcher):
-    """A toy language, written as "wide narrow wide …": how many tokens are possible at each place, which ones depends on all before."""
+    """A toy language: the text says how many tokens are possible at each place; which ones depends on all before."""
 
     def __init__(self, text: str) -> None:
         super().__init__(VOCABULARY)
@@ -44,7 +46,8 @@ class Sums(Matcher):
         if self.widths[at] == 0:
             raise RuntimeError("the engine fails here")
         first = (sum(self.seen) * 7 + at) % 90
-        return [*range(first, first + self.widths[at]), *([START, START_B] if self.widths[at] == 2 else [])]
+        allowed = list(range(first, first + self.widths[at]))
+        return allowed + [START, START_B] if self.widths[at] == 2 else allowed
 
     def _accept(self, token_id: int) -> bool:
         fits = token_id in self.allowed()
@@ -78,7 +81,7 @@ class Compiled:
 
 
 class Slow:
-    """Compiles a grammar while the core looks for it some times."""
+    """A grammar is compiled after the core has looked for it `polls` times."""
 
     def __init__(self, polls: int = 0) -> None:
         self.polls = polls
@@ -104,18 +107,18 @@ def guided(polls: int = 0, **options) -> Core:
 def oracle(core: Core, name: str, text: str, choice_idx: int = 0, thinking: Thinking | None = None) -> list[int]:
     """The answer, chosen token by token, without an engine and without knowing that any token is forced."""
     message = core.sent[name, choice_idx]
-    history, sums, answer = list(message.prompt_token_ids), Sums(text), []
+    history = list(message.prompt_token_ids)
+    sums = Sums(text)
+    answer: list[int] = []
     is_open = thinking is not None and thinking.is_open
     thought: list[int] = []
     start = thinking.start_ids if thinking is not None and not is_open else []
-    opening, may_answer = (
-        0,
-        True,
-    )  # how much of `start` was written, and whether all that was written may be the answer's
+    opening = 0  # how many tokens of `start` were written
+    may_answer = True  # whether these may also be the beginning of the answer
     limit = min(len(history) + message.params.max_tokens, core.engine.config.model.max_model_len)
     while len(history) < limit:
         if is_open:
-            allowed = [t for t in range(VOCAB_SIZE) if t != EOS]
+            allowed = [token_id for token_id in range(VOCAB_SIZE) if token_id != EOS]
             if thinking.budget is not None and len(thought) >= thinking.budget:
                 allowed = [END_B] if thought[-1:] == [END_A] else [END_A]
         else:
@@ -123,12 +126,13 @@ def oracle(core: Core, name: str, text: str, choice_idx: int = 0, thinking: Thin
             if opening < len(start) and opening == len(answer):
                 allowed = sorted({*allowed, start[opening]})
         token = next_token(history, message.seed, choice_idx, allowed)
+        may_open = opening < len(start) and opening == len(answer)
         history.append(token)
         answer.append(token)
         if is_open:
             thought.append(token)
             is_open = thought[-2:] != [END_A, END_B]
-        elif opening < len(start) and opening == len(answer) - 1 and token == start[opening]:
+        elif may_open and token == start[opening]:
             opening += 1
             may_answer = may_answer and sums.accept(token)
             if opening == len(start):
@@ -195,7 +199,7 @@ def test_a_grammar_that_is_no_good_is_told_and_a_waiting_request_can_be_aborted(
     core.abort("left")
     core.run()
     assert core.reasons == {("bad", 0): "error"}
-    assert [d.error for s in core.steps for d in s.deltas] == ["this grammar is bad"]
+    assert [delta.error for outputs in core.steps for delta in outputs.deltas] == ["this grammar is bad"]
     core.assert_nothing_is_held()
 
 
@@ -244,34 +248,55 @@ def test_a_grammar_that_costs_too_much_ends_its_own_request_only():
     core.assert_nothing_is_held()
 
 
-LANGUAGES = st.lists(st.sampled_from([1, 1, 1, 2, 30, 700]), min_size=1, max_size=25).map(
-    lambda w: " ".join(map(str, w))
+@dataclass
+class Asked:
+    """A request with a grammar."""
+
+    prompt_len: int
+    max_tokens: int
+    text: str
+    n: int
+    thinking: Thinking | None
+
+
+WIDTHS = st.lists(st.sampled_from([1, 1, 1, 2, 30, 700]), min_size=1, max_size=25)
+THINKING = st.builds(
+    Thinking,
+    is_open=st.booleans(),
+    start_ids=st.sampled_from([[START], [START, START_B]]),
+    end_ids=st.just([END_A, END_B]),
+    budget=st.integers(0, 4),
 )
-REQUESTS = st.lists(
-    st.tuples(st.integers(1, 20), st.integers(1, 30), LANGUAGES, st.integers(1, 2), st.sampled_from(["", "open", "may"]), st.integers(0, 4), st.integers(1, 2)),
-    min_size=1, max_size=6,
-)  # fmt: skip
+REQUEST = st.builds(
+    Asked,
+    prompt_len=st.integers(1, 20),
+    max_tokens=st.integers(1, 30),
+    text=WIDTHS.map(lambda widths: " ".join(map(str, widths))),
+    n=st.integers(1, 2),
+    thinking=st.none() | THINKING,
+)
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    requests=REQUESTS, depth=st.integers(1, 2), blocks=st.integers(40, 70), budget=st.integers(4, 24), polls=st.integers(0, 3),
-    hybrid=st.booleans(),
-)  # fmt: skip
-def test_no_schedule_changes_an_answer(requests, depth, blocks, budget, polls, hybrid):
+    requests=st.lists(REQUEST, min_size=1, max_size=6),
+    depth=st.integers(1, 2),
+    blocks=st.integers(40, 70),
+    budget=st.integers(4, 24),
+    polls=st.integers(0, 3),
+    specs=st.sampled_from([FULL, HYBRID]),
+)
+def test_no_schedule_changes_an_answer(requests, depth, blocks, budget, polls, specs):
     options = dict(pipeline_depth=depth, num_gpu_blocks_override=blocks, max_num_batched_tokens=budget, max_num_seqs=4)
-    core = guided(polls, **(dict(options, specs=HYBRID) if hybrid else options))
+    core = guided(polls, specs=specs, **options)
     wanted = {}
-    for idx, (length, max_tokens, text, n, thinks, thoughts, num_start) in enumerate(requests):
-        thinking = (
-            Thinking(thinks == "open", [START, START_B][:num_start], [END_A, END_B], thoughts) if thinks else None
-        )
+    for idx, asked in enumerate(requests):
         name = f"r{idx}"
-        core.add(
-            name, list(range(length)), n=n, max_tokens=max_tokens, eos=(EOS,), constraint=constraint(text, thinking)
-        )
-        for choice_idx in range(n):
-            wanted[name, choice_idx] = text, thinking
+        rule = constraint(asked.text, asked.thinking)
+        prompt = list(range(asked.prompt_len))
+        core.add(name, prompt, n=asked.n, max_tokens=asked.max_tokens, eos=(EOS,), constraint=rule)
+        for choice_idx in range(asked.n):
+            wanted[name, choice_idx] = asked.text, asked.thinking
     core.run()
     for (name, choice_idx), (text, thinking) in wanted.items():
         assert core.tokens[name, choice_idx] == oracle(core, name, text, choice_idx, thinking), (name, choice_idx)

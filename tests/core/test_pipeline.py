@@ -99,7 +99,7 @@ def test_stops_end_an_answer_and_the_step_launched_meanwhile_is_surplus(depth):
 
 
 def test_without_the_surplus_discard_the_oracle_notices(monkeypatch):
-    """Breaks the discard by hand: results of finished requests are taken in as if they still ran."""
+    """Breaks the discard by hand: results of finished requests are applied as if they still ran."""
 
     def apply_without_discard(self, step, result):
         deltas = []
@@ -129,9 +129,9 @@ def test_choices_of_one_request_share_its_prompt(depth, caching):
     core.add("a", list(range(13)), n=3, max_tokens=6)
     core.run()
     core.assert_all_as_expected()
-    computed = sum(s.stats.step_tokens for s in core.steps)
-    assert computed < 13 + 3 * 6 + 2 * 4 + 4  # the prompt once, not three times; siblings redo at most a block
-    assert len({tuple(t) for t in core.tokens.values()}) == 3
+    num_computed = sum(outputs.stats.step_tokens for outputs in core.steps)
+    assert num_computed < 13 + 3 * 6 + 2 * 4 + 4  # the prompt once, not three times; siblings redo at most a block
+    assert len({tuple(token_ids) for token_ids in core.tokens.values()}) == 3
 
 
 @DEPTHS
@@ -159,16 +159,24 @@ def test_a_request_resumed_with_its_tokens_goes_on_where_it_was(depth):
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.integers(0, 2**32), st.sampled_from([1, 2]), st.booleans(), st.booleans(), st.sampled_from(["fcfs", "priority"])
+    seed=st.integers(0, 2**32),
+    depth=st.sampled_from([1, 2]),
+    hybrid=st.booleans(),
+    caching=st.booleans(),
+    policy=st.sampled_from(["fcfs", "priority"]),
 )
 def test_any_traffic_at_any_depth_gives_every_request_its_own_tokens(seed, depth, hybrid, caching, policy):
     rng = random.Random(seed)
     core = Core(
         HYBRID if hybrid else FULL,
-        pipeline_depth=depth, enable_prefix_caching=caching, scheduling_policy=policy, max_num_seqs=rng.randint(1, 5),
-        max_num_batched_tokens=rng.randint(5, 20), num_gpu_blocks_override=rng.randint(56, 80) if hybrid else rng.randint(17, 40),
+        pipeline_depth=depth,
+        enable_prefix_caching=caching,
+        scheduling_policy=policy,
+        max_num_seqs=rng.randint(1, 5),
+        max_num_batched_tokens=rng.randint(5, 20),
+        num_gpu_blocks_override=rng.randint(56, 80) if hybrid else rng.randint(17, 40),
         max_model_len=40,
-    )  # fmt: skip
+    )
     aborted = core.random_traffic(rng)
     core.assert_all_as_expected(but=aborted)
     core.assert_nothing_is_held()

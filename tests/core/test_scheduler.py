@@ -7,7 +7,7 @@ from tests.core.harness import HYBRID, Core
 
 
 def names_running(core: Core) -> list[str]:
-    return [r.request_id for r in core.engine.scheduler.running]
+    return [request.request_id for request in core.engine.scheduler.running]
 
 
 def test_a_step_never_exceeds_its_token_budget():
@@ -15,7 +15,7 @@ def test_a_step_never_exceeds_its_token_budget():
     for idx in range(5):
         core.add(f"r{idx}", list(range(20)), max_tokens=4)
     core.run()
-    assert max(s.stats.step_tokens for s in core.steps) <= 7
+    assert max(outputs.stats.step_tokens for outputs in core.steps) <= 7
     core.assert_all_as_expected()
 
 
@@ -26,7 +26,7 @@ def test_prefill_and_decode_share_a_step():
     core.add("b", list(range(30)), max_tokens=4)
     core.step()
     assert core.steps[-1].stats.step_tokens == 8  # one token of a, seven of b's prompt
-    assert [d.request_id for d in core.steps[-1].deltas] == ["a"]
+    assert [delta.request_id for delta in core.steps[-1].deltas] == ["a"]
 
 
 def test_a_long_prompt_does_not_hold_up_those_who_answer():
@@ -46,7 +46,7 @@ def test_first_come_is_first_served():
     for name in "abc":
         core.add(name, [1, 2, 3], max_tokens=3)
     core.run()
-    assert [k[0] for k in core.reasons] == ["a", "b", "c"]
+    assert [name for name, _ in core.reasons] == ["a", "b", "c"]
 
 
 def test_lower_priority_numbers_run_earlier():
@@ -55,7 +55,7 @@ def test_lower_priority_numbers_run_earlier():
     core.add("soon", [1, 2, 3], max_tokens=3, priority=-1)
     core.add("also-soon", [1, 2, 3], max_tokens=3, priority=-1)
     core.run()
-    assert [k[0] for k in core.reasons] == ["soon", "also-soon", "late"]
+    assert [name for name, _ in core.reasons] == ["soon", "also-soon", "late"]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -123,7 +123,8 @@ def test_a_prefix_hit_is_counted_and_reported():
     core.run()
     core.add("b", list(range(20)), max_tokens=2)
     core.run()
-    assert max(d.num_cached_tokens for outputs in core.steps for d in outputs.deltas if d.request_id == "b") == 16
+    deltas = [delta for outputs in core.steps for delta in outputs.deltas]
+    assert max(delta.num_cached_tokens for delta in deltas if delta.request_id == "b") == 16
     assert core.engine.stats().prefix_hits == 16
     core.assert_all_as_expected()
 
@@ -143,7 +144,7 @@ def test_max_tokens_and_max_model_len_end_an_answer_with_length():
     core.add("b", [1, 2, 3], max_tokens=None)
     core.run()
     assert core.reasons == {("a", 0): "length", ("b", 0): "length"}
-    assert [len(core.tokens[k, 0]) for k in "ab"] == [2, 7]
+    assert [len(core.tokens[name, 0]) for name in "ab"] == [2, 7]
 
 
 def test_stop_tokens_wait_for_min_tokens():
@@ -177,6 +178,6 @@ def test_a_waiting_request_can_be_aborted():
     core.add("b", [1], max_tokens=5)
     core.step()
     core.abort("b")
-    assert all(r.status is not Status.WAITING for r in core.engine.scheduler.requests.values())
+    assert all(request.status is not Status.WAITING for request in core.engine.scheduler.requests.values())
     core.run()
     assert core.tokens["b", 0] == []

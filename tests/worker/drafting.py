@@ -1,4 +1,4 @@
-"""A drafter that knows the answers: it guesses the token that followed the last two somewhere, and every third time another one."""
+"""A drafter that knows the answers: it guesses what followed the last two tokens, and every third time wrongly."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,15 @@ from quire.worker.drafter import NoDrafter
 
 class BigramDrafter(NoDrafter):
     def __init__(self, texts: Sequence[Sequence[int]], vocab_size: int, device: str, num_drafts: int = 3) -> None:
-        self.num_drafts, self.vocab_size = num_drafts, vocab_size
-        follows = {text[i] * vocab_size + text[i + 1]: text[i + 2] for text in texts for i in range(len(text) - 2)}
+        self.num_drafts = num_drafts
+        self.vocab_size = vocab_size
+        follows = {}  # two tokens as one number -> the next
+        for text in texts:
+            for before, last, next_id in zip(text, text[1:], text[2:]):
+                follows[before * vocab_size + last] = next_id
         pairs, next_ids = zip(*sorted(follows.items()))
-        self.pairs, self.next_ids = torch.tensor(pairs, device=device), torch.tensor(next_ids, device=device)
+        self.pairs = torch.tensor(pairs, device=device)
+        self.next_ids = torch.tensor(next_ids, device=device)
 
     def draft(self, rows_R: Tensor, lengths: Tensor, tokens: Tensor) -> None:
         rows_R = rows_R.long()

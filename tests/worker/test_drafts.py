@@ -5,22 +5,20 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.core.engine import Engine
 from quire.executor.inproc import InprocExecutor
-from quire.messages import AddRequest
+from quire.messages import AddRequest, StepOutputs
 from quire.models.qwen3 import TINY
 from tests.worker.drafting import BigramDrafter
-from tests.worker.test_gpu import DEVICE, ON_A_CARD, OPTIONS, PROMPTS, model
+from tests.worker.test_gpu import DEVICE, HAS_GPU, OPTIONS, PROMPTS, model
 
 __all__ = ["model"]
 
+PENALTIES = {"presence_penalty": 0.5, "repetition_penalty": 1.2}
+EDITS = {"min_tokens": 20, "logit_bias": {5: 2.0}, "allowed_token_ids": list(range(3, 250))}
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
     SamplingParams(temperature=0.9, seed=1, max_tokens=30, ignore_eos=True, logprobs=2),
-    SamplingParams(
-        temperature=0.7, seed=2, max_tokens=35, ignore_eos=True, presence_penalty=0.5, repetition_penalty=1.2
-    ),
-    SamplingParams(
-        temperature=0, max_tokens=50, min_tokens=20, logit_bias={5: 2.0}, allowed_token_ids=list(range(3, 250))
-    ),
+    SamplingParams(temperature=0.7, seed=2, max_tokens=35, ignore_eos=True, **PENALTIES),
+    SamplingParams(temperature=0, max_tokens=50, **EDITS),
 ]
 
 
@@ -31,11 +29,17 @@ def with_drafts(model, texts, prompts, params, **options):
         executor = InprocExecutor(config)
         executor.worker.drafter = BigramDrafter(texts, TINY["vocab_size"], config.device.device)
         llm.client.engine = engine = Engine(config, executor)
-        steps, step = [], engine.step
-        engine.step = lambda: steps.append(step()) or steps[-1]
+        steps = []
+        take_step = engine.step
+
+        def step() -> StepOutputs:
+            steps.append(take_step())
+            return steps[-1]
+
+        engine.step = step
         outputs = llm.generate(prompts, params, use_tqdm=False)
         engine.kv.check()
-    return outputs, sum(bool(s.deltas) for s in steps), engine.stats().num_preemptions
+    return outputs, sum(bool(step_outputs.deltas) for step_outputs in steps), engine.stats().num_preemptions
 
 
 def compared(model, prompts, params, **options):
@@ -44,15 +48,13 @@ def compared(model, prompts, params, **options):
         expected = llm.generate(prompts, params, use_tqdm=False)
     texts = [prompt + output.outputs[0].token_ids for prompt, output in zip(prompts, expected)]
     found, num_steps, num_preemptions = with_drafts(model, texts, prompts, params, **options)
-    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+    assert [output.outputs[0].token_ids for output in found] == [output.outputs[0].token_ids for output in expected]
     return expected, found, num_steps, num_preemptions
 
 
 @pytest.mark.parametrize("blocks", [32, 9], ids=["room", "preemption"])
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize(
-    "device", [{"device": "cpu"}, *([DEVICE] if ON_A_CARD else [])], ids=lambda device: device["device"]
-)
+@pytest.mark.parametrize("device", [{"device": "cpu"}, DEVICE] if HAS_GPU else [{"device": "cpu"}], ids=str)
 def test_tokens_and_logprobs_are_those_without_drafts(model, device, depth, blocks):
     options = {**device, "pipeline_depth": depth, "num_gpu_blocks_override": blocks}
     expected, found, num_steps, num_preemptions = compared(model, PROMPTS, PARAMS, **options)
@@ -93,7 +95,7 @@ def test_a_vector_is_the_last_tokens_hidden_state(model, num_drafts):
 
 
 def test_kernels_of_gpus_verify_drafts_too(model):
-    """In Triton's interpreter, which is slow: two short answers, at the depth at which the host does not know how long rows are."""
+    """Two short answers, because Triton's interpreter is slow; at depth 2 the host does not know how long rows are."""
     params = [SamplingParams(temperature=t, seed=1, max_tokens=9, ignore_eos=True) for t in (0, 0.9)]
     _, _, num_steps, _ = compared(model, PROMPTS[:2], params, **DEVICE, pipeline_depth=2)
     assert num_steps < 9

@@ -1,7 +1,8 @@
-"""The runner and kernels of GPUs give the tokens that the CPU's give: here in Triton's interpreter, on a card where there is one."""
+"""The runner and kernels of GPUs give the same tokens as the CPU's: on a GPU if there is one, else interpreted."""
 
 import contextlib
 import json
+import subprocess
 import sys
 from types import ModuleType
 
@@ -20,12 +21,17 @@ from quire.worker.gpu.graphs import Graphs, fit, ladder
 from tests.core.harness import ToyTier
 from tests.layers import test_flash_attn, test_flashinfer
 
-ON_A_CARD = torch.cuda.is_available()
-DEVICE = {"device": "cuda"} if ON_A_CARD else {"device": "cpu", "interpret_triton": True}
-OPTIONS = dict(
-    load_format="auto", dtype="float32", max_model_len=96, max_num_seqs=4, max_num_batched_tokens=32, skip_tokenizer_init=True,
-    num_gpu_blocks_override=32,
-)  # fmt: skip
+HAS_GPU = torch.cuda.is_available()
+DEVICE = {"device": "cuda"} if HAS_GPU else {"device": "cpu", "interpret_triton": True}
+OPTIONS = {
+    "load_format": "auto",
+    "dtype": "float32",
+    "max_model_len": 96,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "skip_tokenizer_init": True,
+    "num_gpu_blocks_override": 32,
+}
 PROMPTS = [[5, 6, 7, 8, 9], list(range(20, 60)), [3], list(range(20, 60))]
 
 
@@ -40,9 +46,8 @@ def tiny(folder, **changes):
 
     torch.manual_seed(0)
     config = {**TINY, **changes}
-    net = Qwen3ForCausalLM(
-        Qwen3Config(**{k: v for k, v in config.items() if k not in ("architectures", "model_type")})
-    ).float()
+    fields = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
+    net = Qwen3ForCausalLM(Qwen3Config(**fields)).float()
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -55,11 +60,11 @@ def answers(model, params, prompts=PROMPTS, **options):
     with LLM(str(model), **{**OPTIONS, **options}) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         preemptions = llm.client.engine.stats().num_preemptions
-    return [o.outputs[0] for o in outputs], preemptions, outputs
+    return [output.outputs[0] for output in outputs], preemptions, outputs
 
 
-def ids(found):
-    return [o.token_ids for o in found]
+def ids(choices):
+    return [choice.token_ids for choice in choices]
 
 
 MIXED = [
@@ -80,9 +85,8 @@ def test_blocks_pushed_out_of_the_pool_come_back_with_their_numbers(model, devic
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     others = [[100 + i] * 40 for i in range(2)]
     tier = ToyTier(100)
-    with LLM(
-        str(model), **{**OPTIONS, **device, "num_gpu_blocks_override": 5, "max_num_seqs": 1, "max_model_len": 48}
-    ) as llm:
+    small = {"num_gpu_blocks_override": 5, "max_num_seqs": 1, "max_model_len": 48}
+    with LLM(str(model), **{**OPTIONS, **device, **small}) as llm:
         llm.client.engine = Engine(llm.client.engine.config, tier=tier)
         first, *_, again = llm.generate([prompt, *others, prompt], params, use_tqdm=False)
     assert again.num_cached_tokens == 32 and tier.num_found > 0
@@ -97,9 +101,12 @@ def test_prompts_that_skip_the_cache_give_the_same_tokens(model, monkeypatch):
     monkeypatch.setattr(cudnn, "supports", lambda like, head_size, value_size: True)
     called = []
     run = cudnn.uncached_prefill_attention
-    monkeypatch.setattr(
-        cudnn, "uncached_prefill_attention", lambda *args, **options: called.append(args[3]) or run(*args, **options)
-    )
+
+    def noted(*args, **options):
+        called.append(args[3])
+        return run(*args, **options)
+
+    monkeypatch.setattr(cudnn, "uncached_prefill_attention", noted)
     monkeypatch.setattr(cudnn, "sdpa_kernel", lambda backend: contextlib.nullcontext())  # cuDNN itself takes no float32
     expected, _, _ = answers(model, MIXED, device="cpu")
     found, _, _ = answers(model, MIXED, **DEVICE, enable_prefix_caching=False)
@@ -110,13 +117,14 @@ def test_prompts_that_skip_the_cache_give_the_same_tokens(model, monkeypatch):
 def test_groups_of_one_kind_share_what_is_planned_of_a_step(tmp_path):
     windows = dict(use_sliding_window=True, sliding_window=16, max_window_layers=1)
     folder = tiny(tmp_path, num_hidden_layers=4, layer_types=["full_attention"] + ["sliding_attention"] * 3, **windows)
-    prompts, params = [[5, 6, 7], list(range(20, 42))], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    prompts = [[5, 6, 7], list(range(20, 42))]
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     expected, _, _ = answers(folder, params, prompts, device="cpu", num_gpu_blocks_override=64)
     with LLM(str(folder), **{**OPTIONS, **DEVICE, "num_gpu_blocks_override": 64}) as llm:
         found = llm.generate(prompts, params, use_tqdm=False)
         backends = llm.client.engine.executor.worker.runner.inputs.backends
         assert [backend.twin for backend in backends] == [None, None, backends[1], backends[1]]
-    assert ids(o.outputs[0] for o in found) == ids(expected)
+    assert ids(output.outputs[0] for output in found) == ids(expected)
 
 
 def test_tokens_equal_the_cpus_when_requests_are_preempted(model):
@@ -142,16 +150,18 @@ def test_everything_a_request_can_ask_of_sampling_is_as_on_the_cpu(model):
     expected, _, expected_outputs = answers(model, params, prompts, device="cpu")
     found, _, found_outputs = answers(model, params, prompts, **DEVICE)
     assert ids(found) == ids(expected)
-    for mine, theirs in (
-        (found[0].logprobs, expected[0].logprobs),
-        (found_outputs[0].prompt_logprobs, expected_outputs[0].prompt_logprobs),
-    ):
-        assert len(mine) == len(theirs)
-        for a, b in zip(mine, theirs):
-            assert (a is None) == (b is None)
-            if a is not None:
-                assert list(a) == list(b)
-                assert [x.logprob for x in a.values()] == pytest.approx([x.logprob for x in b.values()], abs=1e-3)
+    assert_same_logprobs(found[0].logprobs, expected[0].logprobs)
+    assert_same_logprobs(found_outputs[0].prompt_logprobs, expected_outputs[0].prompt_logprobs)
+
+
+def assert_same_logprobs(found, expected):
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert list(ours) == list(theirs)
+            for token_id, entry in ours.items():
+                assert entry.logprob == pytest.approx(theirs[token_id].logprob, abs=1e-3)
 
 
 def test_a_ladder_ends_at_the_largest_and_pads_little():
@@ -161,25 +171,18 @@ def test_a_ladder_ends_at_the_largest_and_pads_little():
     assert ladder(100, smallest=64, step=64, largest_step=512) == [64, 100]
 
 
-def test_a_triton_backend_without_a_card_is_refused(model):
-    import subprocess
-    import sys
-
-    if ON_A_CARD:
-        return
-    program = f"from quire import LLM; LLM({str(model)!r}, device='cpu', attention_backend='triton', skip_tokenizer_init=True)"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env={"TRITON_INTERPRET": "0", "PATH": "/usr/bin:/bin"},
-    )
+@pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
+def test_a_triton_backend_without_a_gpu_is_refused(model):
+    options = "device='cpu', attention_backend='triton', skip_tokenizer_init=True"
+    program = f"from quire import LLM; LLM({str(model)!r}, {options})"
+    env = {"TRITON_INTERPRET": "0", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
     assert done.returncode and "needs an NVIDIA GPU" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["flash_attn_interface", "flashinfer"])
 def test_tokens_equal_the_cpus_with_the_librarys_attention(model, name, monkeypatch):
-    """Of which the stand-ins of its backend's tests take the place, in float32 and without graphs."""
+    """The library is replaced by the stand-ins of its backend's tests, in float32 and without graphs."""
     library = ModuleType(name)
     library.flash_attn_with_kvcache = test_flash_attn.flash_attn_with_kvcache
     library.BatchPrefillWithPagedKVCacheWrapper = test_flashinfer.BatchPrefillWithPagedKVCacheWrapper
@@ -188,10 +191,9 @@ def test_tokens_equal_the_cpus_with_the_librarys_attention(model, name, monkeypa
     monkeypatch.setattr(backend, "why_not", lambda *args, **needs: None)
     monkeypatch.setattr(backend.BACKEND, "is_recordable", False)
     flash_attn._library.cache_clear()
+    backend_name = backend.__name__.rsplit(".", 1)[1]
     expected, _, _ = answers(model, MIXED, device="cpu")
-    found, _, _ = answers(
-        model, MIXED, **DEVICE | {"attention_backend": backend.__name__.rsplit(".", 1)[1]}, pipeline_depth=2
-    )
+    found, _, _ = answers(model, MIXED, **DEVICE, attention_backend=backend_name, pipeline_depth=2)
     assert ids(found) == ids(expected)
     flash_attn._library.cache_clear()
 
@@ -205,7 +207,12 @@ def test_a_cpus_attention_backend_is_refused_on_a_gpu(name):
 
 def test_a_graph_that_cannot_be_recorded_between_steps_is_done_without(caplog):
     graphs = Graphs(lambda key: None, torch.device("cpu"))
-    graphs.wanted = ["large", "small"]
-    graphs.capture = lambda key: (_ for _ in ()).throw(RuntimeError("CUDA out of memory\nand much more"))
+    graphs.to_record = ["large", "small"]
+
+    def fail(key):
+        raise RuntimeError("CUDA out of memory\nand much more")
+
+    graphs.capture = fail
     graphs.record_next()
-    assert graphs.wanted == [] and "slower: CUDA out of memory" in caplog.text and "much more" not in caplog.text
+    assert graphs.to_record == []
+    assert "slower: CUDA out of memory" in caplog.text and "much more" not in caplog.text

@@ -1,4 +1,4 @@
-"""Recorded steps compute what steps walked through in Python compute, whatever the rows and however they come and go."""
+"""Recorded steps compute the same as steps that Python runs, for any rows, however requests come and go."""
 
 import ctypes
 import subprocess
@@ -19,7 +19,7 @@ from tests.prompts import PROMPTS
 
 def answers(llm: LLM, count: int) -> list[list[int]]:
     params = [SamplingParams(temperature=0, max_tokens=3 + 5 * (i % 7), ignore_eos=True) for i in range(count)]
-    return [o.outputs[0].token_ids for o in llm.generate(PROMPTS[:count], params, use_tqdm=False)]
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS[:count], params, use_tqdm=False)]
 
 
 @pytest.mark.parametrize("count", [1, 5, 19])
@@ -82,9 +82,13 @@ def test_a_tape_attends_over_blocks_that_lie_apart(dtype):
     K, D, size, padding = 2, 32, 16, 48
     memory = torch.zeros(4, 2 * size * K * D + padding, dtype=dtype)
     cache = memory[:, :-padding].view(4, 2, size, K, D)
-    qkv, cos_sin = torch.randn(3, 4 * K, D).to(dtype), torch.ones(1, D)
-    positions, slots = torch.zeros(3, dtype=torch.int64), torch.arange(1, 4) * size
-    starts, lens, table = torch.arange(4).int(), torch.ones(3).int(), torch.arange(1, 4).int()[:, None]
+    qkv = torch.randn(3, 4 * K, D).to(dtype)
+    cos_sin = torch.ones(1, D)
+    positions = torch.zeros(3, dtype=torch.int64)
+    slots = torch.arange(1, 4) * size
+    starts = torch.arange(4).int()
+    lens = torch.ones(3).int()
+    table = torch.arange(1, 4).int()[:, None]
 
     def attend(count: int) -> torch.Tensor:
         """Each row writes its first token, into a block of its own, and sees nothing else."""
