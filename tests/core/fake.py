@@ -149,7 +149,9 @@ class FakeExecutor(Executor):
 
     def _write_state(self, state: "_Row", group_idx: int, group: Group, first: int, end: int) -> None:
         """Continues the state of the step before; writes it after the last token and at the end of each block."""
-        table, blocks, size = state.tables[group_idx], self.blocks[group.pool_idx], group.block_size
+        table = state.tables[group_idx]
+        blocks = self.blocks[group.pool_idx]
+        size = group.block_size
         value = blocks[table[(first - 1) // size]].get("state", b"") if first else b""
         for position in range(first, end):
             value = next_state(value, state.token_ids[position])
@@ -170,7 +172,9 @@ class FakeExecutor(Executor):
         return history
 
     def _read_entries(self, state: "_Row", group_idx: int, group: Group, history: list[int]) -> None:
-        tokens, table, blocks = group.spec.tokens_per_entry, state.tables[group_idx], self.blocks[group.pool_idx]
+        tokens = group.spec.tokens_per_entry
+        table = state.tables[group_idx]
+        blocks = self.blocks[group.pool_idx]
         first = group.spec.first_needed(len(history) - 1)
         for entry in range(-(-first // tokens), len(history) // tokens):
             block = blocks[table[entry * tokens // group.block_size]]

@@ -133,8 +133,9 @@ class Core:
     def expected(self, name: str, choice_idx: int = 0) -> list[int]:
         """The answer by the fake model's own definition, computed without any engine."""
         message = self.sent[name, choice_idx]
-        prompt, given, params = message.prompt_token_ids, message.choices[choice_idx], message.params
-        history = prompt + given
+        prompt = message.prompt_token_ids
+        params = message.params
+        history = prompt + message.choices[choice_idx]
         limit = min(len(prompt) + (params.max_tokens or 10**9), self.engine.config.model.max_model_len)
         answer = []
         while len(history) < limit:

@@ -136,7 +136,8 @@ def oracle(core: Core, name: str, text: str, choice_idx: int = 0, thinking: Thin
             opening += 1
             may_answer = may_answer and sums.accept(token)
             if opening == len(start):
-                is_open, may_answer, sums = True, True, Sums(text)
+                is_open = may_answer = True
+                sums = Sums(text)
         else:
             sums.accept(token)
             if token == EOS:

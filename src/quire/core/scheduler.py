@@ -125,7 +125,7 @@ class Scheduler:
                 self.kv.release(request.blocks, self.pipeline.newest_step)
                 return
             self.waiting.remove(request, Status.RUNNING)
-            bisect.insort(self.running, request, key=lambda r: r.key)
+            bisect.insort(self.running, request, key=lambda running: running.key)
             self._start_row(step, request, num_cached)
             self._give(step, request, num_cached, num_tokens, [list(table) for table in request.blocks.tables])
             budget -= num_tokens

@@ -90,9 +90,10 @@ class BlockPool:
     def find(self, group: int, content_hash: bytes) -> int | None:
         """A block with this content that may be shared now."""
         block = self.cached.get((group, content_hash))
-        if block is not None and self.ref_counts[block] == 0 and block not in self.free:
-            return None  # in limbo
-        return block
+        if block is None:
+            return None
+        is_in_limbo = self.ref_counts[block] == 0 and block not in self.free
+        return None if is_in_limbo else block
 
     def _to_free(self, blocks: list[int]) -> None:
         for block in blocks:

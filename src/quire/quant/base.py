@@ -162,7 +162,9 @@ class Method(ABC):
     stays_packed = False  # its tensors stay as the file packs them
 
     def __init__(self, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> None:
-        self.parts, self.dtype, self.device = parts, dtype, device
+        self.parts = parts
+        self.dtype = dtype
+        self.device = device
 
     def weights(self) -> Iterator[Weight]:
         for part_idx, part in enumerate(self.parts):

@@ -88,7 +88,7 @@ class Sampler:
             asked_L = on_device(asked, logits_SV.device)
             stays_raw = not is_edited and masks is None and not any(stages.values())
             raw_LV = logits_SV if stays_raw and len(asked) == len(rows) else logits_SV[asked_L]
-        if is_edited or (masks is not None and _may_forbid_all(masks)):
+        if is_edited or _may_forbid_all(masks):
             logits_SV = self._edit(logits_SV.float(), rows, rows_S, positions_S, masks)
         elif masks is not None:
             self._mask_logits(logits_SV, *masks)
@@ -113,9 +113,11 @@ class Sampler:
         return logits_SV
 
 
-def _may_forbid_all(masks: SampleMasks) -> bool:
+def _may_forbid_all(masks: SampleMasks | None) -> bool:
     """Whether a mask forbids everything. Not asked on a GPU, where it would wait: there such a mask leaves token 0."""
-    return not masks.words_MW.is_cuda and bool((masks.words_MW == 0).all(1).any())
+    if masks is None or masks.words_MW.is_cuda:
+        return False
+    return bool((masks.words_MW == 0).all(1).any())
 
 
 def edit_sparsely(

@@ -69,11 +69,11 @@ def _config(module: ModuleType, hf_config: dict[str, Any]) -> Any:
         return hf_config
     given: dict[str, Any] = {}
     for field in dataclasses.fields(module.Config):
-        value = hf_config.get(field.name)
         # A null in config.json is None if the field allows that, else the field's default.
         is_nullable = type(None) in get_args(field.type)
-        if value is not None or (is_nullable and field.name in hf_config):
-            given[field.name] = value
+        is_given = field.name in hf_config and (is_nullable or hf_config[field.name] is not None)
+        if is_given:
+            given[field.name] = hf_config[field.name]
         elif field.default is field.default_factory is dataclasses.MISSING:
             raise UnsupportedModelError(f"the model's config.json lacks {field.name!r}: it is incomplete")
     return module.Config(**given)

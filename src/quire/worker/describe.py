@@ -123,12 +123,12 @@ def _weight_bytes(
 ) -> int:
     """Packed weights take as many bytes as in the file, in each of their layers; others take their dtype, once."""
     itemsize = DTYPES[config.model.dtype].itemsize
-    packed = {name: sum(weight.stays_packed for weight in weights) for name, weights in declared.items()}
-    plain = [weights[0] for name, weights in declared.items() if packed[name] < len(weights)]
+    num_packed = {name: sum(weight.stays_packed for weight in weights) for name, weights in declared.items()}
+    plain = [weights[0] for name, weights in declared.items() if num_packed[name] < len(weights)]
     total = sum(map(_num_values, plain)) * itemsize
-    if any(packed.values()):
+    if any(num_packed.values()):
         architecture = gguf_architecture(files.gguf)
         for tensor in files.gguf.tensors.values():
             pieces = list(architecture.pieces(tensor.name, tensor.shape, hf_config))
-            total += sum(tensor.nbytes // len(pieces) * packed.get(name, 0) for name, _ in pieces)
+            total += sum(tensor.nbytes // len(pieces) * num_packed.get(name, 0) for name, _ in pieces)
     return total

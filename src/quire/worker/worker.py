@@ -60,7 +60,7 @@ class Worker:
         self.processors = load_processors(config.structured.logits_processors, self.vocab_size, self.device)
         self.model = build(config, hf_config)
         self.drafter = NoDrafter()
-        self.hidden_size = next(m.in_features for m in self.model.modules() if isinstance(m, LMHead))
+        self.hidden_size = next(layer.in_features for layer in layers(self.model) if isinstance(layer, LMHead))
         if config.model.load_format == "dummy":
             tensors = dummy_tensors(self.model, config.model.seed, self.device)
         else:

@@ -50,8 +50,10 @@ class Packed(Method):
         return y if bias is None else y + bias
 
     def apply_silu_mul(self, x: Tensor, bias: Tensor | None, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
-        if bias is None and len(self.pieces) == 1 and linear.gateable(self.pieces[0]):
-            return linear.linear_silu_mul(x, self.pieces[0])
+        if bias is None and len(self.pieces) == 1:
+            (piece,) = self.pieces
+            if linear.gateable(piece):
+                return linear.linear_silu_mul(x, piece)
         return super().apply_silu_mul(x, bias, silu_mul)
 
     def memory(self) -> dict[int, int]:

@@ -80,7 +80,8 @@ class Graphs:
 
     def ask(self, key: Hashable) -> None:
         """Records the key next, if it is not recorded yet: a shape that only some users need."""
-        if self.enabled and key not in self.graphs and key not in self.to_record:
+        is_known = key in self.graphs or key in self.to_record
+        if self.enabled and not is_known:
             self.to_record.append(key)
 
     def record_next(self) -> None:
