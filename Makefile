@@ -17,13 +17,15 @@ serve: $(VENV)/.installed
 chat: $(VENV)/.installed
 	@$(BIN)/quire chat
 
-# What computes goes on two cores at once; what watches clocks, sockets and signals has the machine to itself.
-TOGETHER := $(addprefix tests/,checkpoint config core frontend kv layers metrics models ops quant sampling structured worker \
-	security/test_folders.py security/test_templates.py)
+# These watch clocks, sockets and signals, and have the machine to themselves. All others go on two cores at once.
+ALONE := $(addprefix tests/,test_chaos.py test_soak.py api/test_bench_serve.py api/test_cli.py security/test_findings.py \
+	security/test_fuzz.py security/test_grammars.py security/test_loop.py security/test_raw_http.py \
+	security/test_security.py $(addprefix api/server/,test_connection.py test_guard.py test_memory.py test_serve.py \
+	test_shape.py test_tools.py))
 
 test: $(VENV)/.installed-test lint
-	@$(BIN)/python -m pytest -q -n 2 $(TOGETHER)
-	@$(BIN)/python -m pytest -q tests $(addprefix --ignore=,$(TOGETHER))
+	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup tests $(addprefix --ignore=,$(ALONE))
+	@$(BIN)/python -m pytest -q $(ALONE)
 
 lint: $(VENV)/.installed-test
 	@$(BIN)/ruff check src tests benchmarks examples

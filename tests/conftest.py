@@ -27,6 +27,7 @@ with contextlib.suppress(ImportError):  # machines with a GPU may lack it: the t
 
 # -- virtual machines whose host takes the cores away ------------------------------------------------------------------
 
+TESTS = Path(__file__).parent
 STARVED_SHARE = 0.1  # of all cores' time, taken away while a test ran
 _before = (0, 1)
 
@@ -55,10 +56,13 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test that fails while the host takes cores away says nothing about the engine: it is run again, and this shows.
 
-    On a machine that has its cores, the first failure counts.
+    On a machine that has its cores, the first failure counts. Where tests are spread over processes, those of a file
+    that starts servers or loads the real model stay together: they share it.
     """
     for item in items:
         item.add_marker(pytest.mark.flaky(reruns=3, reruns_delay=5, condition=was_starved))
+        if item.path.parent == TESTS or TESTS / "api" in item.path.parents or TESTS / "security" in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(TESTS))))
 
 
 @pytest.fixture(scope="session")

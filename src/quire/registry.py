@@ -10,6 +10,7 @@ import functools
 import importlib
 import pkgutil
 from types import ModuleType
+from typing import Any
 
 from quire.errors import ConfigError
 
@@ -35,7 +36,7 @@ def load(package: str, name: str) -> ModuleType:
 
 
 @functools.cache
-def literals(package: str, variable: str) -> dict[str, tuple]:
+def literals(package: str, variable: str) -> dict[str, Any]:
     """`variable = <literal>` of each extension's file that has it: file name -> value, nothing imported."""
     path = list(importlib.import_module(package).__path__)[0]
     found = {}

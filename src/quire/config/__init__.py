@@ -5,7 +5,7 @@ the only place where an "auto" becomes a value is `resolve.py`.
 """
 
 from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig, StructuredConfig
-from quire.config.fields import knob
+from quire.config.fields import knob, resolved
 from quire.config.serving import ServingConfig
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "ServingConfig",
     "StructuredConfig",
     "knob",
+    "resolved",
 ]

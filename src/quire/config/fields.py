@@ -12,6 +12,13 @@ from typing import Any
 from quire.errors import ConfigError
 
 
+def resolved(value: int | None) -> int:
+    """An option whose None means "auto", read from a config that `resolve.py` has made."""
+    if value is None:
+        raise ConfigError("this config still says auto: resolve it first")
+    return value
+
+
 def knob(default: Any, help: str, *, low: float | None = None, high: float | None = None, **extra: Any) -> Any:
     """A field with its help text; `low` and `high` are inclusive.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire import registry
-from quire.config import EngineConfig
+from quire.config import EngineConfig, resolved
 from quire.core.pipeline import Pipeline
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
@@ -86,9 +86,10 @@ class Engine:
         self.executor = executor or executor_module(config.device.executor).EXECUTOR(config)
         layout = self._layout(tier)
         self.executor.allocate(layout)
-        self.pipeline = Pipeline(self.executor, config.scheduler.pipeline_depth, recorder)
+        self.pipeline = Pipeline(self.executor, resolved(config.scheduler.pipeline_depth), recorder)
         self.kv = KVManager(layout, config.cache.enable_prefix_caching, tier)
         self.scheduler = Scheduler(config.scheduler, self.kv, self.pipeline, self.executor.num_drafts)
+        self.max_model_len = resolved(config.model.max_model_len)
         self.guides: NoGuides | Guides = NoGuides()
         self.refused: list[ChoiceDelta] = []  # requests that will never run, for the next step's outputs
 
@@ -146,7 +147,7 @@ class Engine:
         if choice_idx > 0 and params.prompt_logprobs is not None:
             # They are the same for every choice: only the first computes them.
             params = msgspec.structs.replace(params, prompt_logprobs=None)
-        request = Request(message, choice_idx, params, self.config.model.max_model_len)
+        request = Request(message, choice_idx, params, self.max_model_len)
         if message.constraint is None or message.wants_vector:
             self.scheduler.add(request)
         else:
@@ -206,6 +207,7 @@ class Engine:
             memory_bytes = cache.kv_cache_memory_bytes or self.executor.kv_memory_bytes()
             num_blocks = num_blocks_for(layout, memory_bytes, scheduler.max_num_seqs)
         layout = with_blocks(layout, num_blocks, tier.num_places)
-        check_capacity(layout, self.config.model.max_model_len, scheduler.max_num_batched_tokens)
+        max_model_len = resolved(self.config.model.max_model_len)
+        check_capacity(layout, max_model_len, resolved(scheduler.max_num_batched_tokens))
         log.info("KV cache: %d blocks, %.2f GiB", num_blocks[0], layout.total_bytes / 2**30)
         return layout

@@ -12,7 +12,7 @@ import bisect
 import itertools
 import time
 
-from quire.config import SchedulerConfig
+from quire.config import SchedulerConfig, resolved
 from quire.core.pipeline import Entry, Pipeline, PlannedStep
 from quire.core.request import NO_ROW, Request, Status
 from quire.core.waiting import POLICIES, WaitingQueue
@@ -27,7 +27,7 @@ class Scheduler:
         self.kv = kv
         self.num_drafts = num_drafts if kv.can_rewind else 0
         self.pipeline = pipeline
-        self.max_tokens: int = config.max_num_batched_tokens
+        self.max_tokens = resolved(config.max_num_batched_tokens)
         self.line_key = POLICIES[config.scheduling_policy]
         self.waiting = WaitingQueue()
         self.running: list[Request] = []

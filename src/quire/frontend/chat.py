@@ -225,7 +225,7 @@ class _Conversation:
     @classmethod
     def checked(cls, messages: Any, tools: Any, template_kwargs: Any) -> "_Conversation":
         if not isinstance(messages, (list, tuple)) or not messages:
-            raise RequestError("messages must be a list with at least one message.")
+            raise RequestError("messages must be a list with at least one message.", "messages")
         checked_messages = [_message(idx, message) for idx, message in enumerate(messages)]
         tools = tools or []
         if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -242,11 +242,13 @@ class _Conversation:
 
         def check(text: str) -> str:
             if "\0" in text:
-                raise RequestError("messages must not hold null characters.")
+                raise RequestError("messages must not hold null characters.", "messages")
             try:
                 text.encode()
             except UnicodeEncodeError:
-                raise RequestError("messages must not hold lone surrogates (half of a UTF-16 pair).") from None
+                raise RequestError(
+                    "messages must not hold lone surrogates (half of a UTF-16 pair).", "messages"
+                ) from None
             texts.append(text)
             return text
 
@@ -335,12 +337,12 @@ def _map_texts(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if depth > _MAX_DEPTH:
-        raise RequestError(f"messages are nested deeper than {_MAX_DEPTH} levels: flatten them.")
+        raise RequestError(f"messages are nested deeper than {_MAX_DEPTH} levels: flatten them.", "messages")
     if isinstance(value, Mapping):
         return {_map_texts(key, change, _MAX_DEPTH): _map_texts(item, change, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_map_texts(item, change, depth + 1) for item in value]
-    raise RequestError(f"messages must hold plain JSON values, not {type(value).__name__}.")
+    raise RequestError(f"messages must hold plain JSON values, not {type(value).__name__}.", "messages")
 
 
 class _RefusedError(jinja2.TemplateError):

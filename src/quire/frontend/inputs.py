@@ -101,15 +101,15 @@ class InputProcessor:
             raise RequestError("the prompt is empty: give at least one token")
         if len(token_ids) >= limit:
             raise too_long(f"{len(token_ids):,}", limit)
-        _in_vocabulary("the prompt", token_ids, vocab_size)
+        _in_vocabulary("prompt", token_ids, vocab_size)
         _in_vocabulary("stop_token_ids", params.stop_token_ids, vocab_size)
         _in_vocabulary("logit_bias", params.logit_bias, vocab_size)
         _in_vocabulary("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
         is_whole = isinstance(priority, int) and not isinstance(priority, bool)
         if not is_whole or not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT:
-            raise RequestError("priority must be a whole number of 32 bits")
+            raise RequestError("priority must be a whole number of 32 bits", "priority")
         if not isinstance(cache_salt, str) or len(cache_salt) > MAX_CACHE_SALT_CHARS:
-            raise RequestError(f"cache_salt must be text of at most {MAX_CACHE_SALT_CHARS} characters")
+            raise RequestError(f"cache_salt must be text of at most {MAX_CACHE_SALT_CHARS} characters", "cache_salt")
 
     def _constraint(self, params: SamplingParams, token_ids: list[int], thinks: bool) -> Constraint | None:
         budget = params.thinking_token_budget
@@ -119,14 +119,16 @@ class InputProcessor:
             if params.min_tokens:
                 raise RequestError(
                     "min_tokens cannot be combined with structured output, whose grammar says when it ends: "
-                    "leave it out"
+                    "leave it out",
+                    "min_tokens",
                 )
             if not self.model.eos_ids:
                 raise RequestError("structured output needs a token that ends an answer, and this model names none")
         thinking = self.model.thinking(token_ids, budget) if thinks or budget is not None else None
         if budget is not None and thinking is None:
             raise RequestError(
-                "thinking_token_budget is for models that think, which this one is not known to: see --reasoning-parser"
+                "thinking_token_budget is for models that think, and this one is not known to: see --reasoning-parser",
+                "thinking_token_budget",
             )
         if grammar is None and budget is None:
             return None
@@ -176,18 +178,20 @@ def grammar_spec(asked: StructuredOutputs) -> GrammarSpec:
         text = value if is_text else json.dumps(value, ensure_ascii=False)
         text.encode()
     except (ValueError, TypeError, RecursionError, AttributeError):  # ValueError: also lone surrogates
-        raise RequestError(f"the {kind} of structured_outputs is no valid text or JSON") from None
+        raise RequestError(f"the {kind} of structured_outputs is no valid text or JSON", "structured_outputs") from None
     spec = GrammarSpec("json" if kind == "json_object" else kind, text)
     check(spec)
     return spec
 
 
-def _in_vocabulary(what: str, token_ids: Any, vocab_size: int) -> None:
+def _in_vocabulary(name: str, token_ids: Any, vocab_size: int) -> None:
     are_ids = set(map(type, token_ids)) == {int} and 0 <= min(token_ids) and max(token_ids) < vocab_size
     if are_ids:
         return
     for token_id in token_ids:  # slower, and says which one is wrong
         if not isinstance(token_id, int) or isinstance(token_id, bool):
-            raise RequestError(f"{what} must hold token ids, not {shown(token_id)}")
+            raise RequestError(f"{name} must hold token ids, not {shown(token_id)}", name)
         if not 0 <= token_id < vocab_size:
-            raise RequestError(f"{what} holds token id {shown(token_id)}, the vocabulary has 0 to {vocab_size - 1}")
+            raise RequestError(
+                f"{name} holds token id {shown(token_id)}, the vocabulary has 0 to {vocab_size - 1}", name
+            )

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from quire import registry
-from quire.config import EngineConfig
+from quire.config import EngineConfig, resolved
 from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.layers.base import Layer, Runtime, StepContext
 from quire.quant.base import Method, Use
@@ -92,7 +92,7 @@ def make_runtime(
     return Runtime(
         device=choose.device,
         dtype=choose.dtype,
-        max_len=config.model.max_model_len,
+        max_len=resolved(config.model.max_model_len),
         block_size=config.cache.block_size,
         kernels=choose("elementwise"),
         logits_dtype=None if choose.kind == "gpu" else torch.float32,  # samplers of GPUs convert as they read

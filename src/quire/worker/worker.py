@@ -10,7 +10,7 @@ import torch
 
 from quire.checkpoint.find import find
 from quire.checkpoint.hf_config import read_config
-from quire.config import EngineConfig
+from quire.config import EngineConfig, resolved
 from quire.errors import ConfigError
 from quire.kv.groups import form_layout
 from quire.kv.specs import CacheSpec, KVLayout
@@ -49,7 +49,7 @@ class Worker:
         self.config = config
         self.dtype = DTYPES[config.model.dtype]
         self.device = torch.device(config.device.device)
-        torch.set_num_threads(config.device.num_threads)
+        torch.set_num_threads(resolved(config.device.num_threads))
         self.module = device_module(config)
         self.module.open(self.device)
         self.is_rehearsed = self.device.type == "cpu"  # a GPU must run the largest step once before it serves
@@ -105,8 +105,8 @@ class Worker:
         scheduler = self.config.scheduler
         limits = Limits(
             num_rows=scheduler.max_num_seqs,
-            max_tokens=scheduler.max_num_batched_tokens,
-            max_len=self.config.model.max_model_len,
+            max_tokens=resolved(scheduler.max_num_batched_tokens),
+            max_len=resolved(self.config.model.max_model_len),
             hidden_like=torch.empty(0, self.hidden_size, dtype=self.dtype, device=self.device),
             num_drafts=self.drafter.num_drafts,
         )

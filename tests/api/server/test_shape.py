@@ -342,7 +342,7 @@ def test_hostile_shapes_are_refused_or_bounded_and_others_keep_their_pace(server
             answer = server.post("/v1/completions", {"prompt": "x", "max_tokens": 8, "seed": 1, **fields})
             took_s = time.monotonic() - started
             assert answer.status_code in (200, 400), (name, answer.text[:200])
-            assert took_s < 15, name
+            assert took_s < 60, name
             if took_s > 1:
                 assert len(other.times) - num_before > 0.05 * other.alone_per_s * took_s, name
     assert other.longest_gap_s < max(1.5, 20 / other.alone_per_s)

@@ -214,12 +214,12 @@ REPEATED = [
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("piece", REPEATED)
 def test_time_is_linear_in_the_text(name: str, piece: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     machine = parser(name)
     for _ in range(5_000):
         machine.feed(piece)
     machine.finish()
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_one_parser_after_the_other_reads_harmony() -> None:
