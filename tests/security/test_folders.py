@@ -194,7 +194,7 @@ def test_every_file_that_is_looked_for_is_replaced_below(trial, folder, sharded)
 def test_files_are_opened_in_one_place():
     """Fails when somebody opens a file of a model by themselves: use quire.utils.files."""
     opens = re.compile(
-        r"(?<![\w.])open\(|\.open\(\s*[\"']|\.read_text\(|\.read_bytes\(|\.from_file\(|from_pretrained\("
+        r"(?<![\w.])open\(|\.open\(\s*[\"']|\.read_text\(|\.read_bytes\(\)|\.from_file\(|from_pretrained\("
     )
     rooms = {"checkpoint", "frontend", "config", "api", "models", "worker", "registry.py"}
     allowed = {"checkpoint/fetch.py", "registry.py"}  # a wheel and a lock in our own cache; our own source
