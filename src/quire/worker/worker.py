@@ -114,7 +114,6 @@ class Worker:
 
     def close(self) -> None:
         """Gives the device's memory back."""
-        del self.model
-        if hasattr(self, "runner"):
-            del self.runner
+        vars(self).pop("model", None)
+        vars(self).pop("runner", None)
         self.module.release()
