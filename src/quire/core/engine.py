@@ -83,13 +83,13 @@ class Engine:
         tier: NoTier = NoTier(),
     ) -> None:
         self.config = config
+        self.max_model_len = resolved(config.model.max_model_len)
         self.executor = executor or executor_module(config.device.executor).EXECUTOR(config)
         layout = self._layout(tier)
         self.executor.allocate(layout)
         self.pipeline = Pipeline(self.executor, resolved(config.scheduler.pipeline_depth), recorder)
         self.kv = KVManager(layout, config.cache.enable_prefix_caching, tier)
         self.scheduler = Scheduler(config.scheduler, self.kv, self.pipeline, self.executor.num_drafts)
-        self.max_model_len = resolved(config.model.max_model_len)
         self.guides: NoGuides | Guides = NoGuides()
         self.refused: list[ChoiceDelta] = []  # requests that will never run, for the next step's outputs
 
@@ -207,7 +207,6 @@ class Engine:
             memory_bytes = cache.kv_cache_memory_bytes or self.executor.kv_memory_bytes()
             num_blocks = num_blocks_for(layout, memory_bytes, scheduler.max_num_seqs)
         layout = with_blocks(layout, num_blocks, tier.num_places)
-        max_model_len = resolved(self.config.model.max_model_len)
-        check_capacity(layout, max_model_len, resolved(scheduler.max_num_batched_tokens))
+        check_capacity(layout, self.max_model_len, resolved(scheduler.max_num_batched_tokens))
         log.info("KV cache: %d blocks, %.2f GiB", num_blocks[0], layout.total_bytes / 2**30)
         return layout

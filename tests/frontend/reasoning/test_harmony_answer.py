@@ -32,8 +32,8 @@ def grammar():
 
 @pytest.mark.parametrize("text", ["<|channel|>final<|message|>42", "<|start|>assistant<|channel|>final<|message|>42"])
 def test_a_header_comes_before_the_answer_and_is_no_part_of_it(grammar, text):
-    matcher = grammar.replayed(ids(text))
-    assert matcher is not None and matcher.is_complete
+    matcher = grammar.matcher()
+    assert all(matcher.accept(token_id) for token_id in ids(text)) and matcher.is_complete
     parser = harmony.Parser(False)
     deltas = parser.feed(text), parser.finish()
     assert "".join(delta.content for delta in deltas) == "42"
@@ -41,4 +41,5 @@ def test_a_header_comes_before_the_answer_and_is_no_part_of_it(grammar, text):
 
 @pytest.mark.parametrize("text", ["42", "<|channel|>analysis", "<|channel|>final<|message|>no"])
 def test_nothing_else_is_admitted(grammar, text):
-    assert grammar.replayed(ids(text)) is None
+    matcher = grammar.matcher()
+    assert not all(matcher.accept(token_id) for token_id in ids(text))

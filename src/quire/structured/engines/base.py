@@ -8,7 +8,7 @@ tokens each, lowest bit first.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -117,11 +117,6 @@ class Grammar(ABC):
 
     @abstractmethod
     def _matcher(self) -> Matcher: ...
-
-    def replayed(self, token_ids: Iterable[int]) -> Matcher | None:
-        """A matcher that has seen these tokens; None if they do not fit the grammar."""
-        matcher = self.matcher()
-        return matcher if all(matcher.accept(token_id) for token_id in token_ids) else None
 
 
 class GrammarEngine(ABC):
