@@ -17,6 +17,7 @@ from quire.structured.running import compiler as module
 from quire.structured.running.compiler import Compiler
 from quire.structured.spec import GrammarSpec
 from tests.serving import alive, until
+from tests.structured.replay import replayed
 
 VOCABULARY = Vocabulary([bytes([i]) for i in range(256)] + [b"</s>"], [256], [256], 320)
 PATIENCE_S = 300  # engines take seconds to load, on a busy machine a minute
@@ -72,9 +73,9 @@ def test_an_empty_language_is_refused(compiler, kind, text):
 
 
 def test_auto_takes_what_only_the_other_engine_can(compiler):
-    assert settled(compiler, "grammar", 'start: "a" start | "b"').grammar.replayed(b"aab").is_complete
-    assert settled(compiler, "regex", r"\p{Lu}+").grammar.replayed(b"AB").is_complete
-    assert settled(compiler, "json", '{"type": "string", "maxLength": 4000}').grammar.replayed(b'"abc"').is_complete
+    assert replayed(settled(compiler, "grammar", 'start: "a" start | "b"').grammar, b"aab").is_complete
+    assert replayed(settled(compiler, "regex", r"\p{Lu}+").grammar, b"AB").is_complete
+    assert replayed(settled(compiler, "json", '{"type": "string", "maxLength": 4000}').grammar, b'"abc"').is_complete
 
 
 def test_the_cache_is_bounded(compiler, monkeypatch):

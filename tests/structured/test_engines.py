@@ -14,6 +14,7 @@ from quire.messages import Vocabulary
 from quire.structured.engines.llguidance import LLGuidance
 from quire.structured.engines.xgrammar import XGrammar
 from quire.structured.spec import GrammarSpec
+from tests.structured.replay import replayed
 
 TOKENS = [b"a", b"b", b"c", b"ab", b"bc", b"abc", b"aa", b'"', b'"a', b'b"', b"<s>", b"</s>"]
 TINY = Vocabulary([*TOKENS, *(bytes([i]) for i in range(256) if bytes([i]) not in TOKENS)], [10, 11], [11], 300)
@@ -67,7 +68,7 @@ def test_masks_are_what_enumerating_the_language_says(engine, name):
     todo = [(b"", [])]
     while todo:
         prefix, tokens = todo.pop()
-        matcher = grammar.replayed(tokens)
+        matcher = replayed(grammar, tokens)
         expected = truth(LANGUAGES[name], prefix)
         if engine.name == "llguidance" and len(next_bytes(LANGUAGES[name], prefix)) == 1:
             assert allowed(matcher) <= expected and allowed(matcher)  # it picks one tokenization of a forced text
@@ -93,7 +94,7 @@ def test_rolling_back_is_exact(engine, data):
 
 
 def test_a_token_that_does_not_fit_changes_nothing(engine):
-    matcher = engine.compile(SPECS["choice"]).replayed([2])
+    matcher = replayed(engine.compile(SPECS["choice"]), [2])
     before = allowed(matcher)
     assert not matcher.accept(1) and not matcher.accept(STOP) and not matcher.accept(10)
     assert allowed(matcher) == before and matcher.accept(0)
@@ -106,17 +107,17 @@ def test_forced_tokens_are_those_with_no_alternative(engine):
     before = allowed(matcher)
     assert matcher.forced() == [ids[b"x"], ids[b"y"], ids[b"z"]]
     assert allowed(matcher) == before
-    assert grammar.replayed(matcher.forced()).forced() == []
-    assert grammar.replayed([*matcher.forced(), ids[b"a"]]).forced() == [ids[b"w"], STOP]
+    assert replayed(grammar, matcher.forced()).forced() == []
+    assert replayed(grammar, [*matcher.forced(), ids[b"a"]]).forced() == [ids[b"w"], STOP]
 
 
 def test_after_the_stop_token_only_stop_tokens_follow(engine):
-    matcher = engine.compile(SPECS["choice"]).replayed([0, STOP])
+    matcher = replayed(engine.compile(SPECS["choice"]), [0, STOP])
     assert matcher.terminated and allowed(matcher) == {STOP} and not matcher.accept(STOP) and matcher.forced() == []
 
 
 def test_tokens_that_do_not_fit_cannot_be_replayed(engine):
-    assert engine.compile(SPECS["choice"]).replayed([1, 1]) is None
+    assert replayed(engine.compile(SPECS["choice"]), [1, 1]) is None
 
 
 def test_a_batch_of_masks_equals_one_by_one(engine):
@@ -170,8 +171,8 @@ def test_the_schema_inside_a_structural_tag_is_honoured():
     ):
         grammar = XGrammar(TINY).compile(GrammarSpec("structural_tag", json.dumps(written)))
         single = {token: token_id for token_id, token in enumerate(TINY.tokens) if len(token) == 1}
-        assert grammar.replayed(single[bytes([b])] for b in b'so <f>{"a":"c"}</f> it is').is_complete
-        assert grammar.replayed(single[bytes([b])] for b in b'so <f>{"a":"abc"}</f>') is None
+        assert replayed(grammar, [single[bytes([b])] for b in b'so <f>{"a":"c"}</f> it is']).is_complete
+        assert replayed(grammar, [single[bytes([b])] for b in b'so <f>{"a":"abc"}</f>']) is None
 
 
 def test_a_special_token_can_be_written_only_where_a_structural_tag_spells_it():
