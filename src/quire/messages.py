@@ -80,7 +80,7 @@ class ChoiceDelta(msgspec.Struct, array_like=True, gc=False):
     num_cached_tokens: int = 0  # with the first token
     queue_s: float = 0.0  # how long it waited for its first step; with the first token
     error: str = ""  # with "error": what is wrong with the request, if that is the reason
-    vector: list[float] = []  # if the request wants one; with its last delta
+    vector: list[float] | None = None  # if the request wants one; with its last delta
 
 
 class EngineStats(msgspec.Struct, array_like=True, gc=False):

@@ -5,9 +5,11 @@ Used by the engine's loop. Knows the order of steps, not their contents: those a
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from quire.core.request import Request
+import msgspec
+
+from quire.core.request import Request, Status
 from quire.errors import EngineError
 from quire.executor.base import Executor, PendingStep
 from quire.step import NOTHING, StepPlan, StepResult
@@ -18,7 +20,7 @@ if TYPE_CHECKING:  # these import grammar engines, which are large
     from quire.structured.running.masks import Ahead
 
 
-class Entry(NamedTuple):
+class Entry(msgspec.Struct, gc=False):
     """A request's part in a step, as it was when the step was planned."""
 
     request: Request
@@ -30,9 +32,10 @@ class Entry(NamedTuple):
     @property
     def is_wanted(self) -> bool:
         """Whether the request still needs what this entry produces."""
-        if self.produces == NOTHING or self.request.finished:
+        request = self.request
+        if self.produces == NOTHING or request.status is Status.FINISHED:
             return False
-        return self.num_forced == self.request.num_forced
+        return self.num_forced == request.num_forced
 
 
 @dataclass

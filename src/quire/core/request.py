@@ -106,10 +106,6 @@ class Request:
         self.num_dependents = 0  # siblings that may still fork from it
 
     @property
-    def num_planned(self) -> int:
-        return self.num_computed + self.num_in_flight
-
-    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
@@ -117,10 +113,6 @@ class Request:
     def num_known(self) -> int:
         """Tokens there will be, at most, when the steps in flight have run; the last one allowed is never computed."""
         return min(len(self.token_ids) + self.num_sampling, self.max_total_tokens - 1)
-
-    @property
-    def finished(self) -> bool:
-        return self.status is Status.FINISHED
 
     def force(self, token_ids: list[int]) -> tuple[str | None, int | None]:
         """`extend`, with forced tokens: what steps in flight choose in their place is dropped."""

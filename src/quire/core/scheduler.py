@@ -81,21 +81,24 @@ class Scheduler:
 
     def _continue_running(self, step: PlannedStep, budget: int) -> int:
         """Gives running requests their next tokens; returns what is left of the budget."""
+        running = self.running
         idx = 0
-        while idx < len(self.running):
-            request = self.running[idx]
-            num_behind = len(self.running) - idx - 1  # one token of the budget is reserved for each of them
-            num_planned = request.num_planned
-            num_tokens = min(request.num_known - num_planned, budget - num_behind)
+        while idx < len(running):
+            request = running[idx]
+            room = budget - (len(running) - idx - 1)  # one token of the budget is reserved for each request behind
+            start = request.num_computed + request.num_in_flight
+            num_tokens = min(request.num_known - start, room)
             if num_tokens > 0:
-                num_drafts = self._num_drafts(request, num_planned, num_tokens, budget - num_behind)
-                new_blocks = self.kv.grow(request.blocks, num_planned + num_tokens + num_drafts)
+                num_drafts = 0
+                if self.num_drafts and num_tokens == 1:
+                    num_drafts = self._num_drafts(request, start, room)
+                new_blocks = self.kv.grow(request.blocks, start + num_tokens + num_drafts)
                 if new_blocks is not None:
                     num_tokens += num_drafts
                 else:  # no request is preempted to verify drafts
-                    new_blocks = self._make_room(request, num_planned + num_tokens)
+                    new_blocks = self._make_room(request, start + num_tokens)
                 if new_blocks is not None:
-                    self._give(step, request, num_planned, num_tokens, new_blocks)
+                    self._give(step, request, start, num_tokens, new_blocks)
                     budget -= num_tokens
                 elif request.status is not Status.RUNNING:
                     continue  # the request itself was preempted: the next one is at idx now
@@ -197,12 +200,11 @@ class Scheduler:
             request.forced_from = None
         step.entries.append(Entry(request, num_tokens, produces, request.num_preemptions, request.num_forced))
         request.num_in_flight += num_tokens
-        request.num_sampling += max(NOTHING, produces)
+        if produces > 0:
+            request.num_sampling += produces
 
-    def _num_drafts(self, request: Request, start: int, num_tokens: int, budget: int) -> int:
-        """How many drafts a row that computes `num_tokens` also verifies: those after the last token it chose."""
-        if not self.num_drafts or num_tokens != 1:
-            return 0
+    def _num_drafts(self, request: Request, start: int, budget: int) -> int:
+        """How many drafts a row that computes one token also verifies: those after the last token it chose."""
         if start < request.num_row_start or request.guide is not None:
             return 0
         num_left = request.max_total_tokens - len(request.token_ids) - request.num_sampling  # to be chosen, at least
@@ -228,20 +230,28 @@ class Scheduler:
         newest_step = self.pipeline.newest_step
         for idx, entry in enumerate(step.entries):
             request = entry.request
-            is_wanted = entry.is_wanted
-            request.num_in_flight -= entry.num_tokens
-            if entry.num_forced == request.num_forced:
-                request.num_sampling -= max(NOTHING, entry.produces)
-            if request.finished:
+            num_tokens = entry.num_tokens
+            produces = entry.produces
+            request.num_in_flight -= num_tokens
+            if request.status is Status.FINISHED:
                 continue  # aborted, or ended by the step before: its results of this step are dropped
+            if produces > 0:
+                if entry.num_forced == request.num_forced:
+                    request.num_sampling -= produces
+                num_tokens -= produces - len(result.token_ids[idx])  # drafts that were rejected are not computed
             # Tokens of a request that was preempted since are valid: only its cache is gone.
             delta = None
+            is_wanted = entry.is_wanted
             if is_wanted or idx in result.prompt_logprobs:
                 delta = self._extend(request, result, idx, is_wanted)
                 deltas.append(delta)
             if entry.num_preemptions == request.num_preemptions:
-                num_rejected = max(NOTHING, entry.produces) - len(result.token_ids[idx])
-                self._advance(request, entry.num_tokens - num_rejected, newest_step)
+                # Tokens after one that ended the request are not counted.
+                num_computed = min(request.num_computed + num_tokens, len(request.token_ids))
+                request.num_computed = num_computed
+                self.kv.advance(request.blocks, num_computed, newest_step)
+                if request.followers and num_computed >= request.num_prompt_tokens:
+                    self._unpark(request)
             if delta is not None and delta.finish_reason is not None:
                 self._finish(request)
         self.kv.step_applied(step.plan.step_id)
@@ -249,8 +259,9 @@ class Scheduler:
 
     def _extend(self, request: Request, result: StepResult, idx: int, is_wanted: bool) -> ChoiceDelta:
         """Adds its new tokens to the request; the delta also says whether they end it."""
-        delta = ChoiceDelta(request.request_id, request.choice_idx, [])
-        if request.num_output_tokens == 0:
+        token_ids = result.token_ids[idx] if is_wanted else []
+        delta = ChoiceDelta(request.request_id, request.choice_idx, token_ids)
+        if len(request.token_ids) == request.num_prompt_tokens:
             delta.num_cached_tokens = request.num_cached_tokens
             delta.queue_s = request.queue_s
         if idx in result.prompt_logprobs:
@@ -258,24 +269,16 @@ class Scheduler:
             request.num_prompt_logprobs += len(delta.prompt_logprobs)
         if not is_wanted:
             return delta
-        if idx in result.vectors:
+        if request.wants_vector:
             delta.vector = result.vectors[idx]
             delta.finish_reason = "stop"
             return delta
-        delta.token_ids = list(result.token_ids[idx])
-        delta.finish_reason, delta.stop_reason = request.extend(delta.token_ids)
+        delta.finish_reason, delta.stop_reason = request.extend(token_ids)
         if idx in result.logprobs:
-            delta.logprobs = result.logprobs[idx][: len(delta.token_ids)]
+            delta.logprobs = result.logprobs[idx][: len(token_ids)]
         if request.guide is not None:
             request.guide.follow(request, delta, len(self.running))
         return delta
-
-    def _advance(self, request: Request, num_tokens: int, newest_step: int | None) -> None:
-        """Counts `num_tokens` more tokens as computed; those after a token that ended the request are not counted."""
-        request.num_computed = min(request.num_computed + num_tokens, len(request.token_ids))
-        self.kv.advance(request.blocks, request.num_computed, newest_step)
-        if request.followers and request.num_computed >= request.num_prompt_tokens:
-            self._unpark(request)
 
     # -- leaving -------------------------------------------------------------------------------------------------
 
