@@ -140,7 +140,8 @@ def decode_attention_share() -> float:
     import torch
 
     from quire.ops.attention.reference import AttentionTables
-    from quire.ops.attention.triton import paged_attention, plan, work_shape
+    from quire.ops.attention.triton import paged_attention, work_shape
+    from quire.ops.attention.work import plan
 
     rows, context, K, D, size, copies = 256, 1000, 8, 128, 16, 3
     per_row = -(-context // size)

@@ -22,7 +22,8 @@ from starlette.routing import Route
 
 from quire.api.cli import run
 from quire.bench.http_client import Failure, HttpClient, HttpReply, StreamedReply
-from quire.bench.loadgen import Load, percentile, spread
+from quire.bench.loadgen import Load
+from quire.bench.summary import percentile, spread
 
 FIRST_S, GAP_S = 0.05, 0.02
 

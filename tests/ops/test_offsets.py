@@ -20,6 +20,7 @@ from quire.ops.attention.reference import AttentionTables
 from quire.ops.blocks import triton as blocks
 from quire.ops.elementwise import reference as twin_elementwise
 from quire.ops.elementwise import triton as elementwise
+from quire.ops.elementwise.triton_rope import rope_and_write
 from quire.ops.linear import reference as twin_linear
 from quire.ops.linear import triton as linear
 from quire.ops.mla import reference as twin_mla
@@ -120,7 +121,7 @@ def test_keys_and_values_are_written_to_blocks() -> None:
     expected = attention.cache_view(far.end).transpose(2, 3).contiguous()
     given = (x.clone() for x in (q, k, v))
     twin_elementwise.rope_and_write(*given, cos_sin, positions, expected, slots)
-    elementwise.rope_and_write(q, k, v, cos_sin, positions, far.whole, slots + far.first * SIZE)
+    rope_and_write(q, k, v, cos_sin, positions, far.whole, slots + far.first * SIZE)
     torch.testing.assert_close(attention.cache_view(far.end).transpose(2, 3), expected, **TOLERANCE)
 
 

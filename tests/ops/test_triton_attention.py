@@ -14,8 +14,9 @@ from torch import Tensor
 from quire.layers.attention import triton as backend
 from quire.ops.attention import reference as twin
 from quire.ops.attention import triton as ops
+from quire.ops.attention import work as work_lists
 from quire.ops.attention.reference import AttentionTables
-from quire.ops.attention.triton import END_KEY, FIRST_UNIT, NUM_SPLITS, AttentionWork, Tile
+from quire.ops.attention.work import END_KEY, FIRST_UNIT, NUM_SPLITS, AttentionWork, Tile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -23,7 +24,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.fixture(autouse=True)
 def splits_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that also contexts short enough for the interpreter are split."""
-    monkeypatch.setattr(ops, "MIN_CHUNK", 128)
+    monkeypatch.setattr(work_lists, "MIN_CHUNK", 128)
 
 
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
@@ -99,7 +100,7 @@ class World:
         case, tables = self.case, self.tables
         card = dict(num_kv_heads=case.num_kv_heads, num_programs=case.num_programs)
         starts, context_lens, rows = (t.cpu().numpy() for t in (tables.query_starts, tables.context_lens, tables.rows))
-        units = ops.plan_units(
+        units = work_lists.plan_units(
             starts[:-1],
             np.diff(starts),
             context_lens,
@@ -109,7 +110,7 @@ class World:
             window=case.window,
             **card,
         )
-        num_split_units = ops.max_split_units(len(units), **card)
+        num_split_units = work_lists.max_split_units(len(units), **card)
         units = np.concatenate((units, np.zeros((num_surplus, 8), np.int32)))
         work = AttentionWork.of(
             torch.from_numpy(units).to(DEVICE), case.tile, num_split_units, case.num_kv_heads, case.head_size
@@ -229,7 +230,7 @@ def test_the_backend_takes_what_the_kernels_take() -> None:
 def plan(num_queries: list[int], context_lens: list[int], **options: int) -> np.ndarray:
     starts = np.concatenate(([0], np.cumsum(num_queries))).astype(np.int32)
     options = dict(tile_m=16, group_size=4, num_kv_heads=8, window=0, num_programs=528) | options
-    return ops.plan_units(starts[:-1], np.diff(starts), np.array(context_lens, np.int32), None, **options)
+    return work_lists.plan_units(starts[:-1], np.diff(starts), np.array(context_lens, np.int32), None, **options)
 
 
 def test_a_full_batch_is_not_split_and_one_long_row_is_spread_over_the_card() -> None:
@@ -259,9 +260,9 @@ def test_a_plan_covers_every_query_and_key_once_and_is_no_longer_than_promised(s
     sizes = dict(tile_m=tile_m, group_size=G, num_kv_heads=K, num_programs=528)
     units = plan(num_queries.tolist(), context_lens.tolist(), window=window, **sizes)
     num_tokens = int(num_queries.sum())
-    assert len(units) <= ops.max_units(num_tokens, R, **sizes)
+    assert len(units) <= work_lists.max_units(num_tokens, R, **sizes)
     is_split = units[:, NUM_SPLITS] > 1
-    room = ops.max_split_units(len(units), num_kv_heads=K, num_programs=528)
+    room = work_lists.max_split_units(len(units), num_kv_heads=K, num_programs=528)
     assert is_split.sum() <= room and not is_split[room:].any() and not is_split[is_split.sum() :].any()
 
     starts = np.cumsum(num_queries) - num_queries

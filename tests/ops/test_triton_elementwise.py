@@ -8,6 +8,7 @@ import torch
 
 from quire.ops.elementwise import reference as twin
 from quire.ops.elementwise import triton as ops
+from quire.ops.elementwise import triton_rope
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter computes float32 and float16; bfloat16 is for the card.
@@ -130,7 +131,7 @@ def check_rope_and_write(x: dict[str, torch.Tensor], **options) -> None:
     # Each block is followed by one of another layer.
     memory = torch.full((6, 3, K, 16, D), math.nan, dtype=dtype, device=DEVICE)
     expected = run(twin, expected_cache, x, **options)
-    actual = run(ops, memory[:, :2].view(6, 2, 16, K, D), x, **options)
+    actual = run(triton_rope, memory[:, :2].view(6, 2, 16, K, D), x, **options)
     for found, wanted in zip(actual, expected, strict=True):
         close(found, wanted)
     close(memory[:, :2].transpose(2, 3), expected_cache)
@@ -161,10 +162,10 @@ def test_heads_of_a_token_are_the_same_among_any_other_tokens() -> None:
     x = inputs(40, 4, 2, 128, 128, torch.float32)
     norms = {"q_norm_D": randn(128), "k_norm_D": randn(128), "eps": 1e-6}
     caches = torch.zeros(2, 6, 2, 16, 2, 128, device=DEVICE)
-    together = run(ops, caches[0], x, **norms)
+    together = run(triton_rope, caches[0], x, **norms)
     for token in (0, 3, 39):
         only = {name: value if name == "cos_sin" else value[token : token + 1] for name, value in x.items()}
-        alone = run(ops, caches[1], only, **norms)
+        alone = run(triton_rope, caches[1], only, **norms)
         assert all(torch.equal(a[0], b[token]) for a, b in zip(alone, together, strict=True))
 
 
@@ -182,7 +183,7 @@ def test_a_block_past_two_billion_elements_is_found() -> None:
     x = inputs(1, 4, 2, 128, 128, torch.float16)
     near, far = two_places(2 * 16 * 2 * 128)
     x["slots"][0] = 16 + 13
-    _, k, v = run(ops, near.as_strided((1, 2, 16, 2, 128), (FAR, 4096, 256, 128, 1)), x)
+    _, k, v = run(triton_rope, near.as_strided((1, 2, 16, 2, 128), (FAR, 4096, 256, 128, 1)), x)
     assert torch.equal(far.view(2, 2, 16, 128)[:, :, 13], torch.cat((k, v))) and near.eq(0).all()
 
 
@@ -196,6 +197,6 @@ def test_a_row_past_two_billion_elements_is_found() -> None:
 
 def test_a_step_without_tokens_launches_nothing() -> None:
     x = inputs(0, 4, 2, 64, 64, torch.float32)
-    run(ops, torch.zeros(6, 2, 16, 2, 64, device=DEVICE), x)
+    run(triton_rope, torch.zeros(6, 2, 16, 2, 64, device=DEVICE), x)
     assert ops.rms_norm(randn(0, 64), randn(64), 1e-6)[0].shape == ops.silu_mul(randn(0, 128)).shape == (0, 64)
     assert ops.gather_rows(randn(4, 64), torch.empty(0, dtype=torch.int64, device=DEVICE)).shape == (0, 64)

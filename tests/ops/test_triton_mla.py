@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.ops.attention import triton as attention
+from quire.ops.attention import work as work_lists
 from quire.ops.attention.reference import AttentionTables
-from quire.ops.attention.triton import NUM_SPLITS, AttentionWork, Tile
+from quire.ops.attention.work import NUM_SPLITS, AttentionWork, Tile
 from quire.ops.mla import reference as twin
 from quire.ops.mla import triton as mla
 
@@ -27,7 +27,7 @@ TALL = Tile(64, 32, 4, 2, 2)
 @pytest.fixture(autouse=True)
 def splits_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that also contexts short enough for the interpreter are split."""
-    monkeypatch.setattr(attention, "MIN_CHUNK", 128)
+    monkeypatch.setattr(work_lists, "MIN_CHUNK", 128)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class World:
         case, tables = self.case, self.tables
         num_tiles, group = mla.cut_heads(case.dtype, case.num_heads)
         starts, context_lens, rows = (t.cpu().numpy() for t in (tables.query_starts, tables.context_lens, tables.rows))
-        units = attention.plan_units(
+        units = work_lists.plan_units(
             starts[:-1],
             np.diff(starts),
             context_lens,
@@ -90,7 +90,7 @@ class World:
             window=0,
             num_programs=case.num_programs,
         )
-        num_split = attention.max_split_units(len(units), num_kv_heads=num_tiles, num_programs=case.num_programs)
+        num_split = work_lists.max_split_units(len(units), num_kv_heads=num_tiles, num_programs=case.num_programs)
         padded = np.concatenate((units, np.zeros((num_surplus, 8), np.int32)))
         work = AttentionWork.of(torch.from_numpy(padded).to(DEVICE), case.tile, num_split, num_tiles, case.latent_size)
         work.partials.fill_(math.nan)

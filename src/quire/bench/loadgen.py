@@ -11,13 +11,13 @@ import random
 import resource
 import sys
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from quire.bench.http_client import Failure, HttpClient, HttpReply, StreamedReply
+from quire.bench.summary import summary
 from quire.errors import ConfigError, QuireError
 
 MODULE = "quire.bench.loadgen"
@@ -330,62 +330,6 @@ async def _follow(process: _ClientProcess, idx: int, num_done: list[int], progre
 
 
 # ---------------------------------------------------------------- figures
-
-
-def summary(load: Load, reports: list[Report]) -> dict[str, Any]:
-    """The figures of a run; times in milliseconds, of requests that went well."""
-    shots = [shot for report in reports for shot in report.shots or ()]
-    good = [shot for shot in shots if shot.error is None]
-    duration_s = max(shot.end_s for shot in shots) - min(shot.sent_s for shot in shots)
-    num_input = sum(shot.num_input_tokens for shot in good)
-    num_output = sum(shot.num_output_tokens for shot in good)
-    first_token_ms: list[float] = []
-    per_token_ms: list[float] = []  # after the first
-    for shot in good:
-        if shot.first_s is None or shot.last_s is None:
-            continue
-        first_token_ms.append((shot.first_s - shot.sent_s) * 1e3)
-        if shot.num_output_tokens > 1:
-            per_token_ms.append((shot.last_s - shot.first_s) / (shot.num_output_tokens - 1) * 1e3)
-    return {
-        "model": load.model,
-        "workload": f"http-{load.concurrency or 'open'}-{load.num_prompts}-{load.input_len}-{load.output_len}",
-        "request_rate": load.request_rate,
-        "duration_s": duration_s,
-        "num_requests": len(shots),
-        "num_errors": len(shots) - len(good),
-        "errors": dict(Counter(shot.error for shot in shots if shot.error is not None)),
-        "num_input_tokens": num_input,
-        "num_output_tokens": num_output,
-        "num_events": sum(shot.num_events for shot in good),
-        "req_s": len(good) / duration_s,
-        "in_tok_s": num_input / duration_s,
-        "out_tok_s": num_output / duration_s,
-        "ttft_ms": spread(first_token_ms),
-        "itl_ms": spread([gap_us / 1e3 for shot in good for gap_us in shot.gaps_us]),
-        "tpot_ms": spread(per_token_ms),
-        "e2e_ms": spread([(shot.end_s - shot.sent_s) * 1e3 for shot in good]),
-        "num_client_processes": len(reports),
-        "client_cpu_s": sum(report.cpu_s for report in reports),
-        # How much of one core the busiest process used.
-        "client_cpu_share": max(report.cpu_s / report.wall_s for report in reports),
-    }
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Mean and percentiles; empty for no values."""
-    if not values:
-        return {}
-    ordered = sorted(values)
-    return {"mean": sum(ordered) / len(ordered)} | {f"p{p}": percentile(ordered, p) for p in (50, 90, 99)}
-
-
-def percentile(ordered: list[float], percent: float) -> float:
-    """By linear interpolation between the two nearest ranks, as numpy does."""
-    position = (len(ordered) - 1) * percent / 100
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 if __name__ == "__main__":

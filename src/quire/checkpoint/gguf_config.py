@@ -202,11 +202,18 @@ def _rope_scaling(gguf: GGUFFile, values: Mapping[str, Any], rotary_dim: int) ->
         return None
     if rope_type == "linear":
         return {"rope_type": "linear", "factor": factor} if factor != 1.0 else None
+    if rope_type != "yarn":
+        what = f"{rope_type!r:.80}"
+        raise UnsupportedModelError(f"{gguf.path.name} scales RoPE by {what}, which Quire does not read from GGUF yet.")
+    return _yarn(gguf, scaling, factor)
+
+
+def _yarn(gguf: GGUFFile, scaling: dict[str, Any], factor: float) -> dict[str, Any]:
     # Adjustments of yarn that config.json has no key for: without them the results would be wrong without an error.
     neutral = {"attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
     adjusted = [key for key, value in neutral.items() if scaling.get(key, value) != value]
-    if rope_type != "yarn" or adjusted:
-        what = f"{rope_type!r:.80}" + (f" with {adjusted[0]}" if adjusted else "")
+    if adjusted:
+        what = f"'yarn' with {adjusted[0]}"
         raise UnsupportedModelError(f"{gguf.path.name} scales RoPE by {what}, which Quire does not read from GGUF yet.")
     if scaling.get("yarn_attn_factor") == 1.0:
         del scaling["yarn_attn_factor"]  # converters write 1 for the factor that yarn itself computes

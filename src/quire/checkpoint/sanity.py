@@ -58,6 +58,15 @@ def checked(config: dict[str, Any], source: str) -> dict[str, Any]:
     for key in ("rope_scaling", "rope_parameters", "quantization_config"):
         if config.get(key) is not None and type(config[key]) is not dict:
             raise BadModelFileError(f"{source} gives {key} as {config[key]!r:.80}, not an object.")
+    _check_rope_scaling(config, source)
+    _check_layers(config, source)
+    num_heads, num_kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if num_heads and num_kv_heads and num_heads % num_kv_heads:
+        raise BadModelFileError(f"{source} gives {num_heads} heads, not a multiple of its {num_kv_heads} KV heads.")
+    return config
+
+
+def _check_rope_scaling(config: dict[str, Any], source: str) -> None:
     scaling = config.get("rope_scaling") or {}
     for key in ("factor", "original_max_position_embeddings"):
         value = scaling.get(key)
@@ -65,11 +74,6 @@ def checked(config: dict[str, Any], source: str) -> dict[str, Any]:
             raise BadModelFileError(
                 f"{source} gives the {key} of rope_scaling as {value!r:.80}, not a positive number."
             )
-    _check_layers(config, source)
-    num_heads, num_kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    if num_heads and num_kv_heads and num_heads % num_kv_heads:
-        raise BadModelFileError(f"{source} gives {num_heads} heads, not a multiple of its {num_kv_heads} KV heads.")
-    return config
 
 
 def _is_between(value: Any, limit: float) -> bool:

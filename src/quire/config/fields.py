@@ -54,6 +54,15 @@ def unwrap(hint: Any) -> tuple[Any, tuple | None, bool]:
     return hint, None, optional
 
 
+def _check_type(name: str, kind: type, value: Any) -> None:
+    is_stray_bool = isinstance(value, bool) and kind is not bool
+    is_right = isinstance(value, (float, int) if kind is float else kind)
+    if is_stray_bool or not is_right:
+        raise ConfigError(f"{name} must be {_words(kind)}, not {value!r}")
+    if kind is float and not math.isfinite(value):
+        raise ConfigError(f"{name} must be a finite number, not {value!r}")
+
+
 def _check_one(field: dataclasses.Field, hint: Any, value: Any) -> None:
     kind, choices, optional = unwrap(hint)
     name = field.name
@@ -63,15 +72,7 @@ def _check_one(field: dataclasses.Field, hint: Any, value: Any) -> None:
         if value not in choices:
             raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
         return
-    plain = typing.get_origin(kind) or kind
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if plain is float and is_integer:
-        value = float(value)
-    is_stray_bool = isinstance(value, bool) and plain is not bool
-    if is_stray_bool or not isinstance(value, plain):
-        raise ConfigError(f"{name} must be {_words(plain)}, not {value!r}")
-    if plain is float and not math.isfinite(value):
-        raise ConfigError(f"{name} must be a finite number, not {value!r}")
+    _check_type(name, typing.get_origin(kind) or kind, value)
     low, high = field.metadata["low"], field.metadata["high"]
     if low is not None and value < low:
         raise ConfigError(f"{name} must be at least {low:g}, not {value}")

@@ -7,7 +7,7 @@ the result. Pure: the same inputs give the same config.
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config.engine import EngineConfig
+from quire.config.engine import EngineConfig, ModelConfig
 from quire.errors import ConfigError
 
 DEFAULT_CONTEXT_TOKENS = 2048  # for configs that do not say
@@ -31,19 +31,11 @@ def resolve(
     """`path` and `kind` ("gguf" or "hf") of the model's files, its config in Hugging Face's words."""
     model, scheduler = config.model, config.scheduler
     device = choose_device(config.device.device, machine)
-    if model.quantization == "gguf" and kind != "gguf":
-        raise ConfigError("quantization gguf needs a .gguf file: leave --quantization out for this model")
-    if model.quantization == "gguf" and model.dtype == "float32":
-        raise ConfigError("packed weights compute in bfloat16: leave out --quantization gguf or --dtype float32")
-    if model.quantization == "gguf" and device == "cuda":
-        raise ConfigError("weights stay packed on the CPU only: leave out --quantization gguf, or add --device cpu")
-    packs = kind == "gguf" and model.dtype == "auto" and device == "cpu"
-    packed = packs if model.quantization == "auto" else model.quantization == "gguf"
     step_tokens = (SERVING_STEP_TOKENS if serving else STEP_TOKENS)[device]
     return config.replace(
         model=path,
         dtype="bfloat16" if model.dtype == "auto" else model.dtype,
-        quantization="gguf" if packed else "none",
+        quantization=_quantization(model, kind, device),
         max_model_len=_max_model_len(model.max_model_len, hf_config),
         device=device,
         # The process that serves HTTP needs a core of its own.
@@ -62,6 +54,20 @@ def choose_device(asked: str, machine: Machine) -> str:
     if asked != "auto":
         return asked
     return "cuda" if machine.num_gpus else "cpu"
+
+
+def _quantization(model: ModelConfig, kind: str, device: str) -> str:
+    """Whether weights stay packed: those of a GGUF file do on a CPU, unless another type is asked for."""
+    if model.quantization == "auto":
+        return "gguf" if kind == "gguf" and model.dtype == "auto" and device == "cpu" else "none"
+    if model.quantization == "gguf":
+        if kind != "gguf":
+            raise ConfigError("quantization gguf needs a .gguf file: leave --quantization out for this model")
+        if model.dtype == "float32":
+            raise ConfigError("packed weights compute in bfloat16: leave out --quantization gguf or --dtype float32")
+        if device == "cuda":
+            raise ConfigError("weights stay packed on the CPU only: leave out --quantization gguf, or add --device cpu")
+    return model.quantization
 
 
 def _max_model_len(asked: int | None, hf_config: dict[str, Any]) -> int:

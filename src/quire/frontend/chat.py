@@ -213,6 +213,17 @@ def _inside(positions: Sequence[int], start: int, end: int) -> bool:
     return idx < len(positions) and positions[idx] < end
 
 
+def _check_template_arguments(template_kwargs: Any) -> None:
+    if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
+        raise RequestError("the arguments of the chat template must be an object.")
+    for name in template_kwargs or {}:
+        is_usable = isinstance(name, str) and name.isidentifier() and name not in RESERVED_NAMES
+        if not is_usable:
+            raise RequestError(
+                f"{name!r:.80} cannot be an argument of the chat template: it is reserved or no identifier."
+            )
+
+
 @dataclass(frozen=True)
 class _Conversation:
     """What the user sent, checked: every string in it is text a tokenizer can take."""
@@ -230,14 +241,7 @@ class _Conversation:
         tools = tools or []
         if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
             raise RequestError("tools must be a list of objects.")
-        if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
-            raise RequestError("the arguments of the chat template must be an object.")
-        for name in template_kwargs or {}:
-            is_usable = isinstance(name, str) and name.isidentifier() and name not in RESERVED_NAMES
-            if not is_usable:
-                raise RequestError(
-                    f"{name!r:.80} cannot be an argument of the chat template: it is reserved or no identifier."
-                )
+        _check_template_arguments(template_kwargs)
         texts: list[str] = []
 
         def check(text: str) -> str:

@@ -171,17 +171,12 @@ def build(metadata: Mapping[str, Any]) -> GGUFVocabulary:
     is_phi3 = kind == "llama" and metadata.get("general.architecture") == "phi3"
     _add_special(tokenizer, fields, unstripped=("<unk>", "<s>", "<|endoftext|>") if is_phi3 else None)
     bos, eos = fields.token_id("bos"), fields.token_id("eos")
-    turn_ends = {idx for idx in fields.of_type(CONTROL) if fields.tokens[idx] in _TURN_ENDS}
-    named_ends = [fields.token_id(name) for name in ("eos", "eot", "eom")]
-    turn_ends.update(idx for idx in named_ends if idx is not None)
-    if "<|return|>" in fields.vocab:  # harmony: <|end|> ends a message there, not the answer
-        turn_ends.discard(fields.vocab.get("<|end|>", -1))
     named_tokens = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     return GGUFVocabulary(
         tokenizer=tokenizer,
         bos_token_id=bos,
         eos_token_id=eos,
-        turn_end_ids=frozenset(turn_ends),
+        turn_end_ids=_turn_ends(fields),
         prefix_ids=(bos,) if bos is not None and fields.flag("add_bos_token", add_bos) else (),
         suffix_ids=(eos,) if eos is not None and fields.flag("add_eos_token", False) else (),
         special_tokens={
@@ -240,6 +235,16 @@ class _Fields:
         if not isinstance(values, list) or not all(isinstance(value, kind) for value in values[:1]):
             raise BadModelFileError(f"tokenizer.ggml.{name} does not hold what it should: use another GGUF file.")
         return values
+
+
+def _turn_ends(fields: _Fields) -> frozenset[int]:
+    """The tokens that end an answer: those the file names, and those known to be such in any file."""
+    turn_ends = {idx for idx in fields.of_type(CONTROL) if fields.tokens[idx] in _TURN_ENDS}
+    named_ends = [fields.token_id(name) for name in ("eos", "eot", "eom")]
+    turn_ends.update(idx for idx in named_ends if idx is not None)
+    if "<|return|>" in fields.vocab:  # harmony: <|end|> ends a message there, not the answer
+        turn_ends.discard(fields.vocab.get("<|end|>", -1))
+    return frozenset(turn_ends)
 
 
 def _byte_level(fields: _Fields) -> tuple[Tokenizer, bool]:

@@ -44,9 +44,9 @@ async def echo(scope, receive, send):
         message = await receive()
         body += message["body"]
         more = message.get("more_body", False)
-    scope["state"]["usage"] = lambda: Usage(3, 4, 7, CachedTokens(0))
+    scope["state"]["record"].usage = lambda: Usage(3, 4, 7, CachedTokens(0))
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
-    for piece in (scope["state"]["request_id"].encode(), b" ", body):
+    for piece in (scope["state"]["record"].request_id.encode(), b" ", body):
         await send({"type": "http.response.body", "body": piece, "more_body": True})
         if scope["path"] == "/break":
             raise KeyError("too late")

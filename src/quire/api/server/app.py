@@ -14,6 +14,7 @@ import msgspec
 from quire.api.server import chat, completions, models, openapi, status, tokens
 from quire.api.server.calls import Answer, Call, Receive, Scope, Send, Service, read_body
 from quire.api.server.errors import no_such_path, problem, wrong_method
+from quire.api.server.logs import CallRecord
 from quire.api.server.sse import EventStream
 from quire.frontend.async_llm import AsyncLLM
 
@@ -137,15 +138,14 @@ class App:
         body = await read_body(receive) if endpoint.body is not None else b""
         if body is None:
             return  # the client left
-        state = scope.setdefault("state", {})
-        request_id = state.get("request_id") or secrets.token_hex(16)
-        call = Call(self.service, request_id, receive, body, argument, state)
+        record = scope.get("state", {}).get("record") or CallRecord(secrets.token_hex(16))
+        call = Call(self.service, record, receive, body, argument)
         answer: Answer | EventStream
         try:
             answer = await endpoint.handler(call)
         except Exception as error:
             call.abort()
-            answer = Answer.error(problem(error, request_id))
+            answer = Answer.error(problem(error, call.request_id))
         try:
             await answer(receive, send)
         finally:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from quire.api.server.errors import Problem, UnknownModelError
+from quire.api.server.logs import CallRecord
 from quire.frontend.async_llm import AsyncLLM, Stream
 
 Scope = dict[str, Any]
@@ -47,13 +48,16 @@ class Call:
     """One HTTP request, its body read."""
 
     service: Service
-    request_id: str  # shown to the client, who may have chosen it
+    record: CallRecord
     receive: Receive
     body: bytes = b""
     argument: str = ""  # what `{…}` in the endpoint's path stood for
-    state: dict[str, Any] = field(default_factory=dict)  # shared with the guard: who calls, and what is to be logged
     created_s: int = field(default_factory=lambda: int(time.time()))
     streams: list[Stream] = field(default_factory=list)  # what it asked of the engine
+
+    @property
+    def request_id(self) -> str:
+        return self.record.request_id
 
     def core_id(self) -> str:
         """A new id for the core, in which no two requests may have the same."""

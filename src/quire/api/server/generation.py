@@ -48,14 +48,14 @@ async def submit(
 ) -> list[Stream]:
     """One stream per prompt. They are the call's: none runs on when it is over, or when one of them is refused."""
     core_id = call.core_id()
-    options = fields.submit_options() | {"thinks": thinks, "owner": call.state.get("owner", "")}
+    options = fields.submit_options() | {"thinks": thinks, "owner": call.record.owner}
     share = LoopShare()
     streams = call.streams
     for idx, prompt in enumerate(prompts):
         streams.append(await call.service.llm.submit(prompt, params, request_id=f"{core_id}-{idx}", **options))
         await share.pause()
-    # Refers to the streams and not to the call, which holds the state: a cycle would keep both alive for a while.
-    call.state["usage"] = lambda: usage(streams)
+    # Refers to the streams and not to the call, which holds the record: a cycle would keep both alive for a while.
+    call.record.usage = lambda: usage(streams)
     return streams
 
 

@@ -78,38 +78,52 @@ class Guard:
         started = time.perf_counter()
         headers = dict(scope["headers"])
         request_id = _request_id(headers)
-        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        record = logs.CallRecord(request_id.decode(), scope["method"], scope["path"])
+        scope.setdefault("state", {})["record"] = record
         reply = Reply(send, [(b"x-request-id", request_id), *self.cors.headers(headers)])
         policy = self.policy_of(scope["method"], scope["path"])
-        has_body = b"content-length" in headers or b"transfer-encoding" in headers
-        body = b""
         client = scope.get("client")
         share = self.held.share(client[0] if client else "")
         try:
-            check_head(scope["headers"])
-            if self.cors.is_preflight(scope, headers):
-                await self.cors.preflight(headers, reply)
-                return
-            scope["state"]["owner"] = self.keys.check(policy, headers)
-            if has_body:
-                body = await self._body(headers, receive, share)
-                receive = replay(body, receive)
-            await self.app(scope, receive, reply.send)
+            await self._answer(scope, headers, policy, receive, reply, share)
         except ClientGone:
             pass
         except Refused as refused:
-            is_unread = has_body and not refused.body_read
+            is_unread = _has_body(headers) and not refused.body_read
             await reply.problem(refused.problem, unread=receive if is_unread else None)
         except Exception as error:
-            unforeseen = problem(error, request_id.decode())
+            unforeseen = problem(error, record.request_id)
             if not reply.status:  # else the answer has begun: it ends early, and the client sees that
                 await reply.problem(unforeseen)
         finally:
             share.give_back()
+            record.status = reply.status or CLIENT_GONE
+            record.seconds = time.perf_counter() - started
             is_probe = policy == "open" and reply.status in (200, 503)  # these come every second
             if self.config.access_log and not is_probe:
-                shown = body if self.config.log_requests else None
-                logs.request(scope, reply.status or CLIENT_GONE, time.perf_counter() - started, shown)
+                logs.write_call(record)
+
+    async def _answer(
+        self,
+        scope: Scope,
+        headers: dict[bytes, bytes],
+        policy: Policy | None,
+        receive: Receive,
+        reply: "Reply",
+        share: "Share",
+    ) -> None:
+        """Checks the call, and passes it on to its endpoint with all of its body."""
+        check_head(scope["headers"])
+        if self.cors.is_preflight(scope, headers):
+            await self.cors.preflight(headers, reply)
+            return
+        record: logs.CallRecord = scope["state"]["record"]
+        record.owner = self.keys.check(policy, headers)
+        if _has_body(headers):
+            body = await self._body(headers, receive, share)
+            receive = replay(body, receive)
+            record.body = body if self.config.log_requests else None
+        await self.app(scope, receive, reply.send)
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive, share: "Share") -> bytes:
         """The whole body, within the limits of size, time, depth and number of values."""
@@ -344,6 +358,10 @@ def replay(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return next_message
+
+
+def _has_body(headers: dict[bytes, bytes]) -> bool:
+    return b"content-length" in headers or b"transfer-encoding" in headers
 
 
 def _request_id(headers: dict[bytes, bytes]) -> bytes:

@@ -6,16 +6,35 @@ Called by `guard.py` and `run.py`. Prompts are logged only with --log-requests, 
 import datetime
 import logging
 import sys
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from quire.metrics.serving import ServingMetrics
 
+if TYPE_CHECKING:
+    from quire.api.server.generation import Usage
+
 log = logging.getLogger("quire.server")
 
 MAX_SHOWN_CHARS = 2000  # of a request's body, with --log-requests
 MAX_PATH_CHARS = 200
+
+
+@dataclass(slots=True)
+class CallRecord:
+    """What is known of one HTTP request. The guard makes it, endpoints add to it, and its line in the log shows it."""
+
+    request_id: str  # shown to the client, who may have chosen it
+    method: str = ""
+    path: str = ""
+    owner: str = ""  # the name of the key it came with
+    status: int = 0
+    seconds: float = 0.0
+    body: bytes | None = None  # where requests are to be logged
+    usage: "Callable[[], Usage] | None" = None  # counts the tokens of its streams, where it has any
 
 
 def setup(log_format: str) -> None:
@@ -53,24 +72,24 @@ def write(message: str, fields: dict[str, Any], level: int = logging.INFO) -> No
     log.log(level, "%s", message, extra={"fields": fields})
 
 
-def request(scope: dict[str, Any], status: int, seconds: float, body: bytes | None = None) -> None:
-    """Writes the line of a request that is over. `body` is given where requests are to be logged."""
-    state = scope["state"]
-    fields = {
-        "request_id": state["request_id"],
-        "method": scope["method"],
-        "path": _printable(scope["path"], MAX_PATH_CHARS),
-        "status": status,
-        "ms": round(seconds * 1000, 1),
+def write_call(call: CallRecord) -> None:
+    """Writes the line of a request that is over."""
+    fields: dict[str, Any] = {
+        "request_id": call.request_id,
+        "method": call.method,
+        "path": _printable(call.path, MAX_PATH_CHARS),
+        "status": call.status,
+        "ms": round(call.seconds * 1000, 1),
     }
     message = "{status} {method} {path} {ms:g} ms".format_map(fields)
-    if "usage" in state:
-        usage = state["usage"]()
+    if call.usage is not None:
+        usage = call.usage()
         fields |= {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
         message += f" {usage.prompt_tokens}+{usage.completion_tokens} tokens"
-    message += f" {fields['request_id']}"
-    if body is not None:
-        fields["body"] = _printable(body[: 4 * MAX_SHOWN_CHARS + 4].decode("utf-8", "replace"), MAX_SHOWN_CHARS)
+    message += f" {call.request_id}"
+    if call.body is not None:
+        text = call.body[: 4 * MAX_SHOWN_CHARS + 4].decode("utf-8", "replace")
+        fields["body"] = _printable(text, MAX_SHOWN_CHARS)
         message += " " + fields["body"]
     write(message, fields)
 

@@ -133,14 +133,26 @@ def chat_constraint(asked: ChatFields, model: ModelInfo) -> AnswerShape:
         raise RequestError("two tools have the same name", "tools")
     if choice == "none":
         return _of_text(structured, model)
-    if model.tool_format is None:
-        advice = "choose a format with --tool-call-parser, or leave tools out"
-        raise RequestError(f"this model is not known to call tools: {advice}", "tools")
     is_free = choice == "auto"
     if structured is not None and not is_free:
         message = "an answer cannot be a call and have a format at once: leave response_format out"
         raise RequestError(message, "tool_choice")
     named = choice.function.name if isinstance(choice, NamedTool) else None
+    return _of_calls(tools, named, is_free, asked.parallel_tool_calls is not False, structured, model)
+
+
+def _of_calls(
+    tools: list[dict[str, Any]],
+    named: str | None,
+    is_free: bool,
+    parallel: bool,
+    structured: StructuredOutputs | None,
+    model: ModelInfo,
+) -> AnswerShape:
+    """The shape of an answer with calls: of the tool that is `named`, or of any. `is_free`: or of an answer without."""
+    if model.tool_format is None:
+        advice = "choose a format with --tool-call-parser, or leave tools out"
+        raise RequestError(f"this model is not known to call tools: {advice}", "tools")
     callable_tools = _callable(tools, named)
     if len(msgspec.json.encode(callable_tools)) + TOOL_BYTES * len(callable_tools) > MAX_TOOLS_BYTES:
         must_hold = structured is not None or any(tool["function"].get("strict") for tool in tools)
@@ -151,7 +163,7 @@ def chat_constraint(asked: ChatFields, model: ModelInfo) -> AnswerShape:
     form = model.tool_format.structure(
         [_honoured(tool, is_free) for tool in callable_tools],
         required=not is_free or structured is not None,
-        parallel=asked.parallel_tool_calls is not False and named is None,  # a tool that is named is called once
+        parallel=parallel and named is None,  # a tool that is named is called once
     )
     if structured is not None:
         form = {"type": "or", "elements": [form, _answer(structured, model)]}

@@ -1,4 +1,4 @@
-"""Backends whose kernels read work lists (`ops/attention/triton.py`): the host cuts rows into units, once per group.
+"""Backends whose kernels read work lists (`ops/attention/work.py`): the host cuts rows into units, once per group.
 
 The base of the Triton backends, for attention and for latent attention.
 """
@@ -15,7 +15,7 @@ from quire.layers.attention._layer import CacheLayer
 from quire.layers.attention.base import AttentionBackend, HostStep, Limits, StepShape
 from quire.ops.attention import cudnn
 from quire.ops.attention.reference import AttentionTables
-from quire.ops.attention.triton import UNIT_WORDS, AttentionWork, WorkShape, max_split_units, max_units, plan_units
+from quire.ops.attention.work import UNIT_WORDS, AttentionWork, WorkShape, max_split_units, max_units, plan_units
 from quire.ops.launch import num_multiprocessors
 
 

@@ -16,7 +16,7 @@ from quire.errors import ConfigError
 from quire.layers.attention.base import AttentionBackend
 from quire.ops.attention.reference import AttentionTables
 from quire.ops.attention.triton import cache_view
-from quire.ops.elementwise.triton import rope_and_write
+from quire.ops.elementwise.triton_rope import rope_and_write
 
 
 @functools.cache

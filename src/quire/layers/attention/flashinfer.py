@@ -17,7 +17,7 @@ from quire.layers.attention import CacheLayer
 from quire.layers.attention.base import AttentionBackend, Limits
 from quire.ops.attention.reference import AttentionTables
 from quire.ops.attention.triton import cache_view
-from quire.ops.elementwise.triton import rope_and_write
+from quire.ops.elementwise.triton_rope import rope_and_write
 
 # As FlashInfer's documentation advises. It holds partial results of one launch, so all layers of a kind share it.
 WORKSPACE_BYTES = 128 << 20

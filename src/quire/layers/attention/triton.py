@@ -4,8 +4,9 @@ import torch
 
 from quire.layers.attention import CacheLayer
 from quire.layers.attention._work_lists import WorkListBackend
-from quire.ops.attention.triton import WorkShape, paged_attention, supports, work_shape
-from quire.ops.elementwise.triton import rope_and_write
+from quire.ops.attention.triton import paged_attention, supports, work_shape
+from quire.ops.attention.work import WorkShape
+from quire.ops.elementwise.triton_rope import rope_and_write
 
 
 class Triton(WorkListBackend):

@@ -4,7 +4,7 @@ import torch
 
 from quire.layers.attention import CacheLayer
 from quire.layers.attention._work_lists import WorkListBackend
-from quire.ops.attention.triton import WorkShape
+from quire.ops.attention.work import WorkShape
 from quire.ops.mla import triton as mla
 
 

@@ -1,11 +1,7 @@
 """Paged attention in Triton: any mix of prefill and decode rows in one launch, over a work list planned once per step.
 
-Called by `layers/attention`; the runner plans and uploads the list (`plan_units`, `AttentionWork`) for all layers of a
-group. Knows tensors and block tables; nothing of requests, schedulers or models.
-
-A tile is some consecutive queries of one row, with all heads that share a key/value head. A tile with many keys is
-split by keys; each such part, or a tile that is not split, is a unit of work: one entry of the list, one program per
-key/value head.
+Called by `layers/attention`; the runner plans and uploads the list (`work.py`) for all layers of a group. Knows tensors
+and block tables; nothing of requests, schedulers or models.
 
 A cache is passed as [blocks, 2, block_size, K, D], but the bytes inside a block are in this backend's own order, head
 by head: [2, K, block_size, D] (`cache_view`), so that a head's keys of one block are one contiguous piece.
@@ -15,49 +11,19 @@ padded to a power of two), U units; in a unit: M tile rows (row m is head m % G 
 time; in a merge: X tile rows at a time.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from quire.ops.attention.reference import AttentionTables
-from quire.ops.launch import has_little_shared_memory, num_multiprocessors, options, pdl
+from quire.ops.attention.work import Tile, WorkShape, plan
+from quire.ops.launch import has_little_shared_memory, options, pdl
 
-# Split boundaries are multiples of this many keys; below MIN_CHUNK keys a split costs more than it saves.
-CHUNK_STEP = 64
-MIN_CHUNK = 256
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Finite, so that a row that has seen no key yet needs no special case: exp2(LOWEST - LOWEST) is 1, and its sum is still
 # 0.
 LOWEST = tl.constexpr(-1e30)
-
-
-# The columns of a unit of work.
-(
-    ROW,  # of the block table
-    FIRST_TOKEN,  # index in the step of the first query
-    NUM_TOKENS,  # number of queries; 0: nothing to do
-    POSITION,  # of the first query
-    FIRST_KEY,
-    END_KEY,
-    NUM_SPLITS,  # units that the tile is split into
-    FIRST_UNIT,  # index of the first of those
-) = range(8)
-UNIT_WORDS = 8
-
-
-class Tile(NamedTuple):
-    """How a program cuts up its work; `config` chooses."""
-
-    tile_m: int  # query tokens times heads of a group: a power of two, at least 16 and G
-    tile_n: int  # keys per turn of the loop
-    num_warps: int
-    num_stages: int
-    programs_per_multiprocessor: int  # the planner splits long contexts until there are so many programs
 
 
 def config(dtype: torch.dtype, head_size: int, group_size: int, *, decode: bool) -> Tile:
@@ -76,15 +42,6 @@ def config(dtype: torch.dtype, head_size: int, group_size: int, *, decode: bool)
     return Tile(max(128, lowest), 64, 8, 3 if head_size <= 128 else 2, 2)
 
 
-class WorkShape(NamedTuple):
-    """How the work of a kind of layer is cut up."""
-
-    tile: Tile
-    num_kv_heads: int
-    group_size: int  # query heads of one key/value head
-    size: int  # of a head's result
-
-
 def work_shape(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_size: int, *, decode: bool) -> WorkShape:
     group_size = num_heads // num_kv_heads
     return WorkShape(config(dtype, head_size, group_size, decode=decode), num_kv_heads, group_size, head_size)
@@ -99,142 +56,6 @@ def cache_view(cache: Tensor) -> Tensor:
     """The memory of a cache as it is used here: [blocks, 2, K, block_size, D]."""
     num_blocks, _, size, K, D = cache.shape
     return cache.as_strided((num_blocks, 2, K, size, D), (cache.stride(0), K * size * D, size * D, D, 1))
-
-
-# ---- the work list --------------------------------------------------------------------------------------------------
-
-
-def max_units(
-    num_tokens: int, num_rows: int, *, tile_m: int, group_size: int, num_kv_heads: int, num_programs: int
-) -> int:
-    """The most units that `plan_units` can give for so many query tokens in so many rows."""
-    tokens_per_tile = tile_m // group_size
-    num_rows = min(num_rows, num_tokens)
-    num_tiles = (num_tokens + num_rows * (tokens_per_tile - 1)) // tokens_per_tile
-    return num_tiles + max(1, num_programs // num_kv_heads) - 1
-
-
-def max_split_units(num_units: int, *, num_kv_heads: int, num_programs: int) -> int:
-    """The most units that can belong to split tiles. They are the first ones, and need room for partial results."""
-    return min(num_units, 2 * max(1, num_programs // num_kv_heads) - 1)
-
-
-def plan_units(
-    starts: np.ndarray,
-    num_queries: np.ndarray,
-    context_lens: np.ndarray,
-    rows: np.ndarray | None,
-    *,
-    tile_m: int,
-    group_size: int,
-    num_kv_heads: int,
-    window: int,
-    num_programs: int,
-) -> np.ndarray:
-    """The units of a step, int32 [U, 8]: longest tiles first, so that all programs end at about the same time.
-
-    Each row has `num_queries` tokens of the step, from `starts` on, and `context_lens` tokens in all, these included.
-    Tiles are split when they alone would give fewer programs than `num_programs`. A tile's splits follow each other,
-    and split tiles come before the others, as they are longer.
-    """
-    units = np.ones((len(context_lens), UNIT_WORDS), np.int32)
-    units[:, ROW] = np.arange(len(units)) if rows is None else rows
-    units[:, FIRST_TOKEN] = starts
-    units[:, NUM_TOKENS] = num_queries
-    units[:, POSITION] = context_lens - num_queries
-    tokens_per_tile = tile_m // group_size
-    if np.minimum.reduce(num_queries) < 1 or np.maximum.reduce(num_queries) > tokens_per_tile:
-        units = _tiles(units, tokens_per_tile)
-    end = units[:, POSITION] + units[:, NUM_TOKENS]
-    units[:, FIRST_KEY] = np.maximum(units[:, POSITION] - (window - 1), 0) if window else 0
-    units[:, END_KEY] = end
-    length = end - units[:, FIRST_KEY]
-    if len(units) > 1:
-        order = (-length).argsort(kind="stable")
-        units, length = units[order], length[order]
-
-    chunk = -(-int(np.add.reduce(length)) // max(1, num_programs // num_kv_heads))
-    longest = int(length[0]) if len(length) else 0
-    chunk = _round_up(max(MIN_CHUNK, chunk), CHUNK_STEP)
-    units[:, FIRST_UNIT] = np.arange(len(units))
-    return _splits(units, length, chunk) if longest > chunk else units
-
-
-def _tiles(rows: np.ndarray, tokens_per_tile: int) -> np.ndarray:
-    """Rows cut into tiles: sets the columns that say which queries. Rows without queries disappear."""
-    num_queries = rows[:, NUM_TOKENS]
-    num_tiles = (num_queries + (tokens_per_tile - 1)) // tokens_per_tile
-    tiles = rows.repeat(num_tiles, 0)
-    first_tiles = num_tiles.cumsum() - num_tiles
-    offset = (np.arange(len(tiles)) - first_tiles.repeat(num_tiles)) * tokens_per_tile
-    tiles[:, FIRST_TOKEN] += offset
-    tiles[:, NUM_TOKENS] = np.minimum(tiles[:, NUM_TOKENS] - offset, tokens_per_tile)
-    tiles[:, POSITION] += offset
-    return tiles
-
-
-def _splits(tiles: np.ndarray, length: np.ndarray, chunk: int) -> np.ndarray:
-    """Tiles cut into splits of `chunk` keys: sets the columns that say which keys."""
-    num_splits = (length + (chunk - 1)) // chunk
-    tiles[:, NUM_SPLITS] = num_splits
-    tiles[:, FIRST_UNIT] = num_splits.cumsum() - num_splits
-    units = tiles.repeat(num_splits, 0)
-    units[:, FIRST_KEY] += (np.arange(len(units)) - units[:, FIRST_UNIT]) * chunk
-    np.minimum(units[:, FIRST_KEY] + chunk, units[:, END_KEY], out=units[:, END_KEY])
-    return units
-
-
-def _round_up(n: int, step: int) -> int:
-    return -(-n // step) * step
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionWork:
-    """A step's units on the device, and memory to merge split tiles in, which successive launches may share.
-
-    `units` may be longer than the plan: entries of zeros have no queries. `counters` are zero between launches.
-    """
-
-    units: Tensor  # int32 [U, 8]
-    tile: Tile
-    partials: Tensor  # float32 [split units, K, M, D]: unnormalized results
-    stats: Tensor  # float32 [split units, K, 2, M]: running maximum (of scores times log2 e) and sum
-    counters: Tensor  # int32 [split units, K]: at a tile's first unit, how many of its splits are done
-
-    @staticmethod
-    def of(units: Tensor, tile: Tile, num_split_units: int, num_kv_heads: int, head_size: int) -> "AttentionWork":
-        shape = (max(1, num_split_units), num_kv_heads)
-        return AttentionWork(
-            units,
-            tile,
-            torch.empty((*shape, tile.tile_m, head_size), dtype=torch.float32, device=units.device),
-            torch.empty((*shape, 2, tile.tile_m), dtype=torch.float32, device=units.device),
-            torch.zeros(shape, dtype=torch.int32, device=units.device),
-        )
-
-
-def plan(query: Tensor, tables: AttentionTables, shape: WorkShape, window: int = 0) -> AttentionWork:
-    """The work of a step, on `query`'s device. Copies the tables to the host first: for tests and simple callers."""
-    tile, num_kv_heads, group_size, size = shape
-    rows = None if tables.rows is None else tables.rows.cpu().numpy()
-    num_programs = tile.programs_per_multiprocessor * num_multiprocessors(query)
-    query_starts = tables.query_starts.cpu().numpy()
-    units = plan_units(
-        query_starts[:-1],
-        np.diff(query_starts),
-        tables.context_lens.cpu().numpy(),
-        rows,
-        tile_m=tile.tile_m,
-        group_size=group_size,
-        num_kv_heads=num_kv_heads,
-        window=window,
-        num_programs=num_programs,
-    )
-    num_split_units = int(np.count_nonzero(units[:, NUM_SPLITS] > 1))
-    return AttentionWork.of(torch.from_numpy(units).to(query.device), tile, num_split_units, num_kv_heads, size)
-
-
-# ---- the kernel -----------------------------------------------------------------------------------------------------
 
 
 def paged_attention(

@@ -39,18 +39,6 @@ def gather_config(width: int) -> tuple[int, int]:
     return min(triton.next_power_of_2(width), 2048), 4
 
 
-def rope_config(num_tokens: int, num_pairs: int) -> tuple[int, int]:
-    """(heads of a program, warps).
-
-    The number of heads per warp is fixed, and with it how a head is distributed over threads and summed.
-    """
-    num_warps = 1 if num_tokens <= 32 else 2
-    return num_warps * max(32 * PER_THREAD // num_pairs, 1), num_warps
-
-
-# ---- norm ----
-
-
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As the twin."""
     num_rows, width = x_TD.shape
@@ -108,7 +96,7 @@ def _rms_norm_kernel(
         tl.store(total_ptr + row * D + i_N, x_N, inside)
     wide_N = x_N.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide_N * wide_N, 0) / D + eps)
-    tl.store(normed_ptr + row * D + i_N, _scaled(wide_N, inverse, weight_N, x_N.dtype), inside)
+    tl.store(normed_ptr + row * D + i_N, scaled(wide_N, inverse, weight_N, x_N.dtype), inside)
 
 
 @triton.jit
@@ -145,7 +133,7 @@ def _wide_rms_norm_kernel(
         if added_ptr is not None:
             x_N = _sum(x_N, tl.load(added_ptr + row * added_stride + i_N, i_N < D, 0.0))
         weight_N = tl.load(weight_ptr + i_N, i_N < D, 0.0)
-        tl.store(normed_ptr + row * D + i_N, _scaled(x_N.to(tl.float32), inverse, weight_N, x_N.dtype), i_N < D)
+        tl.store(normed_ptr + row * D + i_N, scaled(x_N.to(tl.float32), inverse, weight_N, x_N.dtype), i_N < D)
 
 
 @triton.jit
@@ -155,7 +143,7 @@ def _sum(a, b):
 
 
 @triton.jit
-def _scaled(wide, inverse, weight, DTYPE: tl.constexpr):
+def scaled(wide, inverse, weight, DTYPE: tl.constexpr):
     """Rounded before the product with the weight, and after it: see the twin."""
     return ((wide * inverse).to(DTYPE).to(tl.float32) * weight.to(tl.float32)).to(DTYPE)
 
@@ -227,217 +215,3 @@ def _gather_kernel(out_ptr, x_ptr, idx_ptr, x_stride, D: tl.constexpr, N: tl.con
 
 
 # ---- before attention ----
-
-
-def rope_and_write(
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    cos_sin: Tensor,
-    positions_T: Tensor,
-    cache: Tensor,
-    slots_T: Tensor,
-    interleaved: bool = False,
-    q_norm_D: Tensor | None = None,
-    k_norm_D: Tensor | None = None,
-    eps: float = 0.0,
-) -> None:
-    """As the twin, in one launch; norm weights are given for both q and k or for neither.
-
-    `cache` has the twin's shape, [blocks, 2, block_size, K, D]; its strides inside a block are not used: see the top of
-    this file.
-    """
-    num_tokens, num_heads, head_size = q_THD.shape
-    num_kv_heads, rotary_dim = k_TKD.shape[1], cos_sin.shape[1]
-    num_pairs = triton.next_power_of_2(rotary_dim // 2)
-    heads, num_warps = rope_config(num_tokens, num_pairs)
-    grid = num_tokens, triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
-    if num_tokens:
-        _rope_and_write_kernel[grid](
-            q_THD,
-            k_TKD,
-            v_TKD,
-            cos_sin,
-            positions_T,
-            cache,
-            slots_T,
-            q_norm_D,
-            k_norm_D,
-            eps,
-            q_THD.stride(0),
-            k_TKD.stride(0),
-            v_TKD.stride(0),
-            cache.stride(0),
-            H=num_heads,
-            K=num_kv_heads,
-            D=head_size,
-            ROTARY=rotary_dim,
-            BLOCK_SIZE=cache.shape[2],
-            INTERLEAVED=interleaved,
-            C=heads,
-            P=num_pairs,
-            PDL=pdl(q_THD),
-            num_warps=num_warps,
-            **options(pdl(q_THD)),
-        )
-
-
-@triton.jit
-def _rope_and_write_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cos_sin_ptr,
-    positions_ptr,
-    cache_ptr,
-    slots_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    eps,
-    q_stride,
-    k_stride,
-    v_stride,
-    cache_stride,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    ROTARY: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    C: tl.constexpr,
-    P: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """A program has some heads of one token: the first programs heads of q, the next ones of k, the last ones of v."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    Q_CHUNKS: tl.constexpr = (H + C - 1) // C
-    K_CHUNKS: tl.constexpr = (K + C - 1) // C
-    token, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    c_C1 = tl.arange(0, C)[:, None]
-    if chunk < Q_CHUNKS:
-        head_C1 = chunk * C + c_C1
-        _turn(
-            q_ptr + token * q_stride + head_C1 * D,
-            head_C1 < H,
-            q_norm_ptr,
-            eps,
-            cos_sin_ptr,
-            positions_ptr + token,
-            None,
-            None,
-            cache_stride,
-            D,
-            ROTARY,
-            BLOCK_SIZE,
-            INTERLEAVED,
-            P,
-            PDL,
-        )
-    elif chunk < Q_CHUNKS + K_CHUNKS:
-        head_C1 = (chunk - Q_CHUNKS) * C + c_C1
-        _turn(
-            k_ptr + token * k_stride + head_C1 * D,
-            head_C1 < K,
-            k_norm_ptr,
-            eps,
-            cos_sin_ptr,
-            positions_ptr + token,
-            cache_ptr + head_C1 * (BLOCK_SIZE * D),
-            slots_ptr + token,
-            cache_stride,
-            D,
-            ROTARY,
-            BLOCK_SIZE,
-            INTERLEAVED,
-            P,
-            PDL,
-        )
-    else:
-        head_C1 = (chunk - Q_CHUNKS - K_CHUNKS) * C + c_C1
-        i_1D = tl.arange(0, triton.next_power_of_2(D))[None, :]
-        inside = (head_C1 < K) & (i_1D < D)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        v_CD = tl.load(v_ptr + token * v_stride + head_C1 * D + i_1D, inside)
-        slot = tl.load(slots_ptr + token).to(tl.int64)
-        to_C1 = cache_ptr + (K + head_C1) * (BLOCK_SIZE * D) + _place(slot, cache_stride, BLOCK_SIZE, D)
-        tl.store(to_C1 + i_1D, v_CD, inside & (slot >= 0))
-
-
-@triton.jit
-def _place(slot, cache_stride, BLOCK_SIZE: tl.constexpr, D: tl.constexpr):
-    """The offset of a slot from the first token of block 0, int64 as is `slot`."""
-    return slot // BLOCK_SIZE * cache_stride + slot % BLOCK_SIZE * D
-
-
-@triton.jit
-def _turn(
-    x_C1,
-    inside_C1,
-    norm_ptr,
-    eps,
-    cos_sin_ptr,
-    position_ptr,
-    cache_C1,
-    slot_ptr,
-    cache_stride,
-    D: tl.constexpr,
-    ROTARY: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    P: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Norms and rotates the heads at the pointers `x_C1`, in place, and writes them to the cache, where there is one.
-
-    A head is three tiles: the first numbers of all pairs, the second ones, and the part that is not rotated.
-    """
-    HALF: tl.constexpr = ROTARY // 2
-    REST: tl.constexpr = D - ROTARY
-    # As wide as the heads, so that the threads that need weights, cosines and sines load them, not through shared
-    # memory.
-    p_CP = tl.broadcast_to(tl.arange(0, P)[None, :], (inside_C1.shape[0], P))
-    i1_CP = 2 * p_CP if INTERLEAVED else p_CP
-    i2_CP = i1_CP + (1 if INTERLEAVED else HALF)
-    inside_CP = inside_C1 & (p_CP < HALF)
-    # At least as wide as P: the tile then has an element for each thread, so that no two threads hold the same element,
-    # and none reads what another has written already.
-    i3_1R = ROTARY + tl.arange(0, max(triton.next_power_of_2(REST), P))[None, :]
-    inside_CR = inside_C1 & (i3_1R < D)
-    if norm_ptr is not None:
-        weight1, weight2 = tl.load(norm_ptr + i1_CP, p_CP < HALF, 0.0), tl.load(norm_ptr + i2_CP, p_CP < HALF, 0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    position = tl.load(position_ptr).to(tl.int64)
-    x1, x2 = tl.load(x_C1 + i1_CP, inside_CP, 0.0), tl.load(x_C1 + i2_CP, inside_CP, 0.0)
-    if REST > 0:
-        x3 = tl.load(x_C1 + i3_1R, inside_CR, 0.0)
-    if cache_C1 is not None:
-        slot = tl.load(slot_ptr).to(tl.int64)
-        to_C1 = cache_C1 + _place(slot, cache_stride, BLOCK_SIZE, D)
-    cos = tl.load(cos_sin_ptr + position * ROTARY + p_CP, p_CP < HALF, 0.0)
-    sin = tl.load(cos_sin_ptr + position * ROTARY + HALF + p_CP, p_CP < HALF, 0.0)
-
-    if norm_ptr is not None:
-        wide1, wide2 = x1.to(tl.float32), x2.to(tl.float32)
-        squares = tl.sum(wide1 * wide1 + wide2 * wide2, 1, keep_dims=True)
-        if REST > 0:
-            wide3 = x3.to(tl.float32)
-            squares += tl.sum(wide3 * wide3, 1, keep_dims=True)
-        inverse = tl.rsqrt(squares / D + eps)
-        x1, x2 = _scaled(wide1, inverse, weight1, x1.dtype), _scaled(wide2, inverse, weight2, x2.dtype)
-        if REST > 0:
-            x3 = _scaled(wide3, inverse, tl.load(norm_ptr + i3_1R, i3_1R < D, 0.0), x3.dtype)
-    wide1, wide2 = x1.to(tl.float32), x2.to(tl.float32)
-    x1, x2 = wide1 * cos - wide2 * sin, wide2 * cos + wide1 * sin
-
-    tl.store(x_C1 + i1_CP, x1, inside_CP)
-    tl.store(x_C1 + i2_CP, x2, inside_CP)
-    if REST > 0:
-        tl.store(x_C1 + i3_1R, x3, inside_CR)
-    if cache_C1 is not None:
-        tl.store(to_C1 + i1_CP, x1, inside_CP & (slot >= 0))
-        tl.store(to_C1 + i2_CP, x2, inside_CP & (slot >= 0))
-        if REST > 0:
-            tl.store(to_C1 + i3_1R, x3, inside_CR & (slot >= 0))

@@ -1,6 +1,6 @@
 """Latent attention in Triton, for any mix of prefill and decode rows; twin: `ops/mla/reference.py`.
 
-Works through the work lists of `ops/attention/triton.py`. Called by `layers/mla.py`; the runner plans the work. All
+Works through the work lists of `ops/attention/work.py`. Called by `layers/mla.py`; the runner plans the work. All
 heads read the same cached vector, as key and as value: a program has as many heads of a token as its registers hold
 (`cut_heads`), and reads each vector once for them. Work is planned as if each such tile of heads were a key/value head.
 Knows tensors and block tables; nothing of requests, schedulers or models.
@@ -17,8 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.attention.reference import AttentionTables
-from quire.ops.attention.triton import LOG2_E, LOWEST, Tile, WorkShape, _merge, load_unit, plan
-from quire.ops.elementwise.triton import _place, _scaled
+from quire.ops.attention.triton import LOG2_E, LOWEST, _merge, load_unit
+from quire.ops.attention.work import Tile, WorkShape, plan
+from quire.ops.elementwise.triton import scaled
+from quire.ops.elementwise.triton_rope import place_in_cache
 from quire.ops.launch import capability, has_little_shared_memory, options, pdl
 from quire.ops.mla import reference
 
@@ -152,13 +154,13 @@ def _norm_rope_and_write_kernel(
 
     slot = tl.load(slots + token).to(tl.int64)
     kv += token * kv_stride
-    cache += _place(slot, cache_stride, BLOCK_SIZE, L + R)
+    cache += place_in_cache(slot, cache_stride, BLOCK_SIZE, L + R)
     c_L = tl.load(kv + l_L)
     wide_L = c_L.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide_L * wide_L, 0) / L + eps)
     inside_1P = p_1P < R // 2
     y1_1P, y2_1P = _turned(kv + L + i1_1P, kv + L + i2_1P, angles, p_1P, inside_1P, R)
-    c_L = _scaled(wide_L, inverse, norm_L, c_L.dtype)
+    c_L = scaled(wide_L, inverse, norm_L, c_L.dtype)
     tl.store(kv + l_L, c_L)
     tl.store(kv + L + i1_1P, y1_1P, inside_1P)
     tl.store(kv + L + i2_1P, y2_1P, inside_1P)

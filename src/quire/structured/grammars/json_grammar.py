@@ -5,13 +5,15 @@ others, and a tuple ends with its last item: fewer values than the schema allows
 """
 
 import math
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product as combinations
 
 from quire.errors import RequestError
 from quire.structured.grammars import numbers
 from quire.structured.grammars.alternatives import NOTHING_ASKED, Array, Contains, Goal, Object
 from quire.structured.grammars.regular import ANYTHING, Node, both, derivative, either, finite, is_empty, no, text
-from quire.structured.grammars.rules import Alternative, Many, Ref, Rules, Symbol, escaped, literal
+from quire.structured.grammars.rules import Alternative, Many, Ref, Rules, escaped, literal
 from quire.structured.grammars.schema import Schema
 
 MAX_STATES = 4000  # of one array or object whose items or properties are counted
@@ -259,13 +261,21 @@ class _Grammar:
                 may_end = is_satisfied and position >= shape.low
                 following: list[Alternative] = [_after(position, '"]"')] if may_end else []
                 if high is None or position < high:
-                    for goal, after in _choices(shape.contains, counts):
-                        symbols: tuple[Symbol, ...] = (*_before(position), self._ref(goal | shape.at(position)))
-                        following.append((*symbols, Ref(_state(stem, min(position + 1, last), after))))
+                    next_state = partial(_state, stem, min(position + 1, last))
+                    following += self._counted_items(shape, position, counts, next_state)
                 self.rules.add(_state(stem, position, counts), following)
         return Ref(_state(stem, 0, (0,) * len(limits)))
 
-    def _unique(self, shape: Array, high: int | None) -> Ref:
+    def _counted_items(
+        self, shape: Array, position: int, counts: tuple[int, ...], next_state: Callable[[tuple[int, ...]], str]
+    ) -> Iterator[Alternative]:
+        """An item at this position, each time of another kind, and the state it leads to."""
+        for goal, after in _choices(shape.contains, counts):
+            item = self._ref(goal | shape.at(position))
+            yield (*_before(position), item, Ref(next_state(after)))
+
+    def _listed_items(self, shape: Array) -> list[list[str]]:
+        """The values that are allowed at each position of the prefix, then those of later items."""
         goals = (*shape.prefix, shape.items)
         listed = [self._values(goal) for goal in goals]
         positions = [values for values in listed if values is not None]
@@ -273,6 +283,10 @@ class _Grammar:
             raise RequestError(
                 "uniqueItems is only supported where the items are an enum, constants or booleans: remove it."
             )
+        return positions
+
+    def _unique(self, shape: Array, high: int | None) -> Ref:
+        positions = self._listed_items(shape)
         values = list(dict.fromkeys(value for allowed in positions for value in allowed))
         any_order = len(values) <= MAX_ANY_ORDER
         if not any_order and shape.prefix:
