@@ -1,6 +1,7 @@
 """What tests share: the real default model, and a tiny random Llama saved by transformers, our oracle."""
 
 import contextlib
+import json
 import os
 import shutil
 from pathlib import Path
@@ -72,8 +73,23 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_llama(tmp_path_factory, smollm2) -> Path:
-    """A Hugging Face folder: random weights at models/llama.py's TINY, and a real tokenizer's files."""
+def served_llama(tmp_path_factory, smollm2) -> list[str]:
+    """For `quire serve`: a random Llama of a few layers that knows the default model's tokens, and goes by its name.
+
+    Its steps take milliseconds: for tests of servers that need many tokens and do not read them.
+    """
+    from quire.models.llama import TINY
+
+    folder = tmp_path_factory.mktemp("served-llama")
+    config = TINY | {"vocab_size": 49152, "max_position_embeddings": 2048}
+    (folder / "config.json").write_text(json.dumps(config))
+    flags = ["--load-format", "dummy", "--dtype", "float32", "--served-model-name", "smollm2"]
+    return [str(folder), "--tokenizer", str(smollm2), *flags]
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory) -> Path:
+    """A Hugging Face folder: random weights at models/llama.py's TINY."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -7,8 +7,10 @@ from benchmarks.server_process import ServerProcess, children, cpu_s, memory_byt
 from benchmarks.soak import Sample, growth, soak
 
 
-def test_half_a_minute_of_mixed_load_leaves_nothing_behind(smollm2):
-    assert soak(30) == []
+def test_half_a_minute_of_mixed_load_leaves_nothing_behind(served_llama):
+    model, *flags = served_llama
+    small_cache = ["--kv-cache-memory-bytes", "2M"]  # that of the default model would not be touched everywhere so soon
+    assert soak(30, model=model, flags=[*flags, *small_cache]) == []
 
 
 def test_growth_after_the_warm_up_is_found():
