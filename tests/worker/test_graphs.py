@@ -1,20 +1,26 @@
 """Recorded steps compute the same as steps that Python runs, for any rows, however requests come and go."""
 
 import ctypes
+import json
+import logging
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, registry
 from quire.ops.attention import cpu as attention
 from quire.ops.attention.reference import AttentionTables
 from quire.ops.cpu.tape import Recording, Rows
 from quire.ops.elementwise import cpu as elementwise
 from quire.ops.packed_linear import cpu as linear
 from tests.prompts import PROMPTS
+
+# Model files whose decode steps are compiled kernels only, where the CPU has the instructions for all of these.
+RECORDED = ("glm", "llama", "phi3", "qwen2", "qwen3", "smollm3")
 
 
 def answers(llm: LLM, count: int) -> list[list[int]]:
@@ -32,6 +38,32 @@ def test_a_tape_gives_the_same_tokens_as_python(smollm2, count):
         plain = answers(llm, count)
     assert played == plain
     assert recorded == linear.supported()
+
+
+def of_tiny(name: str, folder: Path) -> LLM:
+    """A model file's TINY with random weights, in bfloat16 on the CPU."""
+    fields = registry.literals("quire.models", "TINY")[name]
+    (folder / "config.json").write_text(json.dumps(fields))
+    options = {"dtype": "bfloat16", "num_threads": 1, "kv_cache_memory_bytes": 64 << 20}
+    return LLM(str(folder), device="cpu", load_format="dummy", skip_tokenizer_init=True, **options)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_model_of_compiled_kernels_is_recorded(name, tmp_path):
+    with of_tiny(name, tmp_path) as llm:
+        recordings = llm.client.engine.executor.worker.runner.recordings
+        # On a CPU without the instructions for packed products, torch computes these, and must compute nothing else.
+        assert recordings.computed_by_torch == (set() if linear.supported() else {"linear"})
+        assert (recordings.tape is not None) == linear.supported()
+
+
+def test_a_model_that_torch_computes_in_part_says_so_once(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "quire.worker.cpu.graphs")
+    with of_tiny("gpt2", tmp_path) as llm:
+        assert llm.client.engine.executor.worker.runner.recordings.tape is None
+        llm.generate([[1, 2, 3], [4]], SamplingParams(max_tokens=4), use_tqdm=False)
+    (record,) = caplog.records
+    assert "cannot be recorded" in record.message and "gelu" in record.message
 
 
 def test_a_pass_in_which_torch_computes_gives_no_tape():

@@ -150,11 +150,11 @@ class CpuBackend(AttentionBackend):
         self, layers: Sequence["CacheLayer"], block_size: int, limits: Limits, twin: AttentionBackend | None = None
     ) -> None:
         super().__init__(layers, block_size, limits, twin)
-        self.table = np.zeros((max(2, limits.num_rows), -(-limits.max_len // block_size)), np.int32)
+        self.table = torch.zeros(max(2, limits.num_rows), -(-limits.max_len // block_size), dtype=torch.int32)
 
     def prepare(self, step: HostStep, shape: StepShape) -> None:
         width = -(-int(step.context_lens.max()) // self.block_size)
-        self.table[: len(step.rows), :width] = self.step.block_table.numpy()[step.rows, :width]
+        self.table.numpy()[: len(step.rows), :width] = self.step.block_table.numpy()[step.rows, :width]
 
     def tables(self, shape: StepShape) -> AttentionTables:
-        return self._tables(shape, torch.from_numpy(self.table[: shape.num_rows]))
+        return self._tables(shape, self.table[: shape.num_rows])

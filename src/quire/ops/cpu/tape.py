@@ -96,7 +96,7 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple[CompiledFunction, tuple]] = []
         self.buffers: list[Tensor] = []  # all that was allocated meanwhile, kept so that no address is used twice
-        self.complete = True  # False once torch itself has computed something
+        self.computed: set[str] = set()  # the operations that torch itself has computed
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -116,7 +116,7 @@ class Recording(TorchDispatchMode):
         if name in _ALLOCATES:
             self.buffers.append(result)
         elif name not in _VIEWS:
-            self.complete = False
+            self.computed.add(name.removeprefix("aten::"))
         return result
 
     def tape(self, output: Tensor, max_rows: int) -> "Tape | None":
@@ -125,7 +125,7 @@ class Recording(TorchDispatchMode):
         for function, args in self.calls:
             if any(kind is Rows and arg != num_rows for kind, arg in zip(function.argtypes, args)):
                 return None
-        if not self.complete or any(len(buffer) != num_rows for buffer in self.buffers):
+        if self.computed or any(len(buffer) != num_rows for buffer in self.buffers):
             return None
         return Tape(self, output, max_rows)
 

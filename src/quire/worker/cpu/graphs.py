@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 MAX_ROWS = 256
 RECORDED_ROWS = 2
+MAX_SHOWN = 5  # operations that the log names
 
 
 class Recordings:
@@ -29,6 +30,7 @@ class Recordings:
         self.runner = runner
         self.max_rows = min(MAX_ROWS, runner.limits.num_rows, runner.limits.max_tokens)
         self.tape: Tape | None = None
+        self.computed_by_torch: set[str] = set()  # what keeps a pass from being recorded
 
     def get_ready(self) -> None:
         """Records a pass whose rows read token 0 of block 0, which no request uses, and write nothing."""
@@ -42,8 +44,10 @@ class Recordings:
         with Recording() as recording:
             hidden_TD = self.runner.run_model(shape)
         self.tape = recording.tape(hidden_TD, self.max_rows)
+        self.computed_by_torch = recording.computed
         if self.tape is None:
-            log.debug("steps cannot be recorded: torch computes a part of them")
+            names = ", ".join(sorted(self.computed_by_torch)[:MAX_SHOWN]) or "nothing, but sizes depend on a row"
+            log.info("decode steps cannot be recorded, and take longer for that: torch computes %s", names)
 
     def find(self, exact: StepShape) -> StepShape | None:
         is_playable = exact.decode and exact.num_rows <= self.max_rows
