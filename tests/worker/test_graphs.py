@@ -62,7 +62,7 @@ def test_a_model_that_torch_computes_in_part_says_so_once(tmp_path, caplog):
     with of_tiny("gpt2", tmp_path) as llm:
         assert llm.client.engine.executor.worker.runner.recordings.tape is None
         llm.generate([[1, 2, 3], [4]], SamplingParams(max_tokens=4), use_tqdm=False)
-    (record,) = caplog.records
+    (record,) = [record for record in caplog.records if record.name == "quire.worker.cpu.graphs"]
     assert "cannot be recorded" in record.message and "gelu" in record.message
 
 
