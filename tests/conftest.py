@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Without a card, Triton's kernels run in its interpreter; read when they are imported.
 if shutil.which("nvidia-smi") is None:
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell that runs the tests in the background lets them ignore Ctrl-C, which tests send to the processes they start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from quire.checkpoint.find import find
 
