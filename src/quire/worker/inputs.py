@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.layers.attention.base import AttentionBackend, DeviceStep, HostStep, Limits, StepShape
 from quire.ops.attention import cudnn
-from quire.step import StepPlan
+from quire.step import TOKEN, StepPlan
 from quire.worker.words import Words
 
 NO_ROW = -1
@@ -103,22 +103,32 @@ class StepInputs:
         # Padding tokens belong to the padding rows: one to each, or all to the first.
         unused = slice(num_rows + 1, shape.num_rows + 1)
         query_starts[unused] = np.arange(unused.start, unused.stop) if shape.decode else shape.num_tokens
-        produces = np.array(plan.produces)
-        which = np.flatnonzero(produces)  # the row of each sample, as an index into the plan's
-        num_each = np.abs(produces[which])
-        first_samples = np.cumsum(num_each) - num_each
-        num_after: np.ndarray | int = 0  # how many samples of the same row come after each sample
-        if len(which) < plan.num_samples:
-            which = which.repeat(num_each)
-            num_after = (first_samples + num_each).repeat(num_each) - 1 - np.arange(plan.num_samples)
-        # Padded to the end of the array: the sampling may be recorded for a larger shape than the forward pass.
-        _pad(host["sample_at"], ends[which] - 1 - num_after, None, 0)
-        _pad(host["sample_rows"], np.where(produces[which] > 0, rows[which], NO_ROW), None, NO_ROW)
-        _pad(host["sample_positions"], step.context_lens[which] - num_after, None, 0)
-        _pad(host["first_samples"], first_samples, None, plan.num_samples)
+        self._fill_samples(plan, step, ends)
         for backend in self.backends:
             backend.prepare(step, shape)
         self.words.send()
+
+    def _fill_samples(self, plan: StepPlan, step: HostStep, ends: np.ndarray) -> None:
+        """`ends`: the index after the last token of each row, among the step's tokens."""
+        host = self.host
+        sample_at, sample_rows, sample_positions = ends - 1, step.rows, step.context_lens
+        first_samples = np.arange(len(ends))
+        if plan.produces.count(TOKEN) < len(ends):  # else each row has one sample
+            produces = np.array(plan.produces)
+            which = np.flatnonzero(produces)  # the row of each sample, as an index into the plan's
+            num_each = np.abs(produces[which])
+            first_samples = np.cumsum(num_each) - num_each
+            which = which.repeat(num_each)
+            # How many samples of the same row come after each sample.
+            num_after = (first_samples + num_each).repeat(num_each) - 1 - np.arange(len(which))
+            sample_at = sample_at[which] - num_after
+            sample_rows = np.where(produces[which] > 0, sample_rows[which], NO_ROW)
+            sample_positions = sample_positions[which] - num_after
+        # Padded to the end of the array: the sampling may be recorded for a larger shape than the forward pass.
+        _pad(host["sample_at"], sample_at, None, 0)
+        _pad(host["sample_rows"], sample_rows, None, NO_ROW)
+        _pad(host["sample_positions"], sample_positions, None, 0)
+        _pad(host["first_samples"], first_samples, None, len(sample_at))
 
 
 @dataclass(frozen=True)
