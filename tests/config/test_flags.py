@@ -66,6 +66,7 @@ def test_replace_changes_one_option_and_keeps_the_rest():
         ({"max_num_seqs": 2.5}, "a whole number"),
         ({"max_num_seqs": True}, "a whole number"),
         ({"gpu_memory_utilization": math.nan}, "finite"),
+        ({"gpu_memory_utilization": 10**400}, "finite"),
         ({"gpu_memory_utilization": 1.5}, "at most 1"),
         ({"max_model_len": -1}, "at least 1"),
         ({"model": 3}, "text"),

@@ -4,7 +4,7 @@ Used by every options class; flags.py reads the metadata. Must not know any part
 """
 
 import dataclasses
-import math
+import sys
 import types
 import typing
 from typing import Any
@@ -59,8 +59,8 @@ def _check_type(name: str, kind: type, value: Any) -> None:
     is_right = isinstance(value, (float, int) if kind is float else kind)
     if is_stray_bool or not is_right:
         raise ConfigError(f"{name} must be {_words(kind)}, not {value!r}")
-    if kind is float and not math.isfinite(value):
-        raise ConfigError(f"{name} must be a finite number, not {value!r}")
+    if kind is float and not abs(value) <= sys.float_info.max:  # NaN compares false; an integer can be larger
+        raise ConfigError(f"{name} must be a finite number, not {value!r:.40}")
 
 
 def _check_one(field: dataclasses.Field, hint: Any, value: Any) -> None:

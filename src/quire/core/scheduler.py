@@ -259,7 +259,7 @@ class Scheduler:
 
     def _extend(self, request: Request, result: StepResult, idx: int, is_wanted: bool) -> ChoiceDelta:
         """Adds its new tokens to the request; the delta also says whether they end it."""
-        token_ids = result.token_ids[idx] if is_wanted else []
+        token_ids = result.token_ids[idx] if is_wanted else []  # no copy: nobody else reads them later
         delta = ChoiceDelta(request.request_id, request.choice_idx, token_ids)
         if len(request.token_ids) == request.num_prompt_tokens:
             delta.num_cached_tokens = request.num_cached_tokens

@@ -46,8 +46,9 @@ class Recordings:
         self.tape = recording.tape(hidden_TD, self.max_rows)
         self.computed_by_torch = recording.computed
         if self.tape is None:
-            names = ", ".join(sorted(self.computed_by_torch)[:MAX_SHOWN]) or "nothing, but sizes depend on a row"
-            log.info("decode steps cannot be recorded, and take longer for that: torch computes %s", names)
+            names = ", ".join(sorted(self.computed_by_torch)[:MAX_SHOWN])
+            reason = f"torch computes {names}" if names else "the sizes of buffers do not follow the number of rows"
+            log.info("decode steps cannot be recorded, and take longer for that: %s", reason)
 
     def find(self, exact: StepShape) -> StepShape | None:
         is_playable = exact.decode and exact.num_rows <= self.max_rows
