@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from quire.errors import InternalError, RequestError
+from quire.errors import InternalError, QuireError, RequestError
 from quire.frontend.requests import RequestState
 from quire.messages import AddRequest, ChoiceDelta, StepOutputs, ToCore, Vocabulary
 
@@ -40,19 +40,24 @@ class Client(ABC):
 
         Whatever goes wrong with one request is its change's error: the others' changes come nevertheless.
         """
-        for delta in outputs.deltas:
-            if (request := find(delta.request_id)) is not None:  # else it ended here before the core knew
-                is_first = bool(delta.token_ids) and request.metrics.first_token_time is None
-                yield Change(request, len(delta.token_ids), is_first, self._apply_delta(request, delta))
+        for delta in outputs.deltas:  # one call or object less here is one less for every token
+            request = find(delta.request_id)
+            if request is None:
+                continue  # it ended here before the core knew
+            num_tokens = len(delta.token_ids)
+            is_first = num_tokens > 0 and request.metrics.first_token_time is None
+            error: Exception | None = None
+            if delta.finish_reason == "error":
+                error = _given_up(delta)
+            else:
+                try:
+                    abort = request.add_delta(delta)
+                    if abort is not None:  # a stop string ended the choice, which the core cannot see
+                        self.send(abort)
+                except Exception as raised:
+                    error = raised
+            yield Change(request, num_tokens, is_first, error)
 
-    def _apply_delta(self, request: RequestState, delta: ChoiceDelta) -> Exception | None:
-        if delta.finish_reason == "error":
-            reason = delta.error
-            return RequestError(reason) if reason else InternalError("the engine could not take this request in")
-        try:
-            abort = request.add_delta(delta)
-            if abort is not None:  # a stop string ended the choice, which the core cannot see
-                self.send(abort)
-        except Exception as error:
-            return error
-        return None
+
+def _given_up(delta: ChoiceDelta) -> QuireError:
+    return RequestError(delta.error) if delta.error else InternalError("the engine could not take this request in")
