@@ -339,7 +339,8 @@ def test_damaged_folders_are_refused(tiny_llama, tmp_path):
     assert isinstance(damaged(edit(hidden_size=128)), BadModelFileError)
     assert isinstance(damaged(edit(num_hidden_layers=4)), BadModelFileError)
     assert isinstance(damaged(edit(num_hidden_layers=2)), BadModelFileError)
-    assert isinstance(damaged(edit(quantization_config={"quant_method": "awq"})), UnsupportedModelError)
+    assert isinstance(damaged(edit(quantization_config={"quant_method": "quark"})), UnsupportedModelError)
+    assert isinstance(damaged(edit(quantization_config={"quant_method": "awq"})), BadModelFileError)
     truncated = damaged(lambda f: os.truncate(f / "model.safetensors", 5000))
     assert isinstance(truncated, BadModelFileError)
 

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -10,13 +11,16 @@ from safetensors.torch import load_file, save_file
 
 import quire.quant
 from quire import LLM, SamplingParams, registry
+from quire.config import quantization_file
+from quire.config.engine import Quantization
 from quire.errors import BadModelFileError
 from quire.layers.base import Layer
 from quire.layers.weights import plain as plain_tensor
 from quire.models import deepseek_v3, mixtral, qwen3_moe
 from quire.ops.elementwise.reference import silu_mul
-from quire.quant.base import Joined, Part, RawTensor, Use
-from quire.quant.gguf import Blocks, method
+from quire.quant.base import Choice, Joined, Part, RawTensor, Use
+from quire.quant.gguf import Blocks, quantization
+from quire.quant.kept.numbers import Numbers
 from quire.quant.plain import packed
 from quire.quant.plain.dense import Dense
 from quire.worker.build import empty
@@ -147,8 +151,8 @@ def test_blocks_of_a_gguf_file_stay_as_they_are_beside_plain_parts():
     gated = kept.apply_silu_mul(x, None, silu_mul)
     torch.testing.assert_close(gated, dense.apply_silu_mul(x, None, silu_mul), rtol=0.05, atol=0.05)
     assert sum(kept.memory().values()) < sum(dense.memory().values())
-    assert method("any", Use.PRODUCT, packed.METHOD, {}) is Blocks
-    assert method("any", Use.ROWS, Dense, {}) is Dense
+    assert quantization({})("any", Choice(Use.PRODUCT, packed.METHOD, Numbers)) is Blocks
+    assert quantization({})("any", Choice(Use.ROWS, Dense, Numbers)) is Dense
 
 
 def test_a_tensor_of_a_weight_that_is_missing_is_named(tmp_path):
@@ -161,4 +165,5 @@ def test_a_tensor_of_a_weight_that_is_missing_is_named(tmp_path):
 
 
 def test_files_of_the_folder_are_the_quantizations_there_are():
-    assert registry.names("quire.quant") == ["gguf", "mxfp4", "none", "toy"]
+    files = set(registry.names("quire.quant")) - {"toy"}
+    assert {quantization_file(name) for name in get_args(Quantization)} == {"auto", *files}

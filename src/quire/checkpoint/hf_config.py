@@ -40,6 +40,8 @@ def read_config(files: ModelFiles) -> dict[str, Any]:
     if not architectures or not all(isinstance(name, str) for name in architectures):
         raise BadModelFileError(f"{files.name}/config.json names no architectures: use a language model's config.")
     _use_one_spelling(config)
+    if not config.get("quantization_config") and is_there(files.path / "hf_quant_config.json"):
+        config["quantization_config"] = _modelopt_settings(files.path / "hf_quant_config.json")
     return checked(config, f"{files.name}/config.json")
 
 
@@ -49,6 +51,14 @@ def read_generation_config(files: ModelFiles) -> dict[str, Any]:
         return generation_config_from_gguf(files.gguf)
     path = files.path / "generation_config.json"
     return _read_json(path) if is_there(path) else {}
+
+
+def _modelopt_settings(path: Path) -> dict[str, Any]:
+    """The quantization in modelopt's own file, which older checkpoints have beside a config.json that tells nothing."""
+    settings = _read_json(path).get("quantization")
+    if not isinstance(settings, dict):
+        raise BadModelFileError(f"{path.name} names no quantization: fetch it again.")
+    return {**settings, "quant_method": "modelopt"}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -4,7 +4,15 @@ Command-line flags, `LLM(**kwargs)` and `--help` are generated from these fields
 the only place where an "auto" becomes a value is `resolve.py`.
 """
 
-from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig, StructuredConfig
+from quire.config.engine import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    StructuredConfig,
+    quantization_file,
+)
 from quire.config.fields import knob, resolved
 from quire.config.serving import ServingConfig
 
@@ -17,5 +25,6 @@ __all__ = [
     "ServingConfig",
     "StructuredConfig",
     "knob",
+    "quantization_file",
     "resolved",
 ]

@@ -13,6 +13,20 @@ from typing import Any, Literal
 from quire.config.fields import check, knob
 from quire.errors import ConfigError
 
+# Names of quantizations, vLLM's included. Each but auto is a file of quant/, or an alias of one.
+Quantization = Literal[
+    "auto", "none", "gguf", "fp8", "int8", "int4", "mxfp4", "gptq", "gptq_marlin", "awq", "awq_marlin", "auto_round",
+    "auto-round", "compressed-tensors", "compressed_tensors", "modelopt", "modelopt_fp4", "bitsandbytes",
+]  # fmt: skip
+QUANTIZATION_ALIASES = {"gptq_marlin": "gptq", "awq_marlin": "awq", "modelopt_fp4": "modelopt"}
+ONLINE_QUANTIZATIONS = ("fp8", "int8", "int4", "mxfp4")
+
+
+def quantization_file(name: str) -> str:
+    """The file of quant/ that a name means, given by a user or a checkpoint; there may be none."""
+    name = name.replace("-", "_")
+    return QUANTIZATION_ALIASES.get(name, name)
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -26,9 +40,10 @@ class ModelConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = knob(
         "auto", "number type of weights and activations; auto: bfloat16, with quantized weights kept packed"
     )
-    quantization: Literal["auto", "none", "gguf"] = knob(
+    quantization: Quantization = knob(
         "auto",
-        "gguf keeps weights packed as the file has them, none turns them into dtype when loading; auto goes by dtype",
+        "fp8, int8, int4 or mxfp4 round a plain checkpoint's weights while loading; gguf keeps a file's blocks, "
+        "none turns them into dtype; another name must be the checkpoint's own; auto goes by checkpoint and dtype",
     )
     max_model_len: int | None = knob(
         None, "longest prompt plus answer, in tokens (default: what the model allows)", low=1

@@ -5,9 +5,9 @@ the result. Pure: the same inputs give the same config.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
-from quire.config.engine import EngineConfig, ModelConfig
+from quire.config.engine import ONLINE_QUANTIZATIONS, EngineConfig, ModelConfig, Quantization, quantization_file
 from quire.errors import ConfigError
 
 DEFAULT_CONTEXT_TOKENS = 2048  # for configs that do not say
@@ -35,7 +35,7 @@ def resolve(
     return config.replace(
         model=path,
         dtype="bfloat16" if model.dtype == "auto" else model.dtype,
-        quantization=_quantization(model, kind, device),
+        quantization=_quantization(model, kind, device, hf_config),
         max_model_len=_max_model_len(model.max_model_len, hf_config),
         device=device,
         # The process that serves HTTP needs a core of its own.
@@ -56,10 +56,30 @@ def choose_device(asked: str, machine: Machine) -> str:
     return "cuda" if machine.num_gpus else "cpu"
 
 
-def _quantization(model: ModelConfig, kind: str, device: str) -> str:
-    """Whether weights stay packed: those of a GGUF file do on a CPU, unless another type is asked for."""
+def _quantization(model: ModelConfig, kind: str, device: str, hf_config: dict[str, Any]) -> str:
+    """How weights are kept: as the checkpoint has them, or as the option says.
+
+    Those of a GGUF file stay packed on a CPU, unless another type is asked for.
+    """
+    settings = hf_config.get("quantization_config") or {}
+    if settings:
+        own = str(settings.get("quant_method"))
+        asked = model.quantization
+        if asked != "auto" and quantization_file(asked) != quantization_file(own):
+            raise ConfigError(f"the checkpoint is quantized with {own:.40}: leave out --quantization {asked}")
+        known = get_args(Quantization)
+        return quantization_file(own) if quantization_file(own) in known else "none"  # the builder refuses others
     if model.quantization == "auto":
         return "gguf" if kind == "gguf" and model.dtype == "auto" and device == "cpu" else "none"
+    if kind == "gguf" and model.quantization in ONLINE_QUANTIZATIONS:
+        raise ConfigError(
+            f"weights of a .gguf file are quantized already: leave out --quantization {model.quantization}"
+        )
+    if model.quantization not in ("none", "gguf", *ONLINE_QUANTIZATIONS):
+        raise ConfigError(
+            f"--quantization {model.quantization} needs a checkpoint quantized like that: leave it out, "
+            f"or choose from {', '.join(ONLINE_QUANTIZATIONS)} to quantize while loading"
+        )
     if model.quantization == "gguf":
         if kind != "gguf":
             raise ConfigError("quantization gguf needs a .gguf file: leave --quantization out for this model")

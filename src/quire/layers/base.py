@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.ops.attention.reference import AttentionTables
-from quire.quant.base import AXES, Joined, Method, Part, RawTensor, Split, Use, Weight
+from quire.quant.base import AXES, Joined, Method, MethodMaker, Part, RawTensor, Split, Use, Weight
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Runtime:
     kernels: ModuleType  # norms, gated activations and lookups, as in ops/elementwise/reference.py
     logits_dtype: torch.dtype | None  # None: the model's own
     choose: Callable[..., ModuleType]  # (what, **needs): which implementation to use; see worker/choose.py
-    find_method: Callable[[str, Use], type[Method]]  # by a weight's path in the model
+    find_method: Callable[[str, Use], MethodMaker]  # by a weight's path in the model
     context: StepContext
     rank: int = 0  # in a group of `num_ranks` that share the model's layers
     num_ranks: int = 1
@@ -63,7 +63,7 @@ class Layer(nn.Module):
         """Makes the method that stores the weight made of `parts`: neighbours of the same method are one product."""
         runtime = self.runtime
         runs = groupby(parts, lambda part: runtime.find_method(part.path, use))
-        methods = [kind(list(run), runtime.dtype, runtime.device) for kind, run in runs]
+        methods = [make(list(run), runtime.dtype, runtime.device) for make, run in runs]
         self.methods.append(methods[0] if len(methods) == 1 else Joined(methods))
         return self.methods[-1]
 

@@ -124,6 +124,10 @@ class Decoder(Layer):
         return scaled(self.embed_tokens(token_ids_T), self.embed_scale)
 
 
+# Of a checkpoint made for 8-bit KV caches: a cache of 16 bits needs none of them.
+CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_output_scale")
+
+
 class CausalLM(Layer):
     """What the runner runs. Class attributes say how a family's checkpoints differ from the names used here."""
 
@@ -169,7 +173,7 @@ class CausalLM(Layer):
         is_copy = name == "lm_head.weight" and self.lm_head.tied_to is not None
         is_past_last = layer.isdigit() and int(layer) >= self.config.num_hidden_layers
         is_draft = self.has_drafts and is_past_last
-        is_unused = is_draft or is_copy or name.endswith(self.unused)
+        is_unused = is_draft or is_copy or name.endswith((*self.unused, *CACHE_SCALES))
         if not is_unused:
             yield name, tensor
 

@@ -21,6 +21,7 @@ class Linear(Layer):
     inputs: how they may be cut (`Section.units`).
     """
 
+    use = Use.PRODUCT
     tied_to: str | None = None  # path of an embedding whose weight this is
 
     def __init__(
@@ -46,7 +47,7 @@ class Linear(Layer):
     def attach(self, runtime: Runtime, path: str) -> None:
         super().attach(runtime, path)
         parts = self.parts()
-        self.method = self.keep([part._replace(path=self.tied_to or part.path) for part in parts], Use.PRODUCT)
+        self.method = self.keep([part._replace(path=self.tied_to or part.path) for part in parts], self.use)
         if self.bias is not None:
             self.biases["bias"] = parts
 
@@ -86,6 +87,8 @@ class GatedLinear(Linear):
 
 class LMHead(Linear):
     """Hidden states to logits. `tied_to`: path of the embedding whose weight it uses; None: it has its own."""
+
+    use = Use.HEAD
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, tied_to: str | None = None) -> None:
         super().__init__(in_features, out_features, bias=bias)

@@ -2,12 +2,15 @@
 
 A layer describes its weight as parts; `Layer.keep` (layers/base.py) finds the method of each by its path. A method
 declares the tensors it wants of a checkpoint, loads them, and computes. It must not know layers, files or models.
+
+Two ideas are kept apart. A `Reader` knows in which tensors a checkpoint of some quantization holds a weight, and reads
+them into a form (`forms.py`). A `Quantized` method keeps forms on the device at hand and computes with them.
 """
 
 import enum
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -19,8 +22,14 @@ from torch.nn import functional
 from quire.checkpoint.gguf import BLOCK
 from quire.errors import UnsupportedModelError
 from quire.ops.dequantize.gguf import dequantize
+from quire.ops.packed_linear.forms import Form
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Types of tensors that quantizations have beside the plain ones, in safetensors' names.
+CODES = {
+    "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.uint8,
+}  # fmt: skip
 # What the dimensions of a plain tensor are, by their number.
 AXES = {1: ("outputs",), 2: ("outputs", "inputs"), 3: ("experts", "outputs", "inputs")}
 
@@ -43,6 +52,10 @@ class RawTensor:
         if (dtype, device) not in self.shared:
             self.shared[dtype, device] = self._dense(dtype, device)
         return self.shared[dtype, device]
+
+    def values(self) -> Tensor:
+        """As the checkpoint holds them, not copied; a power of two (E8M0) as its exponent's byte."""
+        return self.raw.view((PLAIN | CODES)[self.type_name]).view(self.shape)
 
     def _dense(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type == "cpu":
@@ -116,6 +129,7 @@ class Weight:
     types: Collection[str] = frozenset(BLOCK)  # that the tensor may have
     num_values: int | None = None  # how many numbers of the model it holds; None: as many as it has entries
     stays_packed: bool = False  # takes as many bytes in memory as in the file
+    optional: bool = False  # a checkpoint may lack it
 
     def pieces(self, rank: int, num_ranks: int) -> list[tuple[slice, ...]]:
         """Where in the whole tensor the pieces are that a rank loads."""
@@ -139,6 +153,7 @@ class Use(enum.Enum):
     """What a layer does with its weight."""
 
     PRODUCT = enum.auto()  # multiplies by it: `apply`
+    HEAD = enum.auto()  # the same, to get the logits
     ROWS = enum.auto()  # looks rows up: `rows`
     NUMBERS = enum.auto()  # takes the numbers once they are loaded, and keeps no reference to the method
 
@@ -200,6 +215,98 @@ class Method(ABC):
     def memory(self) -> dict[int, int]:
         """What it occupies: address -> bytes."""
         return {value.data_ptr(): value.nbytes for value in vars(self).values() if isinstance(value, Tensor)}
+
+
+# Makes the method of a weight from (parts, dtype, device). Neighbouring parts whose makers are equal are one product.
+MethodMaker = Callable[[Sequence[Part], torch.dtype, torch.device], Method]
+
+
+ANY = -1  # in a shape: any length
+
+
+class Stored(NamedTuple):
+    """One of the tensors in which a checkpoint holds a weight."""
+
+    end: str  # of its name: what follows the part's path
+    shape: tuple[int, ...]
+    types: Collection[str]  # that it may have
+    axes: tuple[str | None, ...] = ()  # what its dimensions are, if not AXES of their number
+    is_codes: bool = False  # holds the weight's own numbers; others hold scales and the like
+    unused: bool = False  # may be there, and is not needed
+
+
+class Reader(ABC):
+    """How checkpoints of one quantization hold a weight. Two readers that are equal read alike."""
+
+    @abstractmethod
+    def stored(self, part: Part) -> Iterable[Stored]:
+        """The tensors of a part. UnsupportedModelError: such a weight cannot be quantized like this."""
+
+    @abstractmethod
+    def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
+        """The form of a part of two dimensions, from its tensors by the ends of their names."""
+
+
+class Quantized(Method):
+    """Keeps the forms of its parts. A subclass says how they are stored and multiplied."""
+
+    def __init__(self, reader: Reader, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(parts, dtype, device)
+        self.reader = reader
+        self.arrived: dict[int, dict[str, Tensor]] = {}  # by index of the part, until it is complete
+
+    def declare(self, part_idx: int, part: Part) -> Iterator[Weight]:
+        stored = list(self.reader.stored(part))
+        needed = {tensor.end for tensor in stored if not tensor.unused}
+        for end, shape, types, axes, is_codes, unused in stored:
+            load = _ignore if unused else partial(self.load_tensor, part_idx, end, needed)
+            num_values = math.prod(part.shape) if is_codes else 0
+            yield Weight(
+                f"{part.path}{end}",
+                shape,
+                load,
+                part.split,
+                axes,
+                types,
+                num_values,
+                stays_packed=True,
+                optional=unused,
+            )
+
+    def load_tensor(self, part_idx: int, end: str, needed: Collection[str], tensor: RawTensor) -> None:
+        """The last of a part's tensors completes it."""
+        arrived = self.arrived.setdefault(part_idx, {})
+        arrived[end] = tensor.values()
+        if len(arrived) == len(needed):
+            self.put_form(part_idx, self.reader.read(self.parts[part_idx], self.arrived.pop(part_idx)))
+
+    @abstractmethod
+    def put_form(self, part_idx: int, form: Form) -> None:
+        """Keeps a part."""
+
+
+def _ignore(tensor: RawTensor) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class _QuantizedMaker:
+    kind: type[Quantized]
+    reader: Reader
+
+    def __call__(self, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> Quantized:
+        return self.kind(self.reader, parts, dtype, device)
+
+
+class Choice(NamedTuple):
+    """What a file of this folder chooses from, for a weight of some use on the device at hand."""
+
+    use: Use
+    plain: type[Method]
+    quantized: type[Quantized]
+
+    def read_by(self, reader: Reader) -> MethodMaker:
+        return _QuantizedMaker(self.quantized, reader)
 
 
 class Joined(Method):

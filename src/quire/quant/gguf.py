@@ -1,9 +1,10 @@
 """`--quantization gguf`: weights used in products stay in the file's 4- or 8-bit blocks, if kernels know the type."""
 
+from collections.abc import Callable
 from typing import Any
 
 from quire.ops.packed_linear import cpu as linear
-from quire.quant.base import PLAIN, Method, RawTensor, Use
+from quire.quant.base import PLAIN, Choice, MethodMaker, RawTensor
 from quire.quant.plain.packed import Packed
 
 
@@ -16,5 +17,5 @@ class Blocks(Packed):
         return super().pack(tensor)
 
 
-def method(path: str, use: Use, plain: type[Method], settings: dict[str, Any]) -> type[Method]:
-    return Blocks if plain is Packed else plain
+def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMaker]:
+    return lambda path, ways: Blocks if ways.plain is Packed else ways.plain

@@ -1,42 +1,74 @@
-"""MXFP4, for the weights of experts: four-bit numbers (blocks) and a power of two for each 32 of them (scales).
+"""MXFP4: four-bit floats with a power of two for each 32, as gpt-oss has the weights of its experts.
 
-They are converted to plain numbers as soon as both tensors of a part are loaded. Other weights of such a model are
-plain.
+With `--quantization mxfp4`, weights of a plain checkpoint are rounded to it while loading.
 """
 
-import math
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from quire.ops.dequantize.mxfp4 import dequantize
-from quire.quant.base import AXES, Method, Part, RawTensor, Use, Weight
-from quire.quant.plain.dense import Dense
+import torch
+from torch import Tensor
 
-BLOCK_VALUES, BLOCK_BYTES = 32, 16
+from quire.errors import UnsupportedModelError
+from quire.ops.packed_linear.forms import E2M1, Form, Table4
+from quire.quant._select import while_loading
+from quire.quant.base import AXES, PLAIN, Choice, MethodMaker, Part, Reader, Stored, Use
+from quire.quant.fp8 import checked_scales
+
+GROUP = 32
 
 
-class Mxfp4(Dense):
-    def declare(self, part_idx: int, part: Part) -> Iterator[Weight]:
-        arrived: dict[str, RawTensor] = {}
+@dataclass(frozen=True)
+class Blocks(Reader):
+    """The weights of all experts in two tensors: 16 bytes for each 32 numbers, and their scales."""
+
+    def stored(self, part: Part) -> Iterable[Stored]:
         *rows, columns = part.shape
-        scales_shape = *rows, columns // BLOCK_VALUES
-        blocks_shape = *scales_shape, BLOCK_BYTES
-        num_values = math.prod(part.shape)
-        for end, shape, count in (("_blocks", blocks_shape, num_values), ("_scales", scales_shape, 0)):
-            load = partial(self.load_half, part_idx, arrived, end)
-            axes = (*AXES[len(part.shape)], None)[: len(shape)]
-            yield Weight(f"{part.path}{end}", shape, load, part.split, axes, types=("U8",), num_values=count)
+        axes = AXES[len(part.shape)]
+        yield Stored("_blocks", (*rows, columns // GROUP, GROUP // 2), ("U8",), (*axes, None), is_codes=True)
+        yield Stored("_scales", (*rows, columns // GROUP), ("U8",), axes)
 
-    def load_half(self, part_idx: int, arrived: dict[str, RawTensor], end: str, tensor: RawTensor) -> None:
-        """Loads the blocks or the scales of a part; the second of them completes it."""
-        arrived[end] = tensor
-        if len(arrived) == 2:
-            halves = arrived.pop("_blocks"), arrived.pop("_scales")
-            blocks, scales = (half.raw.view(half.shape) for half in halves)
-            values = dequantize(blocks.view(-1, *blocks.shape[-3:]), scales.view(-1, *scales.shape[-2:]))
-            self.put(part_idx, values.to(self.device, self.dtype))
+    def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
+        checked_scales(part, tensors["_scales"])
+        codes = nibbles(tensors["_blocks"].view(-1, part.shape[-1] // 2))
+        return Table4(codes, tensors["_scales"].view(len(codes), -1))
 
 
-def method(path: str, use: Use, plain: type[Method], settings: dict[str, Any]) -> type[Method]:
-    return Mxfp4 if use is Use.NUMBERS and ".experts." in path else plain
+@dataclass(frozen=True)
+class Online(Reader):
+    """Plain numbers, rounded as they are loaded: to the power of two at which the largest of 32 just fits."""
+
+    def stored(self, part: Part) -> Iterable[Stored]:
+        if part.shape[-1] % GROUP:
+            raise UnsupportedModelError(f"{part.path} has {part.shape[-1]} inputs, which groups of 32 do not divide")
+        yield Stored(part.end, part.shape, tuple(PLAIN), is_codes=True)
+
+    def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
+        groups = tensors[part.end].float().unflatten(1, (-1, GROUP))
+        largest = groups.abs().amax(2).clamp(min=2.0**-100)
+        exponents = torch.ceil(torch.log2(largest / 6.0)).clamp(-127, 127)
+        codes = nearest(groups * torch.exp2(-exponents)[..., None]).flatten(1)
+        return Table4(codes, (exponents + 127).to(torch.uint8))
+
+
+def nearest(values: Tensor) -> Tensor:
+    """The code of the four-bit float nearest to each value."""
+    magnitudes = torch.tensor(E2M1[:8], device=values.device)
+    between = (magnitudes[1:] + magnitudes[:-1]) / 2
+    return torch.bucketize(values.abs(), between).to(torch.uint8) | (values < 0).to(torch.uint8) << 3
+
+
+def nibbles(packed: Tensor) -> Tensor:
+    """Two codes of each byte, the low bits first: uint8 [rows, bytes] -> [rows, 2 * bytes]."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+
+
+def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMaker]:
+    if not settings:
+        return while_loading(Online())
+    return lambda path, ways: ways.read_by(Blocks()) if is_expert(path, ways) else ways.plain
+
+
+def is_expert(path: str, ways: Choice) -> bool:
+    return ways.use is Use.NUMBERS and ".experts." in path

@@ -1,14 +1,15 @@
 """`--quantization none`, and checkpoints without a quantization: every weight is kept plain."""
 
+from collections.abc import Callable
 from typing import Any
 
-from quire.quant.base import Method, Use
+from quire.quant.base import Choice, MethodMaker
 
 
-def method(path: str, use: Use, plain: type[Method], settings: dict[str, Any]) -> type[Method]:
-    """The method for the weight that a checkpoint calls `path`. Every file of this folder but base.py has one.
+def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMaker]:
+    """Chooses the method of a weight by its path in checkpoints. Every file of this folder that names one has this.
 
-    `plain`: the method for unquantized weights of this use on this device. `settings`: `quantization_config` of
-    config.json.
+    `settings`: `quantization_config` of config.json; empty if the checkpoint is plain and the option asks for this.
+    Other names of it that users and checkpoints know are ALIASES.
     """
-    return plain
+    return lambda path, ways: ways.plain

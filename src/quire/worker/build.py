@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from quire import registry
-from quire.config import EngineConfig, resolved
+from quire.config import EngineConfig, quantization_file, resolved
 from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.layers.base import Layer, Runtime, StepContext
-from quire.quant.base import Method, Use
+from quire.quant.base import Choice, MethodMaker, Use
+from quire.quant.kept.numbers import Numbers
 from quire.quant.plain.dense import Dense
 from quire.worker.choose import Chooser
 
@@ -87,8 +88,9 @@ def make_runtime(
 ) -> Runtime:
     """`checkpoint_path`: from a module's path in the model to its path in checkpoints."""
     choose = choose or Chooser(config)
-    quantization, settings = _quantization(config, hf_config)
-    plain: dict[Use, type[Method]] = {Use.PRODUCT: choose("linear").METHOD, Use.ROWS: Dense, Use.NUMBERS: Dense}
+    find_method = _quantization(config, hf_config)
+    product = choose("linear").METHOD, choose("quantized linear").METHOD
+    methods = {Use.PRODUCT: product, Use.HEAD: product, Use.ROWS: (Dense, Numbers), Use.NUMBERS: (Dense, Numbers)}
     return Runtime(
         device=choose.device,
         dtype=choose.dtype,
@@ -97,26 +99,24 @@ def make_runtime(
         kernels=choose("elementwise"),
         logits_dtype=None if choose.kind == "gpu" else torch.float32,  # samplers of GPUs convert as they read
         choose=choose,
-        find_method=lambda path, use: quantization.method(checkpoint_path(path), use, plain[use], settings),
+        find_method=lambda path, use: find_method(checkpoint_path(path), Choice(use, *methods[use])),
         context=StepContext(),
     )
 
 
-def _quantization(config: EngineConfig, hf_config: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
-    """A file of quant/, and its settings in config.json.
-
-    The checkpoint's own quantization if it has one, else that of the options.
-    """
+def _quantization(config: EngineConfig, hf_config: dict[str, Any]) -> Callable[[str, Choice], MethodMaker]:
+    """What chooses the method of each weight, by its path in checkpoints."""
     settings = hf_config.get("quantization_config") or {}
     asked = settings.get("quant_method", "unknown") if settings else config.model.quantization
-    name = str(asked).replace("-", "_")
+    name = quantization_file(str(asked))
     if name not in registry.names("quire.quant"):
         raise UnsupportedModelError(
-            f"weights quantized with {asked!r:.40} are not supported yet: use the original or a GGUF file"
+            f"weights quantized with {asked!r:.40} are not supported: use the original, or a checkpoint quantized with "
+            f"one of {', '.join(registry.names('quire.quant'))}"
         )
     if settings and config.model.load_format == "dummy":
         name = "none"  # random weights are plain numbers
-    return registry.load("quire.quant", name), settings
+    return registry.load("quire.quant", name).quantization(settings)
 
 
 def attach(model: nn.Module, runtime: Runtime) -> None:

@@ -29,6 +29,10 @@ CANDIDATES: dict[str, dict[str, tuple[str, ...]]] = {
         "cpu": ("quire.quant.plain.packed", "quire.quant.plain.dense"),
         "gpu": ("quire.quant.plain.dense_gpu",),
     },
+    "quantized linear": {
+        "cpu": ("quire.quant.kept.packed", "quire.quant.kept.numbers"),
+        "gpu": ("quire.quant.kept.triton",),
+    },
     "attention": {
         "cpu": ("quire.layers.attention.native", "quire.layers.attention.reference"),
         "gpu": ("quire.layers.attention.triton",),

@@ -19,7 +19,7 @@ from quire.checkpoint.safetensors import SafetensorsFolder
 from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.layers.base import Layer
 from quire.ops.transfer import Upload
-from quire.quant.base import PLAIN, RawTensor, Weight
+from quire.quant.base import ANY, CODES, PLAIN, RawTensor, Weight
 from quire.worker.build import Model
 
 DUMMY_STD = 0.02
@@ -28,7 +28,7 @@ DUMMY_STD = 0.02
 def load_weights(model: nn.Module, tensors: Iterator[tuple[str, RawTensor]]) -> None:
     """`tensors`: with the model's own names, as `translated` returns them."""
     declared = declared_weights(model)
-    pending = set(declared)
+    pending = {name for name, (weight, *_) in declared.items() if not weight.optional}
     for name, tensor in tensors:
         if name not in declared:
             raise BadModelFileError(f"the checkpoint holds {name!r:.100}, which this architecture does not have")
@@ -67,11 +67,16 @@ def declared_weights(model: nn.Module) -> dict[str, list[Weight]]:
 def _load(weight: Weight, tensor: RawTensor) -> None:
     if tensor.type_name not in weight.types:
         raise UnsupportedModelError(f"{weight.name} has type {tensor.type_name}, which is not supported yet")
-    if tuple(tensor.shape) != weight.shape:
+    if not _has_shape(tensor, weight.shape):
         raise BadModelFileError(
             f"{weight.name} has shape {list(tensor.shape)}, its config says {list(weight.shape)}: files do not match"
         )
     weight.load(tensor)
+
+
+def _has_shape(tensor: RawTensor, shape: tuple[int, ...]) -> bool:
+    same = [size in (ANY, found) for size, found in zip(shape, tensor.shape)]
+    return len(shape) == len(tensor.shape) and all(same)
 
 
 # -- where tensors come from -------------------------------------------------------------------------------------------
@@ -110,7 +115,7 @@ def uploaded(tensors: Iterator[tuple[str, RawTensor]], device: torch.device) -> 
     """The same tensors; those that need no decoding on the CPU are on the GPU."""
     upload = Upload(device)
     for name, tensor in tensors:
-        if tensor.type_name in (*PLAIN, "U8"):  # U8: their layer's method decodes them
+        if tensor.type_name in (*PLAIN, *CODES):  # CODES: their layer's method decodes them
             tensor = RawTensor(tensor.type_name, upload(tensor.raw), tensor.shape)
         yield name, tensor
 

@@ -17,7 +17,7 @@ from quire.errors import ConfigError
 from quire.ops.cpu import build
 from quire.ops.cpu.tape import Rows, bind
 from quire.ops.packed_linear import reference as packed
-from quire.ops.packed_linear.reference import PackedWeight, gateable, joinable, packable
+from quire.ops.packed_linear.reference import PackedWeight, gateable, joinable, pack_codes, packable
 
 __all__ = [
     "PackedWeight",
@@ -26,6 +26,7 @@ __all__ = [
     "joinable",
     "linear",
     "linear_silu_mul",
+    "pack_codes",
     "pack_dense",
     "pack_gguf",
     "packable",

@@ -197,22 +197,59 @@ def empty_dense(weight: Tensor) -> PackedWeight:
 
 def pack_gguf(type_name: str, raw: Tensor, n: int, k: int) -> PackedWeight:
     packed = empty_gguf(type_name, raw, n, k)
-    P, B, _ = packed.data.shape
     form = FORMATS[type_name]
     q, scales, mins = form.decode(raw.view(-1, form.block_bytes))
+    _fill(packed, q, scales, mins)
+    return packed
+
+
+def pack_codes(
+    codes_NK: Tensor, scales_NG: Tensor, mins_NG: Tensor | None, bits: int, zero: int
+) -> PackedWeight | None:
+    """Whole numbers with a scale (and a minimum) for each group of inputs; None if no kernel takes them.
+
+    Scales stay in float16 where that loses nothing.
+    """
+    n, k = codes_NK.shape
+    group = k // scales_NG.shape[1]
+    if not packable("BF16", n, k) or (group != 16 and group % BLOCK):
+        return None
+    packed_bits = 4 if bits <= 4 and group != 16 else 8
+    packed_group = min(group, BLOCK)
+    repeats = group // packed_group
+    scales = scales_NG.float().repeat_interleave(repeats, 1)
+    mins = None if mins_NG is None else mins_NG.float().repeat_interleave(repeats, 1)
+    fits_half = _fits_half(scales) and (mins is None or _fits_half(mins))
+    panels = -(-n // LANES)
+    data = torch.empty(panels, k // BLOCK, LANES * BLOCK * packed_bits // 8, dtype=torch.uint8)
+    scale_dtype = torch.float16 if fits_half else torch.float32
+    packed_scales = torch.empty(panels, k // packed_group, LANES, dtype=scale_dtype)
+    packed_mins = None if mins is None else torch.empty_like(packed_scales)
+    packed = PackedWeight(data, packed_scales, packed_mins, n, k, packed_bits, packed_group, zero)
+    _fill(packed, codes_NK, scales, mins)
+    return packed
+
+
+def _fits_half(values: Tensor) -> bool:
+    return torch.equal(values.half().float(), values)
+
+
+def _fill(packed: PackedWeight, q: Tensor, scales: Tensor, mins: Tensor | None) -> None:
+    """`q` [n, k], `scales` and `mins` [n, groups], in any shape of as many values."""
+    P, B, _ = packed.data.shape
 
     def lanes(values: Tensor, per_row: int) -> Tensor:
         """[n, per_row] as [P, 16, per_row], with zeros for outputs beyond n."""
-        return F.pad(values.reshape(n, per_row), (0, 0, 0, P * LANES - n)).view(P, LANES, per_row)
+        rows = values.reshape(packed.n, per_row)
+        return F.pad(rows, (0, 0, 0, P * LANES - packed.n)).view(P, LANES, per_row)
 
-    quads = lanes(q, k).view(P, LANES, B, 8, 4).permute(0, 2, 3, 1, 4)[..., BYTE_ORDER]
-    if form.bits == 4:
+    quads = lanes(q, packed.k).view(P, LANES, B, 8, 4).permute(0, 2, 3, 1, 4)[..., BYTE_ORDER]
+    if packed.bits == 4:
         quads = quads[:, :, :4] | quads[:, :, 4:] << 4
     packed.data.copy_(quads.reshape(packed.data.shape))
     for target, values in ((packed.scales, scales), (packed.mins, mins)):
         if target is not None and values is not None:
-            target.copy_(lanes(values, k // form.group).transpose(1, 2))
-    return packed
+            target.copy_(lanes(values, packed.k // packed.group).transpose(1, 2))
 
 
 def pack_dense(weight: Tensor) -> PackedWeight:

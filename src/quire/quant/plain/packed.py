@@ -24,7 +24,10 @@ class Packed(Method):
         return linear.pack_dense(tensor.dense(self.dtype))
 
     def load_part(self, part_idx: int, tensor: RawTensor) -> None:
-        self.packed[part_idx] = self.pack(tensor)
+        self.put(part_idx, self.pack(tensor))
+
+    def put(self, part_idx: int, packed: linear.PackedWeight) -> None:
+        self.packed[part_idx] = packed
         if len(self.packed) == len(self.parts):
             self._join()
 

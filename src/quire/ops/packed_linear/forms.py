@@ -1,0 +1,112 @@
+"""The few forms of quantized weights: what the numbers are, not how a file or a kernel has them.
+
+Files of `quant/` read a checkpoint's tensors into a form, or make one of plain numbers; `quant/kept` packs a form for
+the device at hand. Knows tensors only.
+
+Shape letters: N outputs, K inputs, G groups of neighbouring inputs.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+FLOAT8 = torch.float8_e4m3fn
+MAX_FLOAT8 = 448.0
+# The values of the four-bit float E2M1, by code.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Affine:
+    """Whole numbers of few bits: scale * (code - zero) + minimum, with a scale (and a minimum) per output and group."""
+
+    codes_NK: Tensor  # uint8, each below 2 ** bits
+    scales_NG: Tensor  # any float
+    bits: int
+    zero: int = 0
+    mins_NG: Tensor | None = None
+    order_K: Tensor | None = None  # the input that each column multiplies; None: the column's own
+    rounds: str | None = None  # activations: a key of ROUNDINGS, None: they stay as they are
+
+    @property
+    def group(self) -> int:
+        return self.codes_NK.shape[1] // self.scales_NG.shape[1]
+
+    def numbers(self) -> Tensor:
+        """The weight in float32, columns in the order of inputs."""
+        grouped = self.codes_NK.float().unflatten(1, (-1, self.group))
+        values = (grouped - self.zero) * self.scales_NG.float().unsqueeze(2)
+        if self.mins_NG is not None:
+            values += self.mins_NG.float().unsqueeze(2)
+        values = values.flatten(1)
+        if self.order_K is None:
+            return values
+        ordered = torch.empty_like(values)
+        ordered[:, self.order_K.long()] = values
+        return ordered
+
+
+@dataclass(frozen=True, eq=False)
+class Float8:
+    """Eight-bit floats (E4M3) times a scale per output, or per block of outputs and inputs."""
+
+    codes_NK: Tensor  # float8_e4m3fn
+    scales: Tensor  # float32: [N], or [blocks of outputs, blocks of inputs]
+    block: tuple[int, int] | None = None  # outputs and inputs that share a scale; None: a scale per output
+    rounds: str | None = None
+    input_scale: float | None = None  # for the rounding "float8 static"
+
+    def scales_per_value(self) -> Tensor:
+        """To be multiplied with the codes."""
+        if self.block is None:
+            return self.scales[:, None]
+        N, K = self.codes_NK.shape
+        by_row = self.scales.repeat_interleave(self.block[0], 0)[:N]
+        return by_row.repeat_interleave(self.block[1], 1)[:, :K]
+
+    def numbers(self) -> Tensor:
+        return self.codes_NK.float() * self.scales_per_value()
+
+
+@dataclass(frozen=True, eq=False)
+class Table4:
+    """Four-bit codes that stand for 16 values, times a scale per output and group of inputs."""
+
+    codes_NK: Tensor  # uint8, each below 16
+    scales_NG: Tensor  # float32 or float8_e4m3fn; or uint8: powers of two, 2 ** (byte - 127)
+    table: tuple[float, ...] = E2M1
+    outer_N: Tensor | None = None  # float32: a second scale per output
+
+    @property
+    def group(self) -> int:
+        return self.codes_NK.shape[1] // self.scales_NG.shape[1]
+
+    def numbers(self) -> Tensor:
+        table = torch.tensor(self.table, device=self.codes_NK.device)
+        values = table[self.codes_NK.int()].unflatten(1, (-1, self.group))
+        values = (values * float_scales(self.scales_NG).unsqueeze(2)).flatten(1)
+        return values if self.outer_N is None else values * self.outer_N[:, None]
+
+
+Form = Affine | Float8 | Table4
+
+# How activations are rounded before a product, always row by row, so that company never changes a row.
+ROUNDINGS = {
+    "float8 token": "to float8, a scale per token",
+    "float8 group": "to float8, a scale per token and 128 inputs",
+    "float8 static": "to float8, with the checkpoint's scale",
+    "int8 token": "to int8, a scale per token",
+}
+
+
+def float_scales(scales: Tensor) -> Tensor:
+    """In float32; bytes are exponents."""
+    if scales.dtype == torch.uint8:
+        return torch.exp2(scales.float() - 127)
+    return scales.float()
+
+
+def weight_only(form: Form) -> Form:
+    """The same numbers, multiplied with activations as they are."""
+    return form if isinstance(form, Table4) else replace(form, rounds=None)

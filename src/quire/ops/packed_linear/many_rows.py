@@ -1,0 +1,294 @@
+"""Linear layers of many rows with packed weights on GPUs: the library multiplies 8-bit numbers, or unpacked weights.
+
+Called by `quant/kept/triton.py`; twin: `words.py`. Knows tensors only. Scales are multiplied in afterwards by a kernel
+of our own: with a scale per row and output, the library's product is slower, and below a few hundred rows much slower.
+
+Shape letters: M rows, N outputs, K inputs, G groups, W words (or bytes) of a row of codes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from quire.ops.launch import options, pdl, wait_turn
+from quire.ops.packed_linear.forms import FLOAT8
+from quire.ops.packed_linear.triton import group_scale, power
+from quire.ops.packed_linear.words import GROUP_INPUTS, RUN, TINY, WordWeight, as_bytes
+
+TINY_INPUT = tl.constexpr(TINY)
+INT8_MIN_ROWS = 17  # the library multiplies no fewer
+
+
+def linear(
+    x_MK: Tensor,
+    w: WordWeight,
+    bias_N: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """As `triton.linear`."""
+    if scales is None or dtype is None:
+        ordered_MK = x_MK if w.order_K is None else x_MK.index_select(1, w.order_K)
+        y_MN = functional.linear(ordered_MK, unpack(w, x_MK.dtype), bias_N)
+        return y_MN if out_dtype is None else y_MN.to(out_dtype)
+    sums_MN = _library_product(x_MK, scales, w)
+    y_MN = torch.empty(sums_MN.shape, dtype=out_dtype or dtype, device=x_MK.device)
+    rescale(y_MN, sums_MN, scales if scales.shape[1] == 1 else None, w.outer_N, bias_N, dtype)
+    return y_MN
+
+
+def _library_product(codes_MK: Tensor, scales: Tensor, w: WordWeight) -> Tensor:
+    """Without the scales that `rescale` will multiply in."""
+    if not codes_MK.is_cuda:  # in the interpreter
+        values_NK = w.codes_NK().float() - (w.zero if w.kind == "int8" else 0)
+        if w.scales_NG is None:
+            return codes_MK.float() @ values_NK.T
+        repeated = scales.repeat_interleave(GROUP_INPUTS, 1)[:, : w.k]
+        return (codes_MK.float() * repeated) @ w.numbers().T
+    if w.kind == "int8":
+        return _int8_product(codes_MK, w)
+    if w.scales_NG is None:
+        one = torch.ones((), device=codes_MK.device)
+        return torch._scaled_mm(codes_MK, w.codes.T, one, one, out_dtype=torch.bfloat16)
+    return _block_product(codes_MK, scales, w)
+
+
+def _int8_product(codes_MK: Tensor, w: WordWeight) -> Tensor:
+    """int32 [M, N]"""
+    M = len(codes_MK)
+    if M < INT8_MIN_ROWS:
+        codes_MK = functional.pad(codes_MK, (0, 0, 0, INT8_MIN_ROWS - M))
+    signed_NK = w.codes.view(torch.int8)
+    return torch._int_mm(codes_MK, signed_NK.T)[:M]
+
+
+def _block_product(codes_MK: Tensor, scales_MG: Tensor, w: WordWeight) -> Tensor:
+    """The library wants rows in fours, and scales of neighbouring rows side by side."""
+    M = len(codes_MK)
+    padding = -M % 4
+    if padding:
+        codes_MK = functional.pad(as_bytes(codes_MK), (0, 0, 0, padding)).view(FLOAT8)
+        scales_MG = functional.pad(scales_MG, (0, 0, 0, padding), value=1.0)
+    block_scales = w.scales_NG
+    if block_scales is None:
+        raise ValueError("a weight without scales of blocks")
+    by_column = scales_MG.T.contiguous().T
+    return torch._scaled_mm(codes_MK, w.codes.T, by_column, block_scales.T, out_dtype=torch.bfloat16)[:M]
+
+
+# ---- rounding activations --------------------------------------------------------------------------------------------
+
+
+def round_rows(x_MK: Tensor, rounds: str, input_scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """As the twin: codes, and their scales [M, 1] or [M, groups]."""
+    M, K = x_MK.shape
+    is_int8 = rounds == "int8 token"
+    codes = torch.empty(M, K, dtype=torch.int8 if is_int8 else FLOAT8, device=x_MK.device)
+    block = GROUP_INPUTS if rounds == "float8 group" else triton.next_power_of_2(K)
+    num_groups = triton.cdiv(K, block)
+    scales = torch.empty(M, num_groups, dtype=torch.float32, device=x_MK.device)
+    dependent = pdl(x_MK)
+    _round_kernel[M, num_groups](
+        as_bytes(codes),
+        scales,
+        x_MK,
+        input_scale if rounds == "float8 static" else None,
+        x_MK.stride(0),
+        K=K,
+        IS_INT8=is_int8,
+        BLOCK=block,
+        PDL=dependent,
+        num_warps=min(16, max(1, block // 512)),
+        **options(dependent),
+    )
+    return codes, scales
+
+
+@triton.jit
+def _round_kernel(
+    codes_ptr,
+    scales_ptr,
+    x_ptr,
+    input_scale,
+    x_stride,
+    K: tl.constexpr,
+    IS_INT8: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program rounds a row, or a group of it."""
+    LARGEST: tl.constexpr = 127.0 if IS_INT8 else 448.0
+    wait_turn(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
+    if input_scale is None:
+        largest = tl.maximum(tl.max(tl.abs(x), 0), TINY_INPUT)
+    else:
+        largest = input_scale * LARGEST
+    scaled = x * tl.div_rn(LARGEST, largest)
+    scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
+    # Adding 1.5 * 2 ** 23 units leaves whole units, halves rounded to even.
+    if IS_INT8:
+        tl.store(codes_ptr + row * K + k, ((scaled + 12582912.0) - 12582912.0).to(tl.int8), mask=k < K)
+    else:
+        tl.store(codes_ptr + row * K + k, float8_bits(scaled), mask=k < K)
+    tl.store(scales_ptr + row * tl.num_programs(1) + tl.program_id(1), tl.div_rn(largest, LARGEST))
+
+
+@triton.jit
+def float8_bits(x):
+    """The bytes of the float8 (E4M3) nearest to each number, halves to even; Triton's interpreter would cut them."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 128
+    # Three bits of the mantissa remain; exponents begin 120 later.
+    normal = (bits & 0x7FFFFFFF) + 0x7FFFF + ((bits >> 20) & 1)
+    normal = (normal >> 20) - (120 << 3)
+    # Below 2 ** -6 the unit is 2 ** -9: adding 1.5 * 2 ** 23 units leaves whole ones.
+    small = ((tl.abs(x) + 24576.0).to(tl.int32, bitcast=True)) & 15
+    return (sign | tl.where(tl.abs(x) < 0.015625, small, normal)).to(tl.uint8)
+
+
+# ---- scales after the product ----------------------------------------------------------------------------------------
+
+
+def rescale(
+    y_MN: Tensor,
+    sums_MN: Tensor,
+    scales_M: Tensor | None,
+    outer_N: Tensor | None,
+    bias_N: Tensor | None,
+    dtype: torch.dtype,
+) -> None:
+    """y = sums * scales of rows * scales of outputs + bias, rounded to `dtype`, then converted to y's."""
+    M, N = y_MN.shape
+    block = min(1024, triton.next_power_of_2(N))
+    dependent = pdl(y_MN)
+    _rescale_kernel[M, triton.cdiv(N, block)](
+        y_MN,
+        sums_MN,
+        scales_M,
+        outer_N,
+        bias_N,
+        N=N,
+        IS_FLOAT32=dtype == torch.float32,
+        BLOCK=block,
+        PDL=dependent,
+        num_warps=4,
+        **options(dependent),
+    )
+
+
+@triton.jit
+def _rescale_kernel(
+    y_ptr,
+    sums_ptr,
+    scales_ptr,
+    outer_ptr,
+    bias_ptr,
+    N: tl.constexpr,
+    IS_FLOAT32: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_turn(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < N
+    y = tl.load(sums_ptr + row * N + n, mask=inside, other=0).to(tl.float32)
+    if outer_ptr is not None:
+        y *= tl.load(outer_ptr + n, mask=inside, other=0.0)
+    if scales_ptr is not None:
+        y *= tl.load(scales_ptr + row)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)
+    if not IS_FLOAT32:
+        y = y.to(tl.bfloat16)
+    tl.store(y_ptr + row * N + n, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+# ---- unpacking -------------------------------------------------------------------------------------------------------
+
+
+def unpack(w: WordWeight, dtype: torch.dtype) -> Tensor:
+    """The weight [N, K], its columns in their own order."""
+    out_NK = torch.empty(w.n, w.k, dtype=dtype, device=w.codes.device)
+    block = min(1024, triton.next_power_of_2(w.k))
+    dependent = pdl(out_NK)
+    _unpack_kernel[w.n, triton.cdiv(w.k, block)](
+        out_NK,
+        as_bytes(w.codes),
+        w.scales_NG,
+        w.mins_NG,
+        w.outer_N,
+        w.table,
+        K=w.k,
+        W=w.codes.shape[1],
+        KIND=w.kind,
+        BITS=w.bits,
+        PLANES=w.planes,
+        RUN=RUN,
+        GROUP=w.group,
+        ROWS=w.rows,
+        ZERO=w.zero,
+        BLOCK=block,
+        PDL=dependent,
+        num_warps=4,
+        **options(dependent),
+    )
+    return out_NK
+
+
+@triton.jit
+def _unpack_kernel(
+    out_ptr,
+    codes_ptr,
+    scales_ptr,
+    mins_ptr,
+    outer_ptr,
+    table_ptr,
+    K: tl.constexpr,
+    W: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    PLANES: tl.constexpr,
+    RUN: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    ZERO: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program unpacks BLOCK columns of one row; a word is loaded once for each of its planes, from the cache."""
+    G: tl.constexpr = (K + GROUP - 1) // GROUP
+    wait_turn(PDL)
+    n = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = k < K
+    if PLANES == 1:
+        code = tl.load(codes_ptr + n * W + k, mask=inside, other=0).to(tl.int32)
+    else:
+        words = tl.load(codes_ptr + n * W + k // (RUN * PLANES) * RUN + k % RUN, mask=inside, other=0)
+        code = (words >> (k // RUN % PLANES * BITS)) & (2**BITS - 1)
+    if KIND == "e4m3":
+        values = (((code & 127) << 20) | ((code & 128) << 24)).to(tl.float32, bitcast=True) * power(120)
+    elif KIND == "e2m1":
+        values = (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True) * power(126)
+    elif KIND == "table":
+        values = tl.load(table_ptr + code)
+    elif KIND == "int8":
+        values = (code ^ 128).to(tl.float32) - ZERO
+    else:
+        values = code.to(tl.float32) - ZERO
+    place = n // ROWS * G + tl.minimum(k, K - 1) // GROUP
+    if scales_ptr is not None:
+        values *= group_scale(scales_ptr + place)
+    if mins_ptr is not None:
+        values += tl.load(mins_ptr + place)
+    if outer_ptr is not None:
+        values *= tl.load(outer_ptr + n)
+    tl.store(out_ptr + n * K + k, values.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,330 @@
+"""Linear layers of few rows with packed weights on GPUs, as fast as these can be read; twin: `words.py` (its layout).
+
+Called by `quant/kept/triton.py`. Knows tensors only. A program has all its weights in flight before its input has been
+computed, as in `ops/linear/triton.py`. Codes are multiplied without being converted first: the bits of a whole number,
+cut out of its word where they are, are a tiny float32 (a subnormal one), which the inputs make up for by a large power
+of two. Zero points are taken out of a sum with the sum of the inputs. Scales multiply sums of neighbours, not weights.
+
+Shape letters: M rows, N outputs, K inputs, G groups, W words (or bytes) of a row of codes, R of its runs: what one
+thread loads at once, and sums by itself.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.launch import options, pdl
+from quire.ops.packed_linear.words import GROUP_INPUTS, WordWeight, as_bytes
+
+MAX_ROWS = 4
+MULTIPROCESSORS = 132
+TILE_BYTES = 16 << 10  # of weights that a program has in flight
+RUN_BYTES = 16  # of a row, that a thread loads at once
+ROUND_GROUP = tl.constexpr(GROUP_INPUTS)
+INPUT_EXPONENT = tl.constexpr(100)  # inputs times 2 ** 100: largest ones of 2 ** 27 still fit
+
+
+def few_rows(x_MK: Tensor, w: WordWeight) -> bool:
+    return len(x_MK) <= MAX_ROWS and x_MK.is_contiguous()
+
+
+def cut(w: WordWeight, num_rows: int, num_outputs: int, gated: bool) -> tuple[int, int, int]:
+    """(outputs of a program, elements of a chunk of a row, warps).
+
+    The last two, on which the order of sums depends, are the same for any number of rows.
+    """
+    itemsize = w.codes.element_size()
+    row_bytes = w.codes.shape[1] * itemsize * (2 if gated else 1)
+    warps = min(16, max(4, triton.next_power_of_2(row_bytes * 4 // TILE_BYTES)))
+    block_w = min(triton.next_power_of_2(w.codes.shape[1]), warps * 32 * RUN_BYTES // itemsize)
+    tile_bytes = TILE_BYTES // 2 if num_rows > 2 and w.planes > 1 else TILE_BYTES  # sums take registers, too
+    block_n = max(1, min(tile_bytes // row_bytes, num_outputs // MULTIPROCESSORS))
+    return 1 << block_n.bit_length() - 1, block_w, warps
+
+
+def linear(
+    x_MK: Tensor,
+    w: WordWeight,
+    bias_N: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x W^T + b, summed in float32, rounded to x's dtype, then converted to `out_dtype`.
+
+    Of a weight for which activations are rounded, `x_MK` are codes, `scales` theirs, and `dtype` is the model's.
+    """
+    dtype = dtype or x_MK.dtype
+    y_MN = torch.empty(len(x_MK), w.n, dtype=out_dtype or dtype, device=x_MK.device)
+    _launch(x_MK, scales, w, bias_N, y_MN, dtype, False)
+    return y_MN
+
+
+def linear_silu_mul(
+    x_MK: Tensor,
+    w: WordWeight,
+    bias_N: Tensor | None = None,
+    *,
+    scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """silu(gate) * up; gate is the first half of the outputs, up the second."""
+    dtype = dtype or x_MK.dtype
+    y_MF = torch.empty(len(x_MK), w.n // 2, dtype=dtype, device=x_MK.device)
+    _launch(x_MK, scales, w, bias_N, y_MF, dtype, True)
+    return y_MF
+
+
+def _launch(
+    x: Tensor, scales: Tensor | None, w: WordWeight, bias: Tensor | None, y: Tensor, dtype: torch.dtype, gated: bool
+) -> None:
+    if w.order_K is not None:
+        x = x.index_select(1, w.order_K)
+    M, N = y.shape
+    block_n, block_w, warps = cut(w, M, N, gated)
+    dependent = pdl(x)
+    _words_kernel[(triton.cdiv(N, block_n),)](
+        as_bytes(x),
+        scales,
+        as_bytes(w.codes),
+        w.scales_NG,
+        w.mins_NG,
+        w.outer_N,
+        w.table,
+        bias,
+        y,
+        N,
+        M=M,
+        K=w.k,
+        W=w.codes.shape[1],
+        KIND=w.kind,
+        BITS=w.bits,
+        PLANES=w.planes,
+        SETS=2 if w.planes == 8 and w.group == 16 else 1,
+        GROUP=w.group,
+        ROWS=w.rows,
+        ZERO=w.zero,
+        X_GROUPS=0 if scales is None else scales.shape[1],
+        IS_FLOAT32=dtype == torch.float32,
+        BLOCK_N=block_n,
+        BLOCK_W=block_w,
+        RUN=RUN_BYTES // w.codes.element_size(),
+        HALVES=2 if gated else 1,
+        PDL=dependent,
+        num_warps=warps,
+        **options(dependent),
+    )
+
+
+@triton.jit
+def _words_kernel(  # noqa: C901
+    x_ptr,
+    x_scales_ptr,
+    codes_ptr,
+    scales_ptr,
+    mins_ptr,
+    outer_ptr,
+    table_ptr,
+    bias_ptr,
+    y_ptr,
+    N,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    W: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    PLANES: tl.constexpr,
+    SETS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    ZERO: tl.constexpr,
+    X_GROUPS: tl.constexpr,
+    IS_FLOAT32: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    RUN: tl.constexpr,
+    HALVES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program computes BLOCK_N outputs of every row; of a gated layer (two halves), so many gates and so many ups.
+
+    A thread's run of codes has one scale, or one for each half of its planes (two sets).
+    """
+    CHUNKS: tl.constexpr = (W + BLOCK_W - 1) // BLOCK_W
+    R: tl.constexpr = BLOCK_W // RUN
+    INPUTS: tl.constexpr = RUN * PLANES // SETS  # of a run's set
+    G: tl.constexpr = (K + GROUP - 1) // GROUP
+    OFFSET: tl.constexpr = ZERO + (256 if KIND == "int8" else 0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    n_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_N = tl.minimum(n_N, N - 1).to(tl.int64)  # past the end the last row again: no mask is needed
+    codes: tl.tuple = ()  # chunk by chunk, of one half after the other
+    for half in tl.static_range(HALVES):
+        for c in tl.static_range(CHUNKS):
+            w_1W = c * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
+            codes += (_load(codes_ptr + (row_N + half * N)[:, None] * W, w_1W, W, BLOCK_W),)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    gates: tl.tuple = ()
+    for half in tl.static_range(HALVES):
+        sums: tl.tuple = ()  # of each row of x
+        for _ in tl.static_range(M):
+            sums += (tl.zeros((BLOCK_N, R), tl.float32),)
+        for c in tl.static_range(CHUNKS):
+            run_1R = c * R + tl.arange(0, R)[None, :]
+            for set in tl.static_range(SETS):
+                input_1R = tl.minimum((run_1R * SETS + set) * INPUTS, K - 1)
+                products = _products(
+                    codes[half * CHUNKS + c], x_ptr, table_ptr, c, set, M, K, W, KIND, BITS, PLANES, SETS, BLOCK_W, RUN
+                )
+                place_NR = (row_N + half * N)[:, None] // ROWS * G + input_1R // GROUP
+                scale = 1.0 if scales_ptr is None else group_scale(scales_ptr + place_NR)
+                minimum = 0.0 if mins_ptr is None else tl.load(mins_ptr + place_NR)
+                added: tl.tuple = ()
+                for m in tl.static_range(M):
+                    part_NR = products[2 * m]
+                    if OFFSET != 0:
+                        part_NR -= OFFSET * products[2 * m + 1]
+                    part_NR *= scale
+                    if mins_ptr is not None:
+                        part_NR += minimum * products[2 * m + 1]
+                    if X_GROUPS > 1:
+                        part_NR *= tl.load(x_scales_ptr + m * X_GROUPS + input_1R // ROUND_GROUP)
+                    added += (sums[m] + part_NR,)
+                sums = added
+        for m in tl.static_range(M):
+            y_N = tl.sum(sums[m], 1)
+            if outer_ptr is not None:
+                y_N *= tl.load(outer_ptr + row_N + half * N)
+            if X_GROUPS == 1:
+                y_N *= tl.load(x_scales_ptr + m)
+            if bias_ptr is not None:
+                y_N += tl.load(bias_ptr + row_N + half * N).to(tl.float32)
+            if not IS_FLOAT32:
+                y_N = y_N.to(tl.bfloat16)
+            if HALVES == 2 and half == 0:
+                gates += (y_N,)
+            else:
+                if HALVES == 2:
+                    gate = gates[m].to(tl.float32)  # rounded at the same points as in the twin
+                    gate = (gate / (1.0 + tl.exp(-gate))).to(y_N.dtype)
+                    y_N = (gate.to(tl.float32) * y_N.to(tl.float32)).to(y_N.dtype)
+                tl.store(y_ptr + m * N + n_N, y_N.to(y_ptr.dtype.element_ty), mask=n_N < N)
+
+
+@triton.jit
+def _load(row_ptrs, w_1W, W: tl.constexpr, BLOCK_W: tl.constexpr):
+    if W % BLOCK_W == 0:
+        return tl.load(row_ptrs + w_1W)
+    else:
+        return tl.load(row_ptrs + w_1W, mask=w_1W < W, other=0)
+
+
+@triton.jit
+def _products(
+    codes,
+    x_ptr,
+    table_ptr,
+    c: tl.constexpr,
+    set: tl.constexpr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    W: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    PLANES: tl.constexpr,
+    SETS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    """For each row of x: a chunk's codes of one set of planes times inputs, and these inputs, both summed over runs.
+
+    Of kinds without an offset or minimums, the sums of inputs are zero.
+    """
+    R: tl.constexpr = BLOCK_W // RUN
+    N: tl.constexpr = codes.shape[0]
+    # Words have many planes: their products are summed in place, and over runs in the end. Bytes have one.
+    WIDTH: tl.constexpr = RUN if PLANES > 1 else 1
+    found: tl.tuple = ()
+    for _ in tl.static_range(M):
+        found += (tl.zeros((N, R * WIDTH), tl.float32), tl.zeros((1, R * WIDTH), tl.float32))
+    w_1W = c * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
+    for plane in tl.static_range(set * (PLANES // SETS), (set + 1) * (PLANES // SETS)):
+        k_1W = w_1W // RUN * (RUN * PLANES) + plane * RUN + w_1W % RUN
+        values = _decode(codes, table_ptr, plane, KIND, BITS, PLANES)
+        added: tl.tuple = ()
+        for m in tl.static_range(M):
+            x = _load(x_ptr + m * K, k_1W, K, PLANES * BLOCK_W)
+            if KIND == "e4m3" and PLANES == 1:
+                x = x.to(tl.float8e4nv, bitcast=True)
+            x = x.to(tl.float32)
+            if PLANES == 1:
+                product = found[2 * m] + tl.sum(tl.reshape(values * x, (N, R, RUN)), 2)
+            elif KIND == "affine":
+                product = found[2 * m] + values * (x * power(INPUT_EXPONENT - (plane % (20 // BITS)) * BITS))
+            else:
+                product = found[2 * m] + values * x
+            total = found[2 * m + 1]
+            if KIND == "affine" or KIND == "int8":
+                total += x if PLANES > 1 else tl.sum(tl.reshape(x, (1, R, RUN)), 2)
+            added += (product, total)
+        found = added
+    summed: tl.tuple = ()
+    for m in tl.static_range(M):
+        product = found[2 * m]
+        total = found[2 * m + 1]
+        if PLANES > 1:
+            product = tl.sum(tl.reshape(product, (N, R, RUN)), 2)
+            total = tl.sum(tl.reshape(total, (1, R, RUN)), 2)
+        if PLANES > 1 and KIND == "affine":
+            product *= power(149 - INPUT_EXPONENT)
+        summed += (product, total)
+    return summed
+
+
+@triton.constexpr_function
+def power(exponent):
+    return 2.0**exponent
+
+
+@triton.jit
+def _decode(codes, table_ptr, plane: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr):
+    """The codes of one plane as float32.
+
+    Of whole numbers in words code * 2 ** (place - 149), where place is that of its lowest bit after the shift; of those
+    in bytes 256 + code; of other kinds their values.
+    """
+    if PLANES == 1:
+        if KIND == "e4m3":
+            return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        else:
+            return (((codes.to(tl.int32) ^ 128) << 15) | 0x43800000).to(tl.float32, bitcast=True)  # 256.0 and code
+    elif KIND == "affine":
+        # Bits 20 and up would reach the exponent: the planes there are shifted to where the first ones are.
+        IN_PLACE: tl.constexpr = 20 // BITS
+        bits = codes >> (plane // IN_PLACE * IN_PLACE * BITS)
+        return (bits & ((2**BITS - 1) << (plane % IN_PLACE * BITS))).to(tl.float32, bitcast=True)
+    elif KIND == "e2m1":
+        # Exponent and mantissa go to those of a float32, whose exponent is then too small by 126.
+        code = codes >> (4 * plane)
+        bits = ((code & 7) << 22) | ((code & 8) << 28)
+        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
+    elif KIND == "e4m3":
+        code = codes >> (8 * plane)
+        bits = ((code & 127) << 20) | ((code & 128) << 24)
+        return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+    else:
+        return tl.load(table_ptr + ((codes >> (4 * plane)) & 15))
+
+
+@triton.jit
+def group_scale(ptrs):
+    """In float32; bytes are exponents."""
+    scale = tl.load(ptrs)
+    if scale.dtype == tl.uint8:
+        return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        return scale.to(tl.float32)

@@ -1,0 +1,213 @@
+"""Packed weights for GPUs in plain torch: their layout, how forms are brought into it, and the product.
+
+Twin of `ops/packed_linear/triton.py` and `many_rows.py`. Called by tests, as the oracle, and by `quant/kept/triton.py`
+for packing. Knows forms and tensors only.
+
+Codes are stored in one of two ways. Where activations are rounded to 8 bits too, codes are bytes in order of inputs, as
+the library's products want them. Otherwise they are 32-bit words of several planes: with 4 bits, 32 inputs are 4
+words, whose lowest four bits (plane 0) are inputs 0 to 3, the next four bits (plane 1) inputs 4 to 7, and so on. So a
+plane of four words, which one thread loads at once, multiplies four neighbouring inputs: nothing is interleaved.
+
+Shape letters: M rows, N outputs, K inputs, G groups of inputs that share a scale, W words (or bytes) of a row.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quire.ops.packed_linear.forms import E2M1, FLOAT8, MAX_FLOAT8, Affine, Float8, Form, Table4, float_scales
+
+RUN = 4  # neighbouring words, and neighbouring inputs of one plane
+TINY = 1e-30  # the least that a row's largest number counts as, so that a row of zeros has a scale
+GROUP_INPUTS = 128  # that share a scale of activations, with the rounding "float8 group"
+
+
+@dataclass(frozen=True, eq=False)
+class WordWeight:
+    """The weight [N, K] of a linear layer."""
+
+    kind: str  # what a code means: "affine", "int8" (with a sign), "e2m1", "table" or "e4m3"
+    codes: Tensor  # [N, W] int32 words; or bytes [N, K], uint8 or float8_e4m3fn
+    # [N, G], or for every `rows` outputs one: a scale for each group; uint8 are powers of two. None: only `outer_N`.
+    scales_NG: Tensor | None
+    k: int
+    bits: int
+    group: int  # inputs that share a scale; all of them, if scales are per output only
+    rows: int = 1  # outputs that share a scale of a group
+    zero: int = 0  # affine: the code of the value 0 (plus minimum)
+    mins_NG: Tensor | None = None  # float32
+    outer_N: Tensor | None = None  # float32: a scale per output, on top of the others
+    table: Tensor | None = None  # float32 [16]
+    order_K: Tensor | None = None  # the input that each column multiplies
+    rounds: str | None = None  # of activations (`forms.ROUNDINGS`)
+    input_scale: float | None = None
+
+    @property
+    def n(self) -> int:
+        return len(self.codes)
+
+    @property
+    def planes(self) -> int:
+        """Codes of a word; 1: codes are bytes."""
+        return 32 // self.bits if self.codes.dtype == torch.int32 else 1
+
+    def codes_NK(self) -> Tensor:
+        """The codes in the order of columns, one per element."""
+        if self.kind == "int8":
+            return self.codes ^ 128
+        if self.planes == 1:
+            return self.codes
+        shifts = torch.arange(0, 32, self.bits, dtype=torch.int32, device=self.codes.device)
+        fields = self.codes.view(self.n, -1, 1, RUN) >> shifts[:, None]
+        codes = (fields & 2**self.bits - 1).to(torch.uint8).reshape(self.n, self.k)
+        return codes.view(FLOAT8) if self.kind == "e4m3" else codes
+
+    def numbers(self) -> Tensor:
+        """The weight in float32, columns in the order of inputs."""
+        codes = self.codes_NK()
+        scales = torch.ones(self.n, 1, device=codes.device)
+        if self.scales_NG is not None:
+            scales = float_scales(self.scales_NG)
+        if self.kind == "e4m3" and self.scales_NG is not None:
+            values = Float8(codes, scales, (self.rows, self.group)).numbers()
+        elif self.kind == "e4m3":
+            values = codes.float()
+        elif self.kind in ("affine", "int8"):
+            values = Affine(codes, scales, self.bits, self.zero, self.mins_NG, self.order_K).numbers()
+        else:
+            values = Table4(codes, scales, tuple(self.table.tolist()) if self.table is not None else E2M1).numbers()
+        return values if self.outer_N is None else values * self.outer_N[:, None]
+
+    def tensors(self) -> list[Tensor]:
+        return [value for value in vars(self).values() if isinstance(value, Tensor)]
+
+
+# ---- packing ---------------------------------------------------------------------------------------------------------
+
+
+def pack(form: Form) -> WordWeight | None:
+    """None: the kernels take no such weight."""
+    if isinstance(form, Float8):
+        return _pack_float8(form)
+    k = form.codes_NK.shape[1]
+    if k % 32 or form.group % 16:
+        return None
+    if isinstance(form, Table4):
+        is_e2m1 = form.table == E2M1
+        table = None if is_e2m1 else torch.tensor(form.table, device=form.codes_NK.device)
+        kind = "e2m1" if is_e2m1 else "table"
+        scales_NG = form.scales_NG.contiguous()
+        return WordWeight(
+            kind, _words(form.codes_NK, 4), scales_NG, k, 4, form.group, outer_N=form.outer_N, table=table
+        )
+    if form.rounds == "int8 token":
+        # The library multiplies numbers with a sign.
+        scales_N = form.scales_NG.flatten().float()
+        signed = form.codes_NK ^ 128
+        return WordWeight("int8", signed, None, k, 8, k, zero=form.zero, outer_N=scales_N, rounds=form.rounds)
+    bits = 4 if form.bits <= 4 else 8
+    return WordWeight(
+        "affine",
+        _words(form.codes_NK, bits),
+        form.scales_NG.contiguous(),
+        k,
+        bits,
+        form.group,
+        zero=form.zero,
+        mins_NG=None if form.mins_NG is None else form.mins_NG.float().contiguous(),
+        order_K=form.order_K,
+    )
+
+
+def _pack_float8(form: Float8) -> WordWeight | None:
+    codes = form.codes_NK.contiguous()
+    k = codes.shape[1]
+    if k % 16:
+        return None
+    if form.rounds is None:
+        codes = _words(codes.view(torch.uint8), 8)
+    packed = WordWeight("e4m3", codes, None, k, 8, k, rounds=form.rounds, input_scale=form.input_scale)
+    if form.block is None:
+        return replace(packed, outer_N=form.scales)
+    rows, group = form.block
+    return replace(packed, scales_NG=form.scales.contiguous(), rows=rows, group=group)
+
+
+def _words(codes_NK: Tensor, bits: int) -> Tensor:
+    """Codes in words, plane by plane."""
+    n, k = codes_NK.shape
+    planes = codes_NK.view(n, -1, 32 // bits, RUN).int()
+    words = torch.zeros(n, planes.shape[1], RUN, dtype=torch.int32, device=codes_NK.device)
+    for plane in range(32 // bits):
+        words |= planes[:, :, plane] << bits * plane
+    return words.view(n, k * bits // 32)
+
+
+def joinable(first: WordWeight, second: WordWeight) -> bool:
+    """Whether `concat` can put the outputs of `second` after those of `first`."""
+    same_order = first.order_K is second.order_K is None or (
+        first.order_K is not None and second.order_K is not None and torch.equal(first.order_K, second.order_K)
+    )
+    return same_order and first.n % first.rows == 0 and _layout(first) == _layout(second)
+
+
+def _layout(w: WordWeight) -> tuple[object, ...]:
+    optional = (w.scales_NG, w.mins_NG, w.outer_N)
+    dtypes = tuple(None if tensor is None else tensor.dtype for tensor in optional)
+    table = None if w.table is None else tuple(w.table.tolist())
+    return w.kind, w.codes.dtype, w.k, w.bits, w.zero, w.group, w.rows, w.rounds, w.input_scale, dtypes, table
+
+
+def concat(weights: list[WordWeight]) -> WordWeight:
+    """One weight with the outputs of all, in order."""
+    if len(weights) == 1:
+        return weights[0]
+
+    def joined(tensors: list[Tensor | None]) -> Tensor | None:
+        present = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat(present) if present else None
+
+    codes = torch.cat([as_bytes(weight.codes) for weight in weights])
+    return replace(
+        weights[0],
+        codes=codes.view(weights[0].codes.dtype),
+        scales_NG=joined([weight.scales_NG for weight in weights]),
+        mins_NG=joined([weight.mins_NG for weight in weights]),
+        outer_N=joined([weight.outer_N for weight in weights]),
+    )
+
+
+def as_bytes(codes: Tensor) -> Tensor:
+    """Float8 as bytes, which all of torch and Triton know; other codes as they are."""
+    return codes.view(torch.uint8) if codes.dtype == FLOAT8 else codes
+
+
+# ---- product ---------------------------------------------------------------------------------------------------------
+
+
+def round_rows(x_MK: Tensor, rounds: str, input_scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """Activations as codes (float8 or int8), and their scales in float32: [M, 1], or one per group of inputs."""
+    x = x_MK.float()
+    largest_code = 127.0 if rounds == "int8 token" else MAX_FLOAT8
+    group = GROUP_INPUTS if rounds == "float8 group" else x.shape[1]
+    groups = functional.pad(x, (0, -x.shape[1] % group)).unflatten(1, (-1, group))
+    largest = groups.abs().amax(2).clamp(min=TINY)
+    if rounds == "float8 static":
+        largest = torch.full_like(largest, (input_scale or 1.0) * MAX_FLOAT8)
+    scaled = (groups * (largest_code / largest)[..., None]).flatten(1)[:, : x.shape[1]]
+    scaled = scaled.clamp(-largest_code, largest_code)
+    codes = scaled.round().to(torch.int8) if rounds == "int8 token" else scaled.to(FLOAT8)
+    return codes, largest / largest_code
+
+
+def linear(x_MK: Tensor, w: WordWeight, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x W^T + b, summed in float32, rounded to x's dtype, then converted to `out_dtype`."""
+    x = x_MK.float()
+    if w.rounds is not None:
+        codes, scales = round_rows(x_MK, w.rounds, w.input_scale)
+        repeats = GROUP_INPUTS if scales.shape[1] > 1 else w.k
+        x = codes.float() * scales.repeat_interleave(repeats, 1)[:, : w.k]
+    y = functional.linear(x, w.numbers(), None if bias_N is None else bias_N.float())
+    return y.to(x_MK.dtype).to(out_dtype or x_MK.dtype)

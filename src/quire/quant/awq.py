@@ -1,0 +1,53 @@
+"""AWQ: whole numbers of 4 bits in 32-bit words along the outputs, eight of them in an order of their own."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.errors import UnsupportedModelError
+from quire.ops.packed_linear.forms import Form
+from quire.quant._select import Modules, choice, group_size
+from quire.quant.base import Choice, MethodMaker, Part, Reader, Stored, Use
+from quire.quant.gptq import HALVES, affine, fields, finite
+
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of each of eight outputs in their word
+
+
+@dataclass(frozen=True)
+class Awq(Reader):
+    group: int  # inputs; 0: all of them
+
+    def stored(self, part: Part) -> Iterable[Stored]:
+        n, k = part.shape[-2:]
+        group = self.group or k
+        if n % 8 or k % group:
+            raise UnsupportedModelError(f"{part.path} has {n} x {k} weights: AWQ needs eights, and groups of {group}")
+        yield Stored(".qweight", (k, n // 8), ("I32",), ("inputs", "outputs"), is_codes=True)
+        yield Stored(".qzeros", (k // group, n // 8), ("I32",), ("inputs", "outputs"))
+        yield Stored(".scales", (k // group, n), HALVES, ("inputs", "outputs"))
+
+    def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
+        codes_NK, zeros_NG = (_by_output(tensors[end]) for end in (".qweight", ".qzeros"))
+        return affine(codes_NK, finite(part, tensors[".scales"].T), zeros_NG, bits=4)
+
+
+def _by_output(words: Tensor) -> Tensor:
+    places = torch.tensor(PLACES, device=words.device)
+    return fields(words, 4)[..., places].flatten(1).T.contiguous()
+
+
+def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMaker]:
+    choice(settings, "bits", (4,))
+    choice(settings, "version", ("gemm", "GEMM", None))
+    choice(settings, "zero_point", (True,), True)
+    skipped = Modules(settings.get("modules_to_not_convert"), "modules_to_not_convert")
+    reader = Awq(group_size(settings))
+
+    def find(path: str, ways: Choice) -> MethodMaker:
+        is_plain = ways.use in (Use.ROWS, Use.HEAD) or path in skipped
+        return ways.plain if is_plain else ways.read_by(reader)
+
+    return find

@@ -1,0 +1,111 @@
+"""bitsandbytes: four-bit codes by a table (nf4, fp4) with a scale for each 64, or int8 with a scale per output."""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.errors import BadModelFileError, UnsupportedModelError
+from quire.ops.packed_linear.forms import Affine, Form, Table4
+from quire.quant._select import Modules, choice
+from quire.quant.base import ANY, Choice, MethodMaker, Part, Reader, Stored, Use
+from quire.quant.gptq import finite
+
+BLOCK = 64
+NESTED_BLOCK = 256
+MAX_STATE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class FourBits(Reader):
+    kind: str  # nf4 or fp4
+    is_nested: bool  # scales are 8-bit codes themselves
+
+    def stored(self, part: Part) -> Iterable[Stored]:
+        n, k = part.shape[-2:]
+        num_blocks = n * k // BLOCK
+        if k % BLOCK:
+            raise UnsupportedModelError(f"{part.path} has {k} inputs, which blocks of {BLOCK} do not divide")
+        yield Stored(".weight", (n * k // 2, 1), ("U8",), (None, None), is_codes=True)
+        yield Stored(".weight.absmax", (num_blocks,), ("U8" if self.is_nested else "F32",), (None,))
+        yield Stored(".weight.quant_map", (16,), ("F32",), (None,))
+        yield Stored(self._state_end, (ANY,), ("U8",), (None,))
+        if self.is_nested:
+            yield Stored(".weight.nested_absmax", (-(-num_blocks // NESTED_BLOCK),), ("F32",), (None,))
+            yield Stored(".weight.nested_quant_map", (256,), ("F32",), (None,))
+
+    @property
+    def _state_end(self) -> str:
+        return f".weight.quant_state.bitsandbytes__{self.kind}"
+
+    def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
+        n, k = part.shape[-2:]
+        state = _state(part, tensors[self._state_end])
+        blocks = state.get("blocksize"), state.get("nested_blocksize", NESTED_BLOCK)
+        if blocks != (BLOCK, NESTED_BLOCK) or state.get("shape") != [n, k] or state.get("quant_type") != self.kind:
+            raise BadModelFileError(f"{part.path}'s quant_state is not of {n} x {k} weights in blocks of {BLOCK}")
+        packed = tensors[".weight"].view(n, k // 2)
+        codes = torch.stack((packed >> 4, packed & 15), -1).view(n, k)  # the earlier one in the high bits
+        scales = tensors[".weight.absmax"]
+        if self.is_nested:
+            outer = tensors[".weight.nested_absmax"].repeat_interleave(NESTED_BLOCK)[: len(scales)]
+            scales = tensors[".weight.nested_quant_map"][scales.int()] * outer + _offset(part, state)
+        table = tuple(finite(part, tensors[".weight.quant_map"]).tolist())
+        return Table4(codes, finite(part, scales).view(n, k // BLOCK), table)
+
+
+def _state(part: Part, data: Tensor) -> dict[str, Any]:
+    if len(data) > MAX_STATE_BYTES:
+        raise BadModelFileError(f"{part.path}'s quant_state is longer than {MAX_STATE_BYTES} bytes")
+    try:
+        state = json.loads(bytes(data.tolist()))
+    except (ValueError, RecursionError):
+        state = None
+    if not isinstance(state, dict):
+        raise BadModelFileError(f"{part.path}'s quant_state is not a JSON object")
+    return state
+
+
+def _offset(part: Part, state: dict[str, Any]) -> float:
+    offset = state.get("nested_offset")
+    if not isinstance(offset, int | float):
+        raise BadModelFileError(f"{part.path}'s quant_state has no nested_offset")
+    return float(offset)
+
+
+@dataclass(frozen=True)
+class Int8(Reader):
+    """A scale per output; activations stay in 16 bits."""
+
+    def stored(self, part: Part) -> Iterable[Stored]:
+        yield Stored(".weight", part.shape, ("I8",), is_codes=True)
+        yield Stored(".SCB", (part.shape[0],), ("F32",), ("outputs",))
+        yield Stored(".weight_format", (), ("U8",), unused=True)
+
+    def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
+        codes = tensors[".weight"].view(torch.uint8) ^ 128
+        return Affine(codes, finite(part, tensors[".SCB"])[:, None] * (1 / 127), 8, zero=128)
+
+
+def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMaker]:
+    is_4bit, is_8bit = (_flag(settings, name) for name in ("load_in_4bit", "load_in_8bit"))
+    if is_4bit == is_8bit:
+        raise BadModelFileError("quantization_config: one of load_in_4bit and load_in_8bit must be true")
+    reader: Reader = Int8()
+    if is_4bit:
+        kind = choice(settings, "bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+        reader = FourBits(kind, choice(settings, "bnb_4bit_use_double_quant", (True, False), False))
+    skipped = Modules(settings.get("llm_int8_skip_modules"), "llm_int8_skip_modules")
+
+    def find(path: str, ways: Choice) -> MethodMaker:
+        is_plain = ways.use in (Use.ROWS, Use.HEAD) or path in skipped
+        return ways.plain if is_plain else ways.read_by(reader)
+
+    return find
+
+
+def _flag(settings: dict[str, Any], name: str) -> bool:
+    return bool(settings.get(name) or settings.get(f"_{name}"))

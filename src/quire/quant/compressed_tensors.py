@@ -1,0 +1,188 @@
+"""compressed-tensors, as LLM Compressor writes it: a scheme per group of layers, in one of a few formats."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.errors import BadModelFileError, UnsupportedModelError
+from quire.ops.packed_linear.forms import Affine, Form, Table4
+from quire.quant._select import Targets, choice, group_size
+from quire.quant.base import Choice, MethodMaker, Part, Reader, Stored, Use
+from quire.quant.fp8 import SCALES, Blocks, Scaled, checked_scales
+from quire.quant.gptq import HALVES, affine, fields, finite, group_order
+from quire.quant.mxfp4 import nibbles
+
+
+@dataclass(frozen=True)
+class Int8(Reader):
+    """A scale per output; activations are rounded with a scale per token."""
+
+    def stored(self, part: Part) -> Iterable[Stored]:
+        yield Stored(".weight", part.shape, ("I8",), is_codes=True)
+        yield Stored(".weight_scale", (part.shape[0], 1), HALVES, ("outputs", None))
+
+    def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
+        codes = tensors[".weight"].view(torch.uint8) ^ 128
+        return Affine(codes, finite(part, tensors[".weight_scale"]), 8, zero=128, rounds="int8 token")
+
+
+@dataclass(frozen=True)
+class Packed(Reader):
+    """Whole numbers in 32-bit words along the inputs, stored as if without a sign."""
+
+    bits: int
+    group: int  # inputs; 0: all of them
+    symmetric: bool
+    has_order: bool
+
+    def stored(self, part: Part) -> Iterable[Stored]:
+        n, k = part.shape[-2:]
+        per_word = 32 // self.bits
+        group = self.group or k
+        if k % group or k % per_word:
+            raise UnsupportedModelError(f"{part.path} has {k} inputs, which groups of {group} do not divide")
+        num_groups = k // group
+        yield Stored(".weight_packed", (n, k // per_word), ("I32",), is_codes=True)
+        yield Stored(".weight_scale", (n, num_groups), HALVES)
+        yield Stored(".weight_shape", (2,), ("I64",), (None,))
+        if not self.symmetric:
+            yield Stored(".weight_zero_point", (-(-n // per_word), num_groups), ("I32",))
+        yield Stored(".weight_g_idx", (k,), ("I32",), ("inputs",), unused=not self.has_order)
+
+    def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
+        if tuple(tensors[".weight_shape"].tolist()) != part.shape:
+            raise BadModelFileError(f"{part.path}.weight_shape contradicts the model's config.json")
+        codes_NK = fields(tensors[".weight_packed"], self.bits).flatten(1)
+        scales_NG = finite(part, tensors[".weight_scale"])
+        order_K = None
+        if self.has_order:
+            order_K = group_order(part, tensors[".weight_g_idx"], scales_NG.shape[1])
+            codes_NK = codes_NK if order_K is None else codes_NK[:, order_K.long()].contiguous()
+        if self.symmetric:
+            return Affine(codes_NK, scales_NG, self.bits, 2 ** (self.bits - 1), None, order_K)
+        zeros_GN = fields(tensors[".weight_zero_point"].T, self.bits).flatten(1)[:, : len(codes_NK)]
+        return affine(codes_NK, scales_NG, zeros_GN.T, self.bits, order_K)
+
+
+@dataclass(frozen=True)
+class Nvfp4(Reader):
+    """Four-bit floats with a float8 scale for each 16, and one scale of the whole that divides these."""
+
+    has_input_scale: bool
+
+    def stored(self, part: Part) -> Iterable[Stored]:
+        n, k = part.shape[-2:]
+        if k % 16:
+            raise UnsupportedModelError(f"{part.path} has {k} inputs, which groups of 16 do not divide")
+        yield Stored(".weight_packed", (n, k // 2), ("U8",), is_codes=True)
+        yield Stored(".weight_scale", (n, k // 16), ("F8_E4M3",))
+        yield Stored(".weight_global_scale", (1,), SCALES, (None,))
+        if self.has_input_scale:
+            yield Stored(".input_global_scale", (1,), SCALES, (None,), unused=True)
+
+    def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
+        divisor = checked_scales(part, tensors[".weight_global_scale"])
+        scales_NG = finite(part, tensors[".weight_scale"].float()) / divisor
+        return Table4(nibbles(tensors[".weight_packed"]), scales_NG)
+
+
+@dataclass(frozen=True)
+class Mxfp4(Reader):
+    """Four-bit floats with a power of two for each 32."""
+
+    def stored(self, part: Part) -> Iterable[Stored]:
+        n, k = part.shape[-2:]
+        if k % 32:
+            raise UnsupportedModelError(f"{part.path} has {k} inputs, which groups of 32 do not divide")
+        yield Stored(".weight_packed", (n, k // 2), ("U8",), is_codes=True)
+        yield Stored(".weight_scale", (n, k // 32), ("U8", "F8_E8M0"))
+
+    def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
+        checked_scales(part, tensors[".weight_scale"])
+        return Table4(nibbles(tensors[".weight_packed"]), tensors[".weight_scale"])
+
+
+def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMaker]:
+    _refuse_extras(settings)
+    ignored = Targets(settings.get("ignore"), "ignore")
+    groups = settings.get("config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise BadModelFileError("quantization_config gives config_groups as something else than an object of objects")
+    schemes = [(Targets(group.get("targets"), "targets"), _reader(group, settings)) for group in groups.values()]
+
+    def find(path: str, ways: Choice) -> MethodMaker:
+        if ways.use is Use.ROWS or path in ignored or ignored.all_linear:
+            return ways.plain
+        # A layer's own name counts before its class.
+        for is_fitting in (lambda targets: path in targets, lambda targets: targets.all_linear):
+            for targets, reader in schemes:
+                if is_fitting(targets):
+                    return ways.read_by(reader)
+        return ways.plain
+
+    return find
+
+
+def _refuse_extras(settings: dict[str, Any]) -> None:
+    for key, what in (("sparsity_config", "sparse weights"), ("transform_config", "transforms of weights")):
+        extra = settings.get(key) or {}
+        if extra and extra.get("format") != "dense":
+            raise UnsupportedModelError(f"quantization_config has {key}: {what} are not supported")
+
+
+def _reader(group: dict[str, Any], settings: dict[str, Any]) -> Reader:
+    weights = group.get("weights")
+    activations = group.get("input_activations")
+    if not isinstance(weights, dict) or not isinstance(activations, dict | None):
+        raise BadModelFileError("quantization_config: a group of config_groups lacks its weights' arguments")
+    if group.get("output_activations") is not None:
+        raise UnsupportedModelError("quantization_config has output_activations: rounded outputs are not supported")
+    form = group.get("format") or settings.get("format")
+    makers: dict[Any, Callable[[dict[str, Any], dict[str, Any] | None], Reader]] = {
+        "float-quantized": _float8,
+        "naive-quantized": _float8,
+        "int-quantized": _int8,
+        "pack-quantized": _packed,
+        "nvfp4-pack-quantized": lambda weights, activations: Nvfp4(activations is not None),
+        "mxfp4-pack-quantized": lambda weights, activations: Mxfp4(),
+    }
+    if form not in makers:
+        raise UnsupportedModelError(f"quantization_config has the format {form!r:.60}, which is not supported")
+    return makers[form](weights, activations)
+
+
+def _float8(weights: dict[str, Any], activations: dict[str, Any] | None) -> Reader:
+    choice(weights, "num_bits", (8,))
+    if choice(weights, "type", ("float", "int"), "int") == "int":
+        return _int8(weights, activations)
+    strategy = choice(weights, "strategy", ("tensor", "channel", "block"))
+    if strategy == "block":
+        if weights.get("block_structure") != [128, 128]:
+            raise BadModelFileError("quantization_config: blocks of 128 x 128 can be read, no others")
+        return Blocks((128, 128), ".weight_scale")
+    is_static = activations is not None and choice(activations, "dynamic", (True, False), False) is False
+    shapes = "one" if strategy == "tensor" else "outputs"
+    return Scaled(".weight_scale", shapes, ".input_scale" if is_static else None, activations is not None)
+
+
+def _int8(weights: dict[str, Any], activations: dict[str, Any] | None) -> Reader:
+    choice(weights, "num_bits", (8,))
+    choice(weights, "strategy", ("channel",))
+    choice(weights, "symmetric", (True,), True)
+    if activations is None or not choice(activations, "dynamic", (True,)) or not activations.get("symmetric", True):
+        raise UnsupportedModelError("quantization_config: int8 activations are supported with a scale per token only")
+    return Int8()
+
+
+def _packed(weights: dict[str, Any], activations: dict[str, Any] | None) -> Reader:
+    if activations is not None:
+        raise UnsupportedModelError("quantization_config: rounded activations are not supported with packed weights")
+    bits = choice(weights, "num_bits", (2, 4, 8))
+    strategy = choice(weights, "strategy", ("group", "channel"))
+    group = group_size(weights) if strategy == "group" else 0
+    order = choice(weights, "actorder", (None, False, True, "group", "dynamic", "weight", "static"))
+    symmetric = choice(weights, "symmetric", (True, False), True)
+    return Packed(bits, group, symmetric, order in (True, "group", "dynamic"))

@@ -1,0 +1,113 @@
+"""FP8: eight-bit floats as DeepSeek and Qwen publish them (a scale per 128 x 128 weights), or with a scale per tensor.
+
+With `--quantization fp8`, weights of a plain checkpoint are rounded while loading: a scale per output, activations with
+a scale per token.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.errors import BadModelFileError
+from quire.ops.packed_linear.forms import FLOAT8, MAX_FLOAT8, Float8, Form, float_scales
+from quire.quant._select import Modules, choice, while_loading
+from quire.quant.base import PLAIN, Choice, MethodMaker, Part, Reader, Stored, Use
+
+SCALES = ("F32", "F16", "BF16", "F8_E8M0")
+
+
+@dataclass(frozen=True)
+class Blocks(Reader):
+    """A scale per block of outputs and inputs."""
+
+    block: tuple[int, int]
+    scale_end: str = ".weight_scale_inv"
+
+    def stored(self, part: Part) -> Iterable[Stored]:
+        (*_, n, k), (rows, columns) = part.shape, self.block
+        yield Stored(".weight", part.shape, ("F8_E4M3",), is_codes=True)
+        yield Stored(self.scale_end, (-(-n // rows), -(-k // columns)), SCALES)
+
+    def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
+        scales = checked_scales(part, tensors[self.scale_end])
+        return Float8(tensors[".weight"], scales, self.block, rounds="float8 group")
+
+
+@dataclass(frozen=True)
+class Scaled(Reader):
+    """A scale per tensor or per output; activations with a scale per token, or with the checkpoint's own."""
+
+    scale_end: str
+    scale_shapes: str  # "tensor" ([]), "one" ([1]) or "outputs" ([N, 1])
+    input_scale_end: str | None = None  # where activations have the checkpoint's scale
+    rounds: bool = True  # whether activations are rounded
+
+    def stored(self, part: Part) -> Iterable[Stored]:
+        shape = {"tensor": (), "one": (1,), "outputs": (part.shape[0], 1)}[self.scale_shapes]
+        axes = {"tensor": (), "one": (None,), "outputs": ("outputs", None)}[self.scale_shapes]
+        yield Stored(".weight", part.shape, ("F8_E4M3",), is_codes=True)
+        yield Stored(self.scale_end, shape, SCALES, axes)
+        if self.input_scale_end is not None:
+            yield Stored(self.input_scale_end, () if self.scale_shapes == "tensor" else (1,), SCALES, (None,))
+
+    def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
+        codes = tensors[".weight"]
+        scales = checked_scales(part, tensors[self.scale_end]).flatten().expand(len(codes)).contiguous()
+        if self.input_scale_end is None:
+            return Float8(codes, scales, rounds="float8 token" if self.rounds else None)
+        input_scale = checked_scales(part, tensors[self.input_scale_end]).item()
+        return Float8(codes, scales, rounds="float8 static", input_scale=input_scale)
+
+
+@dataclass(frozen=True)
+class Online(Reader):
+    """Plain numbers, rounded as they are loaded."""
+
+    def stored(self, part: Part) -> Iterable[Stored]:
+        yield Stored(part.end, part.shape, tuple(PLAIN), is_codes=True)
+
+    def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
+        weight = tensors[part.end].float()
+        largest = weight.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        scales = largest / MAX_FLOAT8
+        return Float8((weight / scales).to(FLOAT8), scales.flatten(), rounds="float8 token")
+
+
+def checked_scales(part: Part, scales: Tensor) -> Tensor:
+    """In float32; BadModelFileError if one is not a number."""
+    if scales.dtype == torch.uint8 and bool((scales == 255).any()):
+        raise BadModelFileError(f"a scale of {part.path} is 255, which is no power of two")
+    values = float_scales(scales)
+    if not bool(values.isfinite().all()):
+        raise BadModelFileError(f"a scale of {part.path} is not a finite number")
+    return values
+
+
+def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMaker]:
+    if not settings:
+        return while_loading(Online())
+    choice(settings, "fmt", ("e4m3", None))
+    is_static = choice(settings, "activation_scheme", ("dynamic", "static")) == "static"
+    # Checkpoints made for vLLM have names of their own.
+    is_vllms = "ignored_layers" in settings
+    skipped_key = "ignored_layers" if is_vllms else "modules_to_not_convert"
+    skipped = Modules(settings.get(skipped_key), skipped_key)
+    block = settings.get("weight_block_size")
+    reader: Reader
+    if block is None and is_vllms:
+        reader = Scaled(".weight_scale", "tensor", ".input_scale" if is_static else None)
+    elif block is None:
+        reader = Scaled(".weight_scale_inv", "tensor", ".activation_scale" if is_static else None)
+    else:
+        if block != [128, 128] or is_static:
+            raise BadModelFileError("quantization_config: blocks of 128 x 128 with dynamic activations can be read")
+        reader = Blocks((128, 128))
+
+    def find(path: str, ways: Choice) -> MethodMaker:
+        is_plain = ways.use in (Use.ROWS, Use.HEAD) or path in skipped
+        return ways.plain if is_plain else ways.read_by(reader)
+
+    return find

@@ -1,0 +1,126 @@
+"""GPTQ: whole numbers of 2, 4 or 8 bits in 32-bit words along the inputs, with scales and zero points per group.
+
+Checkpoints of AutoRound in the same packing are read here too (`auto_round.py`).
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.errors import BadModelFileError, UnsupportedModelError
+from quire.ops.packed_linear.forms import Affine, Form
+from quire.quant._select import Modules, choice, group_size, pattern
+from quire.quant.base import Choice, MethodMaker, Part, Reader, Stored, Use
+
+HALVES = ("F16", "BF16", "F32")
+
+
+@dataclass(frozen=True)
+class Gptq(Reader):
+    bits: int
+    group: int  # inputs; 0: all of them
+    adds_one: bool  # zero points are stored minus one
+    has_order: bool  # groups are of inputs that `g_idx` names, not of neighbours
+
+    def stored(self, part: Part) -> Iterable[Stored]:
+        n, k = part.shape[-2:]
+        per_word = 32 // self.bits
+        num_groups = self._num_groups(part)
+        if n % per_word or k % per_word:
+            raise UnsupportedModelError(f"{part.path} has {n} x {k} weights, which words of {per_word} do not divide")
+        yield Stored(".qweight", (k // per_word, n), ("I32",), ("inputs", "outputs"), is_codes=True)
+        yield Stored(".qzeros", (num_groups, n // per_word), ("I32",), ("inputs", "outputs"))
+        yield Stored(".scales", (num_groups, n), HALVES, ("inputs", "outputs"))
+        yield Stored(".g_idx", (k,), ("I32",), ("inputs",), unused=not self.has_order)
+
+    def _num_groups(self, part: Part) -> int:
+        k = part.shape[-1]
+        group = self.group or k
+        if k % group:
+            raise BadModelFileError(f"{part.path} has {k} inputs, which groups of {group} do not divide")
+        return k // group
+
+    def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
+        codes_KN = fields(tensors[".qweight"], self.bits).transpose(1, 2).flatten(0, 1)
+        words = tensors[".qzeros"]
+        if self.adds_one:  # to the words, so that a carry reaches the neighbour it was borrowed from
+            words = words + sum(1 << shift for shift in range(0, 32, self.bits))
+        zeros_GN = fields(words, self.bits).flatten(1)
+        scales_NG = finite(part, tensors[".scales"].T)
+        codes_NK = codes_KN.T
+        order_K = None
+        if self.has_order:
+            order_K = group_order(part, tensors[".g_idx"], self._num_groups(part))
+            codes_NK = codes_NK if order_K is None else codes_NK[:, order_K.long()]
+        return affine(codes_NK.contiguous(), scales_NG, zeros_GN.T, self.bits, order_K)
+
+
+def fields(words: Tensor, bits: int) -> Tensor:
+    """The numbers in 32-bit words, low bits first: [..., words] -> uint8 [..., words, 32 / bits]."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    return (words.unsqueeze(-1) >> shifts & 2**bits - 1).to(torch.uint8)
+
+
+def affine(codes_NK: Tensor, scales_NG: Tensor, zeros_NG: Tensor, bits: int, order_K: Tensor | None = None) -> Affine:
+    """scale * (code - zero), where zero points are whole numbers."""
+    first = int(zeros_NG.flatten()[0])
+    if bool((zeros_NG == first).all()):
+        return Affine(codes_NK, scales_NG.contiguous(), bits, first, None, order_K)
+    mins_NG = -(scales_NG.float() * zeros_NG.float())
+    return Affine(codes_NK, scales_NG.contiguous(), bits, 0, mins_NG, order_K)
+
+
+def group_order(part: Part, group_of_K: Tensor, num_groups: int) -> Tensor | None:
+    """The inputs sorted by their groups; None if they are."""
+    counts = torch.bincount(group_of_K.clamp(0, num_groups).long(), minlength=num_groups + 1)
+    is_even = bool((group_of_K >= 0).all()) and bool((counts[:num_groups] == len(group_of_K) // num_groups).all())
+    if not is_even:
+        raise BadModelFileError(f"{part.path}.g_idx does not give each of {num_groups} groups as many inputs")
+    order_K = group_of_K.argsort(stable=True).int()
+    is_sorted = bool((order_K[1:] > order_K[:-1]).all())
+    return None if is_sorted else order_K
+
+
+def finite(part: Part, scales: Tensor) -> Tensor:
+    if not bool(scales.isfinite().all()):
+        raise BadModelFileError(f"a scale of {part.path} is not a finite number")
+    return scales
+
+
+def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMaker]:
+    default = _reader(settings)
+    skipped = Modules(settings.get("modules_to_not_convert"), "modules_to_not_convert")
+    has_head = choice(settings, "lm_head", (False, True), False)
+    rules = _rules(settings, default)
+
+    def find(path: str, ways: Choice) -> MethodMaker:
+        if ways.use is Use.ROWS or (ways.use is Use.HEAD and not has_head) or path in skipped:
+            return ways.plain
+        for known, reader in rules:
+            if known.match(path):
+                return ways.plain if reader is None else ways.read_by(reader)
+        return ways.read_by(default)
+
+    return find
+
+
+def _reader(settings: dict[str, Any]) -> Gptq:
+    bits = choice(settings, "bits", (2, 4, 8))
+    stored = choice(settings, "checkpoint_format", ("gptq", "gptq_v2", None))
+    return Gptq(bits, group_size(settings), stored != "gptq_v2", choice(settings, "desc_act", (True, False), False))
+
+
+def _rules(settings: dict[str, Any], default: Gptq) -> list[tuple[Any, Gptq | None]]:
+    """What `dynamic` says of some weights: another form, or (None) none at all. The first pattern that fits counts."""
+    dynamic = settings.get("dynamic") or {}
+    if not isinstance(dynamic, dict) or not all(isinstance(values, dict) for values in dynamic.values()):
+        raise BadModelFileError("quantization_config gives dynamic as something else than an object of objects")
+    rules: list[tuple[Any, Gptq | None]] = []
+    for text, values in dynamic.items():
+        compiled = pattern(text[2:] if text[:2] in ("+:", "-:") else text, "dynamic")
+        is_plain = text.startswith("-:")
+        rules.append((compiled, None if is_plain else _reader({**settings, **values})))
+    return rules

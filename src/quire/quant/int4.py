@@ -1,0 +1,35 @@
+"""`--quantization int4`: a plain checkpoint's weights are rounded while loading, a scale and a minimum for each 32."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.errors import UnsupportedModelError
+from quire.ops.packed_linear.forms import Affine, Form
+from quire.quant._select import while_loading
+from quire.quant.base import PLAIN, Choice, MethodMaker, Part, Reader, Stored
+
+GROUP = 32
+
+
+@dataclass(frozen=True)
+class Online(Reader):
+    def stored(self, part: Part) -> Iterable[Stored]:
+        if part.shape[-1] % GROUP:
+            raise UnsupportedModelError(f"{part.path} has {part.shape[-1]} inputs, which groups of 32 do not divide")
+        yield Stored(part.end, part.shape, tuple(PLAIN), is_codes=True)
+
+    def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
+        groups = tensors[part.end].float().unflatten(1, (-1, GROUP))
+        # Scales and minimums are float16, and codes are chosen for these.
+        mins = groups.amin(2).clamp(max=0.0).half()
+        scales = ((groups.amax(2) - mins.float()) / 15).clamp(min=2.0**-24).half()
+        codes = ((groups - mins.float()[..., None]) / scales.float()[..., None]).round().clamp(0, 15)
+        return Affine(codes.flatten(1).to(torch.uint8), scales, 4, 0, mins)
+
+
+def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMaker]:
+    return while_loading(Online())

@@ -1,0 +1,28 @@
+"""`--quantization int8`: a plain checkpoint's weights are rounded while loading, a scale per output and per token."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.ops.packed_linear.forms import Affine, Form
+from quire.quant._select import while_loading
+from quire.quant.base import PLAIN, Choice, MethodMaker, Part, Reader, Stored
+
+
+@dataclass(frozen=True)
+class Online(Reader):
+    def stored(self, part: Part) -> Iterable[Stored]:
+        yield Stored(part.end, part.shape, tuple(PLAIN), is_codes=True)
+
+    def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
+        weight = tensors[part.end].float()
+        scales = weight.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
+        codes = ((weight / scales).round().clamp(-127, 127) + 128).to(torch.uint8)
+        return Affine(codes, scales, 8, zero=128, rounds="int8 token")
+
+
+def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMaker]:
+    return while_loading(Online())

@@ -1,0 +1,48 @@
+"""NVIDIA's modelopt: FP8 with a scale per tensor, and NVFP4."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from quire.errors import UnsupportedModelError
+from quire.ops.packed_linear.forms import Form, Table4
+from quire.quant._select import Globs
+from quire.quant.base import Choice, MethodMaker, Part, Reader, Stored, Use
+from quire.quant.fp8 import SCALES, Scaled, checked_scales
+from quire.quant.gptq import finite
+from quire.quant.mxfp4 import nibbles
+
+
+@dataclass(frozen=True)
+class Nvfp4(Reader):
+    """Four-bit floats with a float8 scale for each 16, and one scale of the whole that multiplies these."""
+
+    def stored(self, part: Part) -> Iterable[Stored]:
+        n, k = part.shape[-2:]
+        if k % 16:
+            raise UnsupportedModelError(f"{part.path} has {k} inputs, which groups of 16 do not divide")
+        yield Stored(".weight", (n, k // 2), ("U8",), is_codes=True)
+        yield Stored(".weight_scale", (n, k // 16), ("F8_E4M3",))
+        yield Stored(".weight_scale_2", (), SCALES)
+        yield Stored(".input_scale", (), SCALES, unused=True)
+
+    def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
+        factor = checked_scales(part, tensors[".weight_scale_2"])
+        return Table4(nibbles(tensors[".weight"]), finite(part, tensors[".weight_scale"].float()) * factor)
+
+
+def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMaker]:
+    """`settings`: of config.json, or `quantization` of hf_quant_config.json."""
+    algorithm = settings.get("quant_algo")
+    readers: dict[Any, Reader] = {"FP8": Scaled(".weight_scale", "tensor", ".input_scale"), "NVFP4": Nvfp4()}
+    if algorithm not in readers:
+        raise UnsupportedModelError(f"quant_algo {algorithm!r:.60} is not supported: {', '.join(readers)} are")
+    excluded = Globs(settings.get("ignore") or settings.get("exclude_modules"), "exclude_modules")
+
+    def find(path: str, ways: Choice) -> MethodMaker:
+        is_plain = ways.use is Use.ROWS or path in excluded
+        return ways.plain if is_plain else ways.read_by(readers[algorithm])
+
+    return find
