@@ -1,0 +1,155 @@
+"""Kernels for packed weights against their twin in plain torch: every kind of code, rows from one to many."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.ops.elementwise.reference import silu_mul
+from quire.ops.packed_linear import many_rows, words
+from quire.ops.packed_linear import triton as ops
+from quire.ops.packed_linear.forms import FLOAT8, Affine, Float8, Form, Table4
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+DTYPES = (torch.float32, torch.bfloat16) if HAS_GPU else (torch.float32,)
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+MANY_ROWS = (5, 8, 16, 17, 64, 300)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=GENERATOR)
+
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def codes(n: int, k: int, bits: int) -> Tensor:
+    return torch.randint(0, 2**bits, (n, k), dtype=torch.uint8, generator=GENERATOR)
+
+
+def float8(n: int, k: int, rounds: str | None) -> Float8:
+    return Float8((random(n, k) * 10).to(FLOAT8), random(n).abs() * 0.01, rounds=rounds, input_scale=0.01)
+
+
+def blocks(n: int, k: int) -> Float8:
+    scales = random(-(-n // 128), -(-k // 128)).abs() * 0.01
+    return replace(float8(n, k, "float8 group"), scales=scales, block=(128, 128))
+
+
+def small_scales(n: int, groups: int) -> Tensor:
+    return (random(n, groups).abs() * 0.01).half()
+
+
+FORMS = {
+    "4 bits, minimums": lambda n, k: Affine(codes(n, k, 4), small_scales(n, k // 32), 4, 0, -random(n, k // 32).abs()),
+    "4 bits, large groups": lambda n, k: Affine(codes(n, k, 4), small_scales(n, k // 64), 4, 8),
+    "4 bits, ordered": lambda n, k: Affine(
+        codes(n, k, 4), small_scales(n, k // 32), 4, 8, order_K=torch.randperm(k, generator=GENERATOR).int()
+    ),
+    "6 bits": lambda n, k: Affine(codes(n, k, 6), small_scales(n, k // 16), 6, 32),
+    "8 bits": lambda n, k: Affine(codes(n, k, 8), small_scales(n, 1), 8, 128),
+    "int8 for int8": lambda n, k: Affine(codes(n, k, 8), small_scales(n, 1), 8, 128, rounds="int8 token"),
+    "mxfp4": lambda n, k: Table4(codes(n, k, 4), codes(n, k // 32, 2) + 118),
+    "nvfp4": lambda n, k: Table4(codes(n, k, 4), random(n, k // 16).abs().to(FLOAT8), outer_N=random(n).abs()),
+    "a table": lambda n, k: Table4(codes(n, k, 4), random(n, k // 64).abs(), tuple(random(16).tolist())),
+    "float8": lambda n, k: float8(n, k, None),
+    "float8 for float8": lambda n, k: float8(n, k, "float8 token"),
+    "float8, static": lambda n, k: float8(n, k, "float8 static"),
+    "float8 in blocks": blocks,
+}
+
+
+def packed(name: str, n: int = 20, k: int = 192) -> words.WordWeight:
+    form: Form = FORMS[name](n, k)
+    tensors = {field.name: getattr(form, field.name) for field in fields(form)}
+    moved = {key: value.to(DEVICE) for key, value in tensors.items() if isinstance(value, Tensor)}
+    form = replace(form, **moved)
+    found = words.pack(form)
+    assert found is not None
+    torch.testing.assert_close(found.numbers(), form.numbers(), rtol=1e-6, atol=0)
+    return found
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """The interpreter takes long for each program."""
+    cut = ops.cut
+    if not HAS_GPU:
+        monkeypatch.setattr(ops, "cut", lambda *args: (16, *cut(*args)[1:]))
+
+
+def inputs(w: words.WordWeight, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict]:
+    """Activations, the same as the kernels get them, and what else these need."""
+    x = random(num_rows, w.k).to(DEVICE, dtype)
+    if w.rounds is None:
+        return x, x, {}
+    rounded, scales = many_rows.round_rows(x, w.rounds, w.input_scale)
+    expected, expected_scales = words.round_rows(x, w.rounds, w.input_scale)
+    # The device divides by a row's largest number differently in the last bit: a code may be its neighbour.
+    torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0)
+    num_differing = int((rounded.float() != expected.float()).sum())
+    assert num_differing <= 2 + x.numel() // 1000
+    return x, rounded, {"scales": scales, "dtype": dtype}
+
+
+def check(found: Tensor, expected: Tensor) -> None:
+    atol = TOLERANCE[expected.dtype] * expected.abs().max().item()
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("name", FORMS)
+def test_few_rows_equal_the_twin(name, num_rows, dtype, few_programs):
+    w = packed(name)
+    x, given, options = inputs(w, num_rows, dtype)
+    bias = random(w.n).to(DEVICE, dtype)
+    expected = words.linear(x, w, bias)
+    check(ops.linear(given, w, bias, **options), expected)
+    check(ops.linear_silu_mul(given, w, bias, **options), silu_mul(expected))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_unpacked_weights_are_the_numbers(name):
+    w = packed(name)
+    expected = w.numbers()
+    if w.order_K is not None:
+        expected = expected[:, w.order_K.long()]
+    torch.testing.assert_close(many_rows.unpack(w, torch.float32), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("num_rows", MANY_ROWS if HAS_GPU else (5,))
+@pytest.mark.parametrize("name", FORMS)
+def test_many_rows_equal_the_twin(name, num_rows):
+    dtype = torch.bfloat16 if HAS_GPU else torch.float32
+    w = packed(name, n=256 if HAS_GPU else 20, k=512 if HAS_GPU else 192)
+    x, given, options = inputs(w, num_rows, dtype)
+    bias = random(w.n).to(DEVICE, dtype)
+    check(many_rows.linear(given, w, bias, **options), words.linear(x, w, bias))
+
+
+def test_a_rows_rounding_does_not_depend_on_other_rows():
+    x = random(4, 192).to(DEVICE)
+    for rounds in ("float8 token", "float8 group", "int8 token"):
+        together, scales = many_rows.round_rows(x, rounds)
+        alone, scale = many_rows.round_rows(x[2:3].contiguous(), rounds)
+        assert torch.equal(together[2:3].float(), alone.float()) and torch.equal(scales[2:3], scale)
+
+
+def test_rounding_is_to_the_nearest_float8():
+    values = torch.cat((torch.linspace(-448, 448, 1531), torch.linspace(-0.03, 0.03, 1733), torch.tensor([448.0])))
+    values = values.to(DEVICE)[None]
+    found, scales = many_rows.round_rows(values, "float8 token")
+    assert scales.item() == 1.0
+    assert torch.equal(found.float(), values.to(FLOAT8).float())
+
+
+@pytest.mark.parametrize("name", ["4 bits, minimums", "float8 in blocks", "nvfp4"])
+def test_parts_are_joined_output_by_output(name):
+    parts = [packed(name, n=128, k=128) for _ in range(2)]
+    assert words.joinable(*parts)
+    expected = torch.cat([part.numbers() for part in parts])
+    assert torch.equal(words.concat(parts).numbers(), expected)
+    assert not words.joinable(parts[0], packed("mxfp4", n=128, k=128))

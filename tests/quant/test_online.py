@@ -1,0 +1,82 @@
+"""`--quantization fp8`, `int8`, `int4` and `mxfp4`: a plain checkpoint's weights, rounded while they are loaded."""
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.errors import ConfigError, UnsupportedModelError
+from quire.models import mixtral
+from quire.quant.base import Quantized
+from tests.models.oracle import OPTIONS, PROMPTS, oracle
+from tests.quant.published.common import SIZES
+from tests.quant.test_published import methods, numbers_by_path
+
+# The largest difference of a weight from its original, over the largest weight of its group.
+STEPS = {"fp8": 2**-4, "int8": 0.5 / 127, "int4": 1 / 15, "mxfp4": 0.25}
+NUMBERS = {"fp8": 256, "int8": 256, "int4": 16, "mxfp4": 16}
+PARAMS = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plain")
+    oracle(SIZES, path)
+    return path
+
+
+def run(llm: LLM) -> tuple[list[int], torch.Tensor]:
+    output = llm.generate([PROMPTS[3]], PARAMS, use_tqdm=False)[0]
+    pairs = zip(output.prompt_logprobs[1:], PROMPTS[3][1:])
+    return output.outputs[0].token_ids, torch.tensor([entry[token].logprob for entry, token in pairs])
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    with LLM(str(folder), **OPTIONS) as llm:
+        return numbers_by_path(llm), run(llm)[1]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_weights_of_products_are_rounded_and_no_others(name, folder, plain):
+    weights, logprobs = plain
+    with LLM(str(folder), quantization=name, **OPTIONS) as llm:
+        found = numbers_by_path(llm)
+        rounded = {part.path for kept in methods(_model(llm)) if isinstance(kept, Quantized) for part in kept.parts}
+        _, found_logprobs = run(llm)
+    assert rounded == {path for path in weights if "_proj" in path}
+    for path, expected in weights.items():
+        if path not in rounded:
+            assert torch.equal(found[path], expected)
+            continue
+        assert not torch.equal(found[path], expected)
+        groups, originals = (values.unflatten(1, (-1, 32)) for values in (found[path], expected))
+        error = (groups - originals).abs().amax(2)
+        by = originals.abs().amax(2) if name in ("int4", "mxfp4") else originals.abs().amax((1, 2))[:, None]
+        assert (error <= STEPS[name] * by * 1.01).all()
+        assert max(len(row.unique()) for row in groups[:, 0]) <= NUMBERS[name]
+    assert found_logprobs.isfinite().all() and not torch.equal(found_logprobs, logprobs)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="takes minutes in the interpreter: tests/ops checks its kernels"
+)
+@pytest.mark.parametrize("name", ["fp8", "int4"])
+def test_kernels_of_gpus_give_what_the_rounded_numbers_give(name, folder):
+    with LLM(str(folder), quantization=name, **OPTIONS) as llm:
+        tokens, logprobs = run(llm)
+    with LLM(str(folder), quantization=name, **{**OPTIONS, "device": "cuda"}) as llm:
+        found_tokens, found_logprobs = run(llm)
+    assert found_tokens == tokens
+    torch.testing.assert_close(found_logprobs, logprobs, rtol=0, atol=2e-4)
+
+
+def _model(llm: LLM) -> torch.nn.Module:
+    return llm.client.engine.executor.worker.model
+
+
+def test_what_cannot_be_done_is_refused(folder, tmp_path):
+    with pytest.raises(ConfigError, match="needs a checkpoint quantized like that"):
+        LLM(str(folder), quantization="awq", **OPTIONS)
+    oracle(mixtral.TINY, tmp_path)
+    with pytest.raises(UnsupportedModelError, match="experts cannot be quantized"):
+        LLM(str(tmp_path), quantization="fp8", **OPTIONS)
