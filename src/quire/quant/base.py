@@ -269,7 +269,6 @@ class Quantized(Method):
                 axes,
                 types,
                 num_values,
-                stays_packed=True,
                 optional=unused,
             )
 
