@@ -6,16 +6,16 @@ they are bounded, so that matching the names of a model takes no time worth spea
 
 import fnmatch
 import re
-import re._parser as parser  # type: ignore[import-not-found]
+import re._parser as parser  # type: ignore[import-not-found]  # what `re` itself parses with: it has no types
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from quire.errors import BadModelFileError, UnsupportedModelError
-from quire.quant.base import Choice, MethodMaker, Reader, Use
+from quire.quant.base import PLAIN, Choice, MethodMaker, Part, Reader, Stored, Use
 
 MAX_PATTERN_CHARS = 300
 MAX_PATTERNS = 20_000
-MAX_REPEATS = 4  # without an upper limit, in one pattern; none inside another
+MAX_REPEATS = 4  # in one pattern; inside one there may be neither another nor alternatives
 
 
 def pattern(text: Any, key: str) -> re.Pattern[str]:
@@ -29,24 +29,23 @@ def pattern(text: Any, key: str) -> re.Pattern[str]:
         raise BadModelFileError(f"{key} holds {text!r:.100}, which is no regular expression") from None
     if num_repeats > MAX_REPEATS:
         raise BadModelFileError(
-            f"{key} holds the pattern {text!r:.100}, which could take long: at most {MAX_REPEATS} repeats, "
-            "none inside another, are read"
+            f"{key} holds the pattern {text!r:.100}, which could take long: at most {MAX_REPEATS} repeats are read, "
+            "with neither others nor alternatives inside"
         )
     return compiled
 
 
 def _count_repeats(tree: Any, inside: bool) -> int:
-    """How often something may be repeated without limit; too often, if inside another repeat."""
+    """How many parts may be repeated; too many, if what they repeat can itself match in several ways."""
     count = 0
     for operation, value in tree:
-        is_repeat = operation in (parser.MAX_REPEAT, parser.MIN_REPEAT)
-        is_long = is_repeat and value[1] > 100
-        if is_long:
-            count += MAX_REPEATS + 1 if inside else 1
-        if str(operation) in ("GROUPREF", "GROUPREF_EXISTS"):
+        is_repeat = operation in (parser.MAX_REPEAT, parser.MIN_REPEAT, parser.POSSESSIVE_REPEAT)
+        is_varied = is_repeat or str(operation) == "BRANCH"
+        if str(operation).startswith("GROUPREF") or (inside and is_varied):
             count += MAX_REPEATS + 1
+        count += is_repeat
         for part in _subtrees(value):
-            count += _count_repeats(part, inside or is_long)
+            count += _count_repeats(part, inside or is_repeat)
     return count
 
 
@@ -117,7 +116,20 @@ def _merged_stars(name: str) -> str:
     return fnmatch.translate(re.sub(r"\*+", "*", name))
 
 
-def while_loading(reader: Reader) -> Callable[[str, Choice], MethodMaker]:
+class PlainReader(Reader):
+    """Plain numbers of a checkpoint, which `read` rounds."""
+
+    group: ClassVar[int] = 1  # inputs that share a scale must be whole groups
+
+    def stored(self, part: Part) -> Iterable[Stored]:
+        if part.shape[-1] % self.group:
+            raise UnsupportedModelError(
+                f"{part.path} has {part.shape[-1]} inputs, which groups of {self.group} do not divide"
+            )
+        yield Stored(part.end, part.shape, tuple(PLAIN), is_codes=True)
+
+
+def while_loading(reader: PlainReader) -> Callable[[str, Choice], MethodMaker]:
     """For checkpoints with plain weights: those of products are rounded by the reader, embeddings and heads are not."""
 
     def find(path: str, ways: Choice) -> MethodMaker:

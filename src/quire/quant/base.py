@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -306,6 +306,20 @@ class Choice(NamedTuple):
 
     def read_by(self, reader: Reader) -> MethodMaker:
         return _QuantizedMaker(self.quantized, reader)
+
+
+T = TypeVar("T")
+
+
+def runs_of(parts: dict[int, T], joinable: Callable[[T, T], bool]) -> list[list[T]]:
+    """The parts in the order of their indices, neighbours that can be joined in one list."""
+    runs: list[list[T]] = []
+    for _, part in sorted(parts.items()):
+        if runs and joinable(runs[-1][-1], part):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs
 
 
 class Joined(Method):

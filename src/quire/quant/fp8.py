@@ -13,8 +13,8 @@ from torch import Tensor
 
 from quire.errors import BadModelFileError
 from quire.ops.packed_linear.forms import FLOAT8, MAX_FLOAT8, Float8, Form, float_scales
-from quire.quant._select import Modules, choice, while_loading
-from quire.quant.base import PLAIN, Choice, MethodMaker, Part, Reader, Stored, Use
+from quire.quant._select import Modules, PlainReader, choice, while_loading
+from quire.quant.base import Choice, MethodMaker, Part, Reader, Stored, Use
 
 SCALES = ("F32", "F16", "BF16", "F8_E8M0")
 
@@ -63,11 +63,8 @@ class Scaled(Reader):
 
 
 @dataclass(frozen=True)
-class Online(Reader):
+class Online(PlainReader):
     """Plain numbers, rounded as they are loaded."""
-
-    def stored(self, part: Part) -> Iterable[Stored]:
-        yield Stored(part.end, part.shape, tuple(PLAIN), is_codes=True)
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
         weight = tensors[part.end].float()

@@ -1,26 +1,22 @@
 """`--quantization int4`: a plain checkpoint's weights are rounded while loading, a scale and a minimum for each 32."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.errors import UnsupportedModelError
 from quire.ops.packed_linear.forms import Affine, Form
-from quire.quant._select import while_loading
-from quire.quant.base import PLAIN, Choice, MethodMaker, Part, Reader, Stored
+from quire.quant._select import PlainReader, while_loading
+from quire.quant.base import Choice, MethodMaker, Part
 
 GROUP = 32
 
 
 @dataclass(frozen=True)
-class Online(Reader):
-    def stored(self, part: Part) -> Iterable[Stored]:
-        if part.shape[-1] % GROUP:
-            raise UnsupportedModelError(f"{part.path} has {part.shape[-1]} inputs, which groups of 32 do not divide")
-        yield Stored(part.end, part.shape, tuple(PLAIN), is_codes=True)
+class Online(PlainReader):
+    group = GROUP
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
         groups = tensors[part.end].float().unflatten(1, (-1, GROUP))

@@ -1,6 +1,6 @@
 """`--quantization int8`: a plain checkpoint's weights are rounded while loading, a scale per output and per token."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,15 +8,12 @@ import torch
 from torch import Tensor
 
 from quire.ops.packed_linear.forms import Affine, Form
-from quire.quant._select import while_loading
-from quire.quant.base import PLAIN, Choice, MethodMaker, Part, Reader, Stored
+from quire.quant._select import PlainReader, while_loading
+from quire.quant.base import Choice, MethodMaker, Part
 
 
 @dataclass(frozen=True)
-class Online(Reader):
-    def stored(self, part: Part) -> Iterable[Stored]:
-        yield Stored(part.end, part.shape, tuple(PLAIN), is_codes=True)
-
+class Online(PlainReader):
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
         weight = tensors[part.end].float()
         scales = weight.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.errors import UnsupportedModelError
 from quire.ops.packed_linear.forms import E2M1, Form, Table4
-from quire.quant._select import while_loading
-from quire.quant.base import AXES, PLAIN, Choice, MethodMaker, Part, Reader, Stored, Use
+from quire.quant._select import PlainReader, while_loading
+from quire.quant.base import AXES, Choice, MethodMaker, Part, Reader, Stored, Use
 from quire.quant.fp8 import checked_scales
 
 GROUP = 32
@@ -36,13 +35,10 @@ class Blocks(Reader):
 
 
 @dataclass(frozen=True)
-class Online(Reader):
+class Online(PlainReader):
     """Plain numbers, rounded as they are loaded: to the power of two at which the largest of 32 just fits."""
 
-    def stored(self, part: Part) -> Iterable[Stored]:
-        if part.shape[-1] % GROUP:
-            raise UnsupportedModelError(f"{part.path} has {part.shape[-1]} inputs, which groups of 32 do not divide")
-        yield Stored(part.end, part.shape, tuple(PLAIN), is_codes=True)
+    group = GROUP
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
         groups = tensors[part.end].float().unflatten(1, (-1, GROUP))

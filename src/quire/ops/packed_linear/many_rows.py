@@ -51,9 +51,8 @@ def _library_product(codes_MK: Tensor, scales: Tensor, w: WordWeight) -> Tensor:
         return (codes_MK.float() * repeated) @ w.numbers().T
     if w.kind == "int8":
         return _int8_product(codes_MK, w)
-    if w.scales_NG is None:
-        one = torch.ones((), device=codes_MK.device)
-        return torch._scaled_mm(codes_MK, w.codes.T, one, one, out_dtype=torch.bfloat16)
+    if w.one is not None:
+        return torch._scaled_mm(codes_MK, w.codes.T, w.one, w.one, out_dtype=torch.bfloat16)
     return _block_product(codes_MK, scales, w)
 
 

@@ -43,6 +43,7 @@ class WordWeight:
     order_K: Tensor | None = None  # the input that each column multiplies
     rounds: str | None = None  # of activations (`forms.ROUNDINGS`)
     input_scale: float | None = None
+    one: Tensor | None = None  # 1.0, which the library's product of float8 wants as scales
 
     @property
     def n(self) -> int:
@@ -130,7 +131,7 @@ def _pack_float8(form: Float8) -> WordWeight | None:
         codes = _words(codes.view(torch.uint8), 8)
     packed = WordWeight("e4m3", codes, None, k, 8, k, rounds=form.rounds, input_scale=form.input_scale)
     if form.block is None:
-        return replace(packed, outer_N=form.scales)
+        return replace(packed, outer_N=form.scales, one=torch.ones((), device=codes.device))
     rows, group = form.block
     return replace(packed, scales_NG=form.scales.contiguous(), rows=rows, group=group)
 

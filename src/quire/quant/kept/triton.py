@@ -14,7 +14,7 @@ from quire.errors import UnsupportedModelError
 from quire.ops.packed_linear import many_rows, words
 from quire.ops.packed_linear import triton as kernels
 from quire.ops.packed_linear.forms import Form, weight_only
-from quire.quant.base import Part, Quantized, Reader
+from quire.quant.base import Part, Quantized, Reader, runs_of
 from quire.quant.plain.dense_gpu import why_not
 
 __all__ = ["METHOD", "Words", "why_not"]
@@ -36,17 +36,8 @@ class Words(Quantized):
             )
         self.packed[part_idx] = packed
         if len(self.packed) == len(self.parts):
-            self._join()
-
-    def _join(self) -> None:
-        runs: list[list[words.WordWeight]] = []
-        for _, packed in sorted(self.packed.items()):
-            if runs and words.joinable(runs[-1][-1], packed):
-                runs[-1].append(packed)
-            else:
-                runs.append([packed])
-        self.packed = {}
-        self.pieces = [words.concat(run) for run in runs]
+            self.pieces = [words.concat(run) for run in runs_of(self.packed, words.joinable)]
+            self.packed = {}
 
     def numbers(self) -> Tensor:
         return torch.cat([piece.numbers() for piece in self.pieces]).to(self.dtype)

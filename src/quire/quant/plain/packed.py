@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.packed_linear import cpu as linear
-from quire.quant.base import Method, Part, RawTensor
+from quire.quant.base import Method, Part, RawTensor, runs_of
 
 
 class Packed(Method):
@@ -29,17 +29,8 @@ class Packed(Method):
     def put(self, part_idx: int, packed: linear.PackedWeight) -> None:
         self.packed[part_idx] = packed
         if len(self.packed) == len(self.parts):
-            self._join()
-
-    def _join(self) -> None:
-        runs: list[list[linear.PackedWeight]] = []
-        for _, part in sorted(self.packed.items()):
-            if runs and linear.joinable(runs[-1][-1], part):
-                runs[-1].append(part)
-            else:
-                runs.append([part])
-        self.packed = {}
-        self.pieces = [linear.concat(run) for run in runs]
+            self.pieces = [linear.concat(run) for run in runs_of(self.packed, linear.joinable)]
+            self.packed = {}
 
     def numbers(self) -> Tensor:
         return torch.cat([piece.dequantize() for piece in self.pieces]).to(self.dtype)
