@@ -23,6 +23,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "quire"
 SINGLE = [
     "config.json",
     "generation_config.json",
+    "hf_quant_config.json",
     "model.safetensors",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -128,6 +129,8 @@ def folder(tmp_path_factory, tiny_llama) -> Path:
     made = tmp_path_factory.mktemp("valid")
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         shutil.copy(tiny_llama / name, made)
+    quantization = {"quant_algo": "FP8", "exclude_modules": ["*"]}
+    (made / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
     tokenizer = Tokenizer(models.BPE({chr(code): code - 32 for code in range(32, 127)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.save(str(made / "tokenizer.json"))
