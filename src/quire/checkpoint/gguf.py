@@ -32,6 +32,9 @@ BLOCK: dict[str, tuple[int, int]] = {
     "Q4_K": (256, 144),
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
+    "MXFP4": (32, 17),
 }
 
 # the number a file holds -> name; those missing from BLOCK are valid but have no code here yet

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.ops.packed_linear import cpu as linear
-from quire.quant.base import PLAIN, Choice, MethodMaker, RawTensor
+from quire.quant.base import Choice, MethodMaker, RawTensor
 from quire.quant.plain.packed import Packed
 
 
@@ -12,7 +12,7 @@ class Blocks(Packed):
     stays_packed = True
 
     def pack(self, tensor: RawTensor) -> linear.PackedWeight:
-        if tensor.type_name not in PLAIN and linear.packable(tensor.type_name, *tensor.shape):
+        if linear.gguf_packable(tensor.type_name, *tensor.shape):
             return linear.pack_gguf(tensor.type_name, tensor.raw, *tensor.shape)
         return super().pack(tensor)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadModelFileError, UnsupportedModelError
-from quire.ops.packed_linear.forms import Affine, Form
+from quire.ops.packed_linear.forms import Affine, Form, TwoLevel
 from quire.quant._select import Modules, choice, group_size, pattern
 from quire.quant.base import Choice, MethodMaker, Part, Reader, Stored, Use
 
@@ -69,8 +69,7 @@ def affine(codes_NK: Tensor, scales_NG: Tensor, zeros_NG: Tensor, bits: int, ord
     first = int(zeros_NG.flatten()[0])
     if bool((zeros_NG == first).all()):
         return Affine(codes_NK, scales_NG.contiguous(), bits, first, None, order_K)
-    mins_NG = -(scales_NG.float() * zeros_NG.float())
-    return Affine(codes_NK, scales_NG.contiguous(), bits, 0, mins_NG, order_K)
+    return Affine(codes_NK, scales_NG.contiguous(), bits, 0, TwoLevel(zeros_NG, -scales_NG), order_K)
 
 
 def group_order(part: Part, group_of_K: Tensor, num_groups: int) -> Tensor | None:

@@ -28,10 +28,13 @@ COMPILE_TIMEOUT_S = 300
 
 
 @functools.cache
-def load(name: str) -> ctypes.CDLL | None:
-    """The compiled `src/<name>.cpp`; None where the twin must run instead, with a line in the log that says why."""
+def load(name: str, *defines: str) -> ctypes.CDLL | None:
+    """The compiled `src/<name>.cpp`; None where the twin must run instead, with a line in the log that says why.
+
+    `defines`: macros, such as KIND=4, for a source that is compiled in several ways.
+    """
     try:
-        return _load(name)
+        return _load(name, [f"-D{define}" for define in defines])
     except _Unavailable as error:
         reason = str(error)
     except subprocess.CalledProcessError as error:
@@ -46,7 +49,7 @@ class _Unavailable(Exception):
     pass
 
 
-def _load(name: str) -> ctypes.CDLL:
+def _load(name: str, flags: list[str]) -> ctypes.CDLL:
     if not env.native_kernels_allowed():
         raise _Unavailable("QUIRE_NATIVE=0")
     compiler, runtime = _find_compiler(), _openmp_runtime()
@@ -54,9 +57,9 @@ def _load(name: str) -> ctypes.CDLL:
         raise _Unavailable("no C++ compiler found (install g++ or set CXX)")
     if runtime is None:
         raise _Unavailable("torch has no libgomp whose threads could be shared")
-    library = _library_path(name, compiler, runtime)
+    library = _library_path(name, compiler, runtime, flags)
     if not library.exists():
-        _compile(SOURCES / f"{name}.cpp", library, compiler, runtime)
+        _compile(SOURCES / f"{name}.cpp", library, compiler, runtime, flags)
     return ctypes.CDLL(str(library))
 
 
@@ -94,23 +97,23 @@ def _machine(compiler: str) -> str:
     return f"{version}\n{platform.machine()}\n{cpu}"
 
 
-def _library_path(name: str, compiler: str, runtime: Path) -> Path:
-    key = hashlib.sha256("\n".join((_machine(compiler), runtime.name, *COMPILE_FLAGS)).encode())
+def _library_path(name: str, compiler: str, runtime: Path, flags: list[str]) -> Path:
+    key = hashlib.sha256("\n".join((_machine(compiler), runtime.name, *COMPILE_FLAGS, *flags)).encode())
     for source in (SOURCES / f"{name}.cpp", *sorted(SOURCES.glob("*.h"))):
         key.update(source.read_bytes())
     return env.cache_dir() / "native" / f"{name}-{key.hexdigest()[:24]}.so"
 
 
-def _compile(source: Path, library: Path, compiler: str, runtime: Path) -> None:
+def _compile(source: Path, library: Path, compiler: str, runtime: Path, flags: list[str]) -> None:
     """Two processes may compile at once: each works in a folder of its own, and the last rename wins."""
     # A warning, so that people see what they are waiting for.
-    logger.warning("compiling CPU kernels for this machine, once: %s …", source.stem)
+    logger.warning("compiling CPU kernels for this machine, once: %s …", " ".join((source.stem, *flags)))
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=f".{source.stem}-") as folder:
         compiled, linked = Path(folder, "kernel.o"), Path(folder, "kernel.so")
         # Linked without -fopenmp, which would add the compiler's own libgomp.
         for command in (
-            [compiler, *COMPILE_FLAGS, "-c", str(source), "-o", str(compiled)],
+            [compiler, *COMPILE_FLAGS, *flags, "-c", str(source), "-o", str(compiled)],
             [compiler, "-shared", str(compiled), str(runtime), "-o", str(linked)],
         ):
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT_S)

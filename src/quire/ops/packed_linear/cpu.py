@@ -1,4 +1,4 @@
-"""Linear layers with packed weights (4, 8 or 16 bits) on compiled kernels; twin: `ops/packed_linear/reference.py`.
+"""Linear layers with packed weights (2 to 16 bits) on compiled kernels; twin: `ops/packed_linear/reference.py`.
 
 Called by quantization methods, hundreds of times per token, so a call must cost only microseconds. Knows nothing about
 models, files or layers. Where `supported()` is False everything here still works, with the twin.
@@ -9,6 +9,7 @@ import functools
 import math
 import mmap
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,79 +18,127 @@ from quire.errors import ConfigError
 from quire.ops.cpu import build
 from quire.ops.cpu.tape import Rows, bind
 from quire.ops.packed_linear import reference as packed
-from quire.ops.packed_linear.reference import PackedWeight, gateable, joinable, pack_codes, packable
+from quire.ops.packed_linear.forms import Affine, Form, Table4
+from quire.ops.packed_linear.reference import PackedWeight, Scales, gateable, gguf_packable, joinable, packable
 
 __all__ = [
     "PackedWeight",
     "concat",
     "gateable",
+    "gguf_packable",
     "joinable",
     "linear",
     "linear_silu_mul",
-    "pack_codes",
     "pack_dense",
+    "pack_form",
     "pack_gguf",
-    "packable",
+    "rows",
     "supported",
 ]
 
 # By bits: up to how many rows integer products are faster than unpacking to bf16 tiles (benchmarks/cpu_linear.py).
-FEW_ROWS = {4: 4, 8: 5, 16: 0}
+FEW_ROWS = {2: 4, 3: 4, 4: 4, 5: 4, 6: 4, 8: 5, 16: 0}
+SCALE_KINDS = {torch.float16: 0, torch.float32: 1, torch.int8: 2, torch.uint8: 3}  # `ScaleKind` in src/packed.h
+
+
+class _Scales(ctypes.Structure):
+    """Mirrors `Scales` in src/packed.h."""
+
+    _fields_ = [
+        ("values", ctypes.c_void_p),
+        ("outer", ctypes.c_void_p),
+        ("kind", ctypes.c_int32),
+        ("outer_group", ctypes.c_int32),
+    ]
 
 
 class _Weight(ctypes.Structure):
-    """Mirrors `Weight` in src/linear.cpp."""
+    """Mirrors `Weight` in src/packed.h."""
 
     _fields_ = [
         ("data", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("mins", ctypes.c_void_p),
+        ("scales", _Scales),
+        ("mins", _Scales),
+        ("table", ctypes.c_void_p),
         ("n", ctypes.c_int32),
         ("k", ctypes.c_int32),
         ("bits", ctypes.c_int32),
         ("group", ctypes.c_int32),
         ("zero", ctypes.c_int32),
-        ("wide_scales", ctypes.c_int32),
+        ("float_table", ctypes.c_int32),
         ("few_rows", ctypes.c_int32),
         ("shift", ctypes.c_int32),
     ]
 
 
 @functools.cache
-def _kernels() -> SimpleNamespace | None:
-    library = build.load("linear")
+def _packer() -> Any:
+    """The library that packs weights; None where the twin must run."""
+    library = build.load("pack")
     if library is None or not library.quire_linear_supported():
         return None
-    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    pointer = ctypes.c_void_p
     library.quire_pack_gguf.argtypes = (pointer, ctypes.c_char_p, pointer)
     library.quire_pack_dense.argtypes = (pointer, pointer)
+    return library
+
+
+@functools.cache
+def _kernels(kind: int) -> SimpleNamespace | None:
+    """The products with weights whose codes are of one kind (`PackedWeight.kind`)."""
+    library = build.load("linear", f"QUIRE_KIND={kind}") if _packer() else None
+    if library is None:
+        return None
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
     return SimpleNamespace(
         linear=bind(library, "quire_linear", (pointer, pointer, Rows, pointer, integer, pointer)),
         linear_silu_mul=bind(library, "quire_linear_silu_mul", (pointer, pointer, Rows, pointer)),
-        pack_gguf=library.quire_pack_gguf,
-        pack_dense=library.quire_pack_dense,
+        rows=bind(library, "quire_packed_rows", (pointer, pointer, Rows, pointer)),
     )
 
 
 def supported() -> bool:
-    """Whether the compiled kernels run here: it takes AVX-512 with BF16 and VNNI, and a compiler.
+    """Whether the compiled kernels run here: it takes AVX-512 with VNNI, and a compiler.
 
-    AMX is used if present.
+    Instructions for bfloat16 and AMX are used if present.
     """
-    return _kernels() is not None
+    return _packer() is not None
+
+
+def _scales_view(scales: Scales | None, k: int) -> _Scales:
+    if scales is None:
+        return _Scales()
+    outer, outer_group = scales.outer, 0
+    if outer is not None:
+        outer_group = k // outer.shape[1]
+    return _Scales(
+        scales.values.data_ptr(), 0 if outer is None else outer.data_ptr(), SCALE_KINDS[scales.values.dtype], outer_group
+    )
 
 
 def _view(w: PackedWeight) -> _Weight:
-    scales, mins = (0 if part is None else part.data_ptr() for part in (w.scales, w.mins))
-    wide = int(w.scales is not None and w.scales.dtype == torch.float32)
-    return _Weight(w.data.data_ptr(), scales, mins, w.n, w.k, w.bits, w.group, w.zero, wide, FEW_ROWS[w.bits])
+    has_floats = w.table is not None and w.table.dtype == torch.float32
+    return _Weight(
+        w.data.data_ptr(),
+        _scales_view(w.scales, w.k),
+        _scales_view(w.mins, w.k),
+        0 if w.table is None else w.table.data_ptr(),
+        w.n,
+        w.k,
+        w.bits,
+        w.group,
+        w.zero,
+        has_floats,
+        FEW_ROWS[w.bits],
+    )
 
 
 def _shift(w: PackedWeight) -> int:
     """The power of two that brings the largest weight just below float16's limit, for src/unpack.h."""
     if w.scales is None:
         return 0
-    largest = w.scales.float().abs() * max(w.zero, 2**w.bits - 1 - w.zero)
+    codes = [0, 2**w.bits - 1] if w.table is None else w.table.tolist()
+    largest = w.scales.float().abs() * max(abs(code - w.zero) for code in codes)
     if w.mins is not None:
         largest += w.mins.float().abs()
     _, exponent = math.frexp(largest.max().item())
@@ -112,23 +161,29 @@ def _native(w: PackedWeight) -> int:
 
 def pack_gguf(type_name: str, raw: Tensor, n: int, k: int) -> PackedWeight:
     """Packs the raw bytes of a GGUF tensor of type `type_name`, which may be a read-only memory map."""
-    kernels = _kernels()
-    if kernels is None:
+    packer = _packer()
+    if packer is None:
         return packed.pack_gguf(type_name, raw, n, k)
     w = packed.empty_gguf(type_name, raw, n, k)
-    if kernels.pack_gguf(ctypes.byref(_view(w)), type_name.encode(), raw.data_ptr()) != 0:
+    if packer.quire_pack_gguf(ctypes.byref(_view(w)), type_name.encode(), raw.data_ptr()) != 0:
         raise ConfigError(f"the compiled kernels do not know the GGUF type {type_name}")
     return w
 
 
+def pack_form(form: Form) -> PackedWeight:
+    """Whole numbers and tables stay packed; what has no kernel here becomes bf16."""
+    is_packed = isinstance(form, Affine | Table4) and packable(form)
+    return packed.pack_form(form) if is_packed else pack_dense(form.numbers())
+
+
 def pack_dense(weight: Tensor) -> PackedWeight:
     """Keeps a float weight [n, k] as bf16."""
-    kernels = _kernels()
-    if kernels is None:
+    packer = _packer()
+    if packer is None:
         return packed.pack_dense(weight)
     w = packed.empty_dense(weight)
     source = weight.to(torch.bfloat16).contiguous()
-    kernels.pack_dense(ctypes.byref(_view(w)), source.data_ptr())
+    packer.quire_pack_dense(ctypes.byref(_view(w)), source.data_ptr())
     return w
 
 
@@ -176,6 +231,7 @@ def concat(weights: list[PackedWeight]) -> PackedWeight:
     joined = packed.concat(weights, huge_pages.empty)
     if supported():
         _native(joined)  # now, as it computes with torch, which must not happen while a tape is recorded
+        _kernels(joined.kind)  # compiles them, if they never were
     return joined
 
 
@@ -189,34 +245,49 @@ def _check(x: Tensor, w: PackedWeight) -> None:
 def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """x [T, k] in bf16 times the weight, plus a float32 bias: [T, n] in bf16 or float32."""
     _check(x, w)
-    kernels = _kernels()
+    kernels = _kernels(w.kind)
     if kernels is None:
         return packed.linear(x, w, bias, out_dtype)
+    if w.order is not None:
+        x = x.index_select(1, w.order)
     wide = out_dtype is torch.float32
     if not wide and out_dtype is not torch.bfloat16:
         raise ConfigError(f"a packed linear layer gives bfloat16 or float32, not {out_dtype}")
-    rows = len(x)
-    out = x.new_empty((rows, w.n), dtype=out_dtype) if wide else x.new_empty((rows, w.n))
-    if rows:
+    num_rows = len(x)
+    out = x.new_empty((num_rows, w.n), dtype=out_dtype) if wide else x.new_empty((num_rows, w.n))
+    if num_rows:
         bias_ptr = None
         if bias is not None:
             if bias.dtype != torch.float32:  # to a tape, `float()` is computing even where it changes nothing
                 bias = bias.float()
             bias_ptr = bias.data_ptr()
-        kernels.linear(_native(w), x.data_ptr(), rows, out.data_ptr(), wide, bias_ptr)
+        kernels.linear(_native(w), x.data_ptr(), num_rows, out.data_ptr(), wide, bias_ptr)
     return out
 
 
 def linear_silu_mul(x: Tensor, w: PackedWeight) -> Tensor:
     """silu(gate) * up in bf16 [T, n / 2], where gate and up are exactly the halves of `linear(x, w)`, in one call."""
     _check(x, w)
-    kernels = _kernels()
+    kernels = _kernels(w.kind)
     if kernels is None:
         return packed.linear_silu_mul(x, w)
+    if w.order is not None:
+        x = x.index_select(1, w.order)
     if not gateable(w):
         raise ConfigError(f"the halves of {w.n} outputs are not multiples of 16: multiply and gate in two calls")
-    rows = len(x)
-    out = x.new_empty((rows, w.n // 2))
-    if rows:
-        kernels.linear_silu_mul(_native(w), x.data_ptr(), rows, out.data_ptr())
+    num_rows = len(x)
+    out = x.new_empty((num_rows, w.n // 2))
+    if num_rows:
+        kernels.linear_silu_mul(_native(w), x.data_ptr(), num_rows, out.data_ptr())
+    return out
+
+
+def rows(ids: Tensor, w: PackedWeight) -> Tensor:
+    """The rows of the weight with these ids (int32 [T]), in bf16 [T, k]."""
+    kernels = _kernels(w.kind)
+    if kernels is None or w.order is not None:
+        return packed.rows(ids, w)
+    out = w.data.new_empty((len(ids), w.k), dtype=torch.bfloat16)
+    if len(ids):
+        kernels.rows(_native(w), ids.data_ptr(), len(ids), out.data_ptr())
     return out

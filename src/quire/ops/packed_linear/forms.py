@@ -18,14 +18,30 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 
 @dataclass(frozen=True, eq=False)
+class TwoLevel:
+    """Scales (or minimums) that are themselves whole numbers times a scale of several groups."""
+
+    codes_NG: Tensor  # int8 or uint8
+    outer_NS: Tensor  # any float; S divides G
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes_NG.shape
+
+    def float(self) -> Tensor:
+        outer_NS = self.outer_NS.float()
+        return (self.codes_NG.float().unflatten(1, (outer_NS.shape[1], -1)) * outer_NS.unsqueeze(2)).flatten(1)
+
+
+@dataclass(frozen=True, eq=False)
 class Affine:
     """Whole numbers of few bits: scale * (code - zero) + minimum, with a scale (and a minimum) per output and group."""
 
     codes_NK: Tensor  # uint8, each below 2 ** bits
-    scales_NG: Tensor  # any float
+    scales_NG: Tensor | TwoLevel  # any float
     bits: int
     zero: int = 0
-    mins_NG: Tensor | None = None
+    mins_NG: Tensor | TwoLevel | None = None
     order_K: Tensor | None = None  # the input that each column multiplies; None: the column's own
     rounds: str | None = None  # activations: a key of ROUNDINGS, None: they stay as they are
 
@@ -35,8 +51,10 @@ class Affine:
 
     def numbers(self) -> Tensor:
         """The weight in float32, columns in the order of inputs."""
-        grouped = self.codes_NK.float().unflatten(1, (-1, self.group))
-        values = (grouped - self.zero) * self.scales_NG.float().unsqueeze(2)
+        values = self.codes_NK.float().unflatten(1, (-1, self.group))
+        if self.zero:
+            values -= self.zero
+        values *= self.scales_NG.float().unsqueeze(2)
         if self.mins_NG is not None:
             values += self.mins_NG.float().unsqueeze(2)
         values = values.flatten(1)
@@ -74,7 +92,7 @@ class Table4:
     """Four-bit codes that stand for 16 values, times a scale per output and group of inputs."""
 
     codes_NK: Tensor  # uint8, each below 16
-    scales_NG: Tensor  # float32 or float8_e4m3fn; or uint8: powers of two, 2 ** (byte - 127)
+    scales_NG: Tensor | TwoLevel  # any float, also float8_e4m3fn; or uint8: powers of two, 2 ** (byte - 127)
     table: tuple[float, ...] = E2M1
     outer_N: Tensor | None = None  # float32: a second scale per output
 
@@ -89,7 +107,17 @@ class Table4:
         return values if self.outer_N is None else values * self.outer_N[:, None]
 
 
-Form = Affine | Float8 | Table4
+@dataclass(frozen=True, eq=False)
+class Plain:
+    """Not quantized: one of the weights that a quantized checkpoint leaves as they are."""
+
+    values_NK: Tensor
+
+    def numbers(self) -> Tensor:
+        return self.values_NK.float()
+
+
+Form = Affine | Float8 | Table4 | Plain
 
 # How activations are rounded before a product, always row by row, so that company never changes a row.
 ROUNDINGS = {
@@ -100,13 +128,13 @@ ROUNDINGS = {
 }
 
 
-def float_scales(scales: Tensor) -> Tensor:
+def float_scales(scales: Tensor | TwoLevel) -> Tensor:
     """In float32; bytes are exponents."""
-    if scales.dtype == torch.uint8:
+    if isinstance(scales, Tensor) and scales.dtype == torch.uint8:
         return torch.exp2(scales.float() - 127)
     return scales.float()
 
 
 def weight_only(form: Form) -> Form:
     """The same numbers, multiplied with activations as they are."""
-    return form if isinstance(form, Table4) else replace(form, rounds=None)
+    return replace(form, rounds=None) if isinstance(form, Affine | Float8) else form

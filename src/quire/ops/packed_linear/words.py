@@ -17,7 +17,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.ops.packed_linear.forms import E2M1, FLOAT8, MAX_FLOAT8, Affine, Float8, Form, Table4, float_scales
+from quire.ops.packed_linear.forms import (
+    E2M1,
+    FLOAT8,
+    MAX_FLOAT8,
+    Affine,
+    Float8,
+    Form,
+    Plain,
+    Table4,
+    TwoLevel,
+    float_scales,
+)
 
 RUN = 4  # neighbouring words, and neighbouring inputs of one plane
 TINY = 1e-30  # the least that a row's largest number counts as, so that a row of zeros has a scale
@@ -92,6 +103,8 @@ def pack(form: Form) -> WordWeight | None:
     """None: the kernels take no such weight."""
     if isinstance(form, Float8):
         return _pack_float8(form)
+    if isinstance(form, Plain):
+        return None
     k = form.codes_NK.shape[1]
     if k % 32 or form.group % 16:
         return None
@@ -99,7 +112,7 @@ def pack(form: Form) -> WordWeight | None:
         is_e2m1 = form.table == E2M1
         table = None if is_e2m1 else torch.tensor(form.table, device=form.codes_NK.device)
         kind = "e2m1" if is_e2m1 else "table"
-        scales_NG = form.scales_NG.contiguous()
+        scales_NG = _one_level(form.scales_NG)
         return WordWeight(
             kind, _words(form.codes_NK, 4), scales_NG, k, 4, form.group, outer_N=form.outer_N, table=table
         )
@@ -112,7 +125,7 @@ def pack(form: Form) -> WordWeight | None:
     return WordWeight(
         "affine",
         _words(form.codes_NK, bits),
-        form.scales_NG.contiguous(),
+        _one_level(form.scales_NG),
         k,
         bits,
         form.group,
@@ -134,6 +147,10 @@ def _pack_float8(form: Float8) -> WordWeight | None:
         return replace(packed, outer_N=form.scales, one=torch.ones((), device=codes.device))
     rows, group = form.block
     return replace(packed, scales_NG=form.scales.contiguous(), rows=rows, group=group)
+
+
+def _one_level(scales: Tensor | TwoLevel) -> Tensor:
+    return scales.contiguous() if isinstance(scales, Tensor) else scales.float()
 
 
 def _words(codes_NK: Tensor, bits: int) -> Tensor:

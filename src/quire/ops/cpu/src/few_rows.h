@@ -85,75 +85,70 @@ struct Sums {
         }
     }
 
-    inline void finish(const Weight& w, const RowBlock* const* x, int b, int half, int64_t scale_idx, __m512* total) {
-        const __m512 scale = load_scales(w.scales, scale_idx, w.wide_scales);
+    inline void finish(const Weight& w, const RowBlock* const* x, int b, int half, const Affine& affine, __m512* total) {
         for (int r = 0; r < Rows; ++r) {
             const __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(high[r], 8), low[r]);
             const __m512 x_scale = _mm512_set1_ps(x[r][b].scale);
-            total[r] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(whole), x_scale), scale, total[r]);
+            total[r] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(whole), x_scale), affine.scale, total[r]);
         }
-        if (!w.mins) return;
-        const __m512 min = load_scales(w.mins, scale_idx, w.wide_scales);
+        if (!w.mins.values) return;
         for (int r = 0; r < Rows; ++r) {
             const RowBlock& block = x[r][b];
             const float sum = w.group == 16 ? block.sum[half] : block.sum[0] + block.sum[1];
-            total[r] = _mm512_fmadd_ps(min, _mm512_set1_ps(sum * block.scale), total[r]);
+            total[r] = _mm512_fmadd_ps(affine.min, _mm512_set1_ps(sum * block.scale), total[r]);
         }
     }
 };
 
 constexpr int kPrefetchBytes = 4096;  // a page ahead: the hardware prefetcher stops at its end
 
-template <int Bits, int Rows>
+template <int Kind, int Rows>
 void panel_sums(const Weight& w, const RowBlock* quantized, int first_row, int panel, __m512* out) {
-    const int num_blocks = w.k / kBlock, groups_per_block = kBlock / w.group;
+    constexpr int kBlockBytes = kLanes * kBlock * bits_of(Kind) / 8;
+    const int num_blocks = w.k / kBlock;
+    const bool halves = w.group == 16;
     const RowBlock* x[Rows];
     __m512 total[Rows];
     for (int r = 0; r < Rows; ++r) {
         x[r] = quantized + int64_t(first_row + r) * num_blocks;
         total[r] = _mm512_setzero_ps();
     }
-    const int64_t first_block = int64_t(panel) * num_blocks;
-    const uint8_t* data = w.data + first_block * block_bytes(Bits);
-    const __m512i nibble = _mm512_set1_epi8(15);
-    for (int b = 0; b < num_blocks; ++b, data += block_bytes(Bits)) {
-        for (int i = 0; i < block_bytes(Bits); i += 64)
+    const uint8_t* data = w.data + int64_t(panel) * num_blocks * kBlockBytes;
+    const __m512i table = byte_table(w);
+    const Affines affines = expand(w, panel, {0, num_blocks}, scale_scratch[0]);
+    int step = 0;
+    for (int b = 0; b < num_blocks; ++b, data += kBlockBytes) {
+        for (int i = 0; i < kBlockBytes; i += 64)
             _mm_prefetch(reinterpret_cast<const char*>(data + kPrefetchBytes + i), _MM_HINT_T0);
-        const int64_t scale_idx = (first_block + b) * groups_per_block * kLanes;
         Sums<Rows> sums;
         sums.start(w, x, b, 0);
-        for (int j = 0; j < 4; ++j) {
-            const __m512i bytes = _mm512_loadu_si512(data + 64 * j);
-            if constexpr (Bits == 4) {
-                sums.add(_mm512_and_si512(bytes, nibble), x, b, 4 * j);
-                sums.add(_mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble), x, b, 16 + 4 * j);
-            } else {
-                sums.add(bytes, x, b, 4 * j);
-            }
+        sums.add(codes_of<Kind, 0>(data, table), x, b, 0);
+        sums.add(codes_of<Kind, 1>(data, table), x, b, 4);
+        sums.add(codes_of<Kind, 2>(data, table), x, b, 8);
+        sums.add(codes_of<Kind, 3>(data, table), x, b, 12);
+        if (halves) {
+            sums.finish(w, x, b, 0, affines[step++], total);
+            sums.start(w, x, b, 1);
         }
-        if constexpr (Bits == 8) {
-            if (w.group == 16) {
-                sums.finish(w, x, b, 0, scale_idx, total);
-                sums.start(w, x, b, 1);
-            }
-            for (int j = 4; j < 8; ++j) sums.add(_mm512_loadu_si512(data + 64 * j), x, b, 4 * j);
-        }
-        const int last = Bits == 8 ? groups_per_block - 1 : 0;
-        sums.finish(w, x, b, last, scale_idx + last * kLanes, total);
+        sums.add(codes_of<Kind, 4>(data, table), x, b, 16);
+        sums.add(codes_of<Kind, 5>(data, table), x, b, 20);
+        sums.add(codes_of<Kind, 6>(data, table), x, b, 24);
+        sums.add(codes_of<Kind, 7>(data, table), x, b, 28);
+        sums.finish(w, x, b, halves, affines[step++], total);
     }
     std::copy(total, total + Rows, out);
 }
 
-template <int Bits, int Rows>
+template <int Kind, int Rows>
 void few_rows_pair(const Weight& w, const Job& job, const RowBlock* x, int first_row, int pair) {
     __m512 left[Rows], right[Rows] = {};
-    panel_sums<Bits, Rows>(w, x, first_row, panel_of(w, job, pair, 0), left);
+    panel_sums<Kind, Rows>(w, x, first_row, panel_of(w, job, pair, 0), left);
     const int beside = panel_of(w, job, pair, 1);
-    if (beside < num_panels(w)) panel_sums<Bits, Rows>(w, x, first_row, beside, right);
+    if (beside < num_panels(w)) panel_sums<Kind, Rows>(w, x, first_row, beside, right);
     for (int r = 0; r < Rows; ++r) store_pair(w, job, first_row + r, pair, left[r], right[r]);
 }
 
-template <int Bits>
+template <int Kind>
 void few_rows(const Weight& w, const Job& job) {
     const int num_blocks = w.k / kBlock;
 #pragma omp parallel
@@ -165,9 +160,9 @@ void few_rows(const Weight& w, const Job& job) {
         const Range mine = my_share(num_pairs(w));
         for (int pair = mine.begin; pair < mine.end; ++pair) {
             int r = 0;  // a pair stays in the first-level cache for all its rows
-            for (; r + 4 <= job.rows; r += 4) few_rows_pair<Bits, 4>(w, job, x, r, pair);
-            for (; r + 2 <= job.rows; r += 2) few_rows_pair<Bits, 2>(w, job, x, r, pair);
-            for (; r < job.rows; ++r) few_rows_pair<Bits, 1>(w, job, x, r, pair);
+            for (; r + 4 <= job.rows; r += 4) few_rows_pair<Kind, 4>(w, job, x, r, pair);
+            for (; r + 2 <= job.rows; r += 2) few_rows_pair<Kind, 2>(w, job, x, r, pair);
+            for (; r < job.rows; ++r) few_rows_pair<Kind, 1>(w, job, x, r, pair);
         }
     }
 }

@@ -1,4 +1,4 @@
-// Many rows: panels become bf16 tiles in scratch once per call and serve all rows. AMX multiplies, or VDPBF16PS.
+// Many rows: panels become bf16 tiles in scratch once per call and serve all rows. AMX multiplies, or VDPBF16PS, or float32 does.
 //
 //     for each group of pairs of panels that a thread claims
 //         for each strip of 32 rows
@@ -10,9 +10,6 @@
 // one or two strips it is the other way round: a group is a chunk of one pair, a few blocks of K, which stays there.
 
 #pragma once
-
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include "unpack.h"
 
@@ -26,12 +23,6 @@ constexpr int kChunkedStrips = 2, kChunkBlocks = 6;
 #else
 constexpr int kChunkedStrips = 0, kChunkBlocks = 0;
 #endif
-
-// Where the bf16 tiles of (some blocks of) a panel are, or will be.
-struct Panel {
-    int64_t first_block;
-    __m512i* tiles;
-};
 
 // A pair of panels against up to 32 rows, while up to two panels of the next group get unpacked.
 struct Strip {
@@ -69,35 +60,28 @@ class OutputPrefetch {
 };
 
 // The unpacking of one panel, block by block.
-template <int Bits>
+template <int Kind>
 class Unpacking {
-    Unpacker<Bits> unpacker_;
-    int64_t first_block_;
+    Unpacker<Kind> unpacker_;
     __m512i* tiles_;
 
    public:
-    INLINE Unpacking(const Weight& w, const Panel& panel)
-        : unpacker_(w), first_block_(panel.first_block), tiles_(panel.tiles) {}
-    INLINE void start(int b) { unpacker_.start(first_block_ + b, tiles_ + b * kLanes); }
+    INLINE Unpacking(const Weight& w, const Panel& panel, int scratch_idx = 0)
+        : unpacker_(w, panel, scale_scratch[scratch_idx]), tiles_(panel.tiles) {}
+    INLINE void start(int b) { unpacker_.start(b, tiles_ + b * kLanes); }
     INLINE void part(int j) const { unpacker_.part(j); }
 };
 
-template <int Bits>
-void unpack_panel(const Weight& w, const Panel& panel, int num_blocks) {
-    Unpacking<Bits> unpacking(w, panel);
-    for (int b = 0; b < num_blocks; ++b) {
+template <int Kind>
+void unpack_panel(const Weight& w, const Panel& panel) {
+    Unpacking<Kind> unpacking(w, panel);
+    for (int b = 0; b < panel.blocks.end - panel.blocks.begin; ++b) {
         unpacking.start(b);
         for (int j = 0; j < 4; ++j) unpacking.part(j);
     }
 }
 
 #ifdef __AMX_BF16__
-
-bool amx_allowed() {
-    constexpr int kRequestPermission = 0x1023, kTileData = 18;
-    static const bool allowed = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-    return allowed;
-}
 
 // gcc's tile intrinsics do not say what memory they touch.
 inline void compiler_fence() { asm volatile("" ::: "memory"); }
@@ -131,9 +115,9 @@ class TileConfig {
 
 // Loads come first: as fast on a quiet core, a tenth faster on one that others keep busy. What shall not take the room
 // of the rest in the first-level cache takes streaming loads: weights, or, where these come in chunks, activations.
-template <int Bits, int Tiles, int NumNext, bool Chunked>
+template <int Kind, int Tiles, int NumNext, bool Chunked>
 void multiply(const Weight& w, const Job& job, const Strip& strip) {
-    Unpacking<Bits> first(w, strip.next[0]), second(w, strip.next[1]);
+    Unpacking<Kind> first(w, strip.next[0], 0), second(w, strip.next[1], 1);
     const auto unpack = [&](int j) __attribute__((always_inline)) {
         if constexpr (NumNext > 0) first.part(j);
         if constexpr (NumNext > 1) second.part(j);
@@ -194,7 +178,7 @@ void multiply(const Weight& w, const Job& job, const Strip& strip) {
     compiler_fence();
     if (!last) return;
     const int num_rows = std::min(Tiles * kLanes, job.rows - strip.first_row);
-    const __m512 unit = unit_of<Bits>(w);
+    const __m512 unit = unit_of<Kind>(w);
     for (int r = 0; r < num_rows; ++r, sums += 2 * kLanes)
         store_pair(w, job, strip.first_row + r, strip.pair, unit * _mm512_load_ps(sums),
                    unit * _mm512_load_ps(sums + kLanes));
@@ -202,55 +186,75 @@ void multiply(const Weight& w, const Job& job, const Strip& strip) {
 
 #else
 
-bool amx_allowed() { return true; }
-
 struct TileConfig {
     TileConfig() {}
 };
 
-template <int Bits, int Tiles, int NumNext, bool Chunked>
+// Pairs of bf16 in 32-bit lanes. Without instructions for these, both are widened to float32.
+#ifdef __AVX512BF16__
+struct Pairs {
+    __m512bh both;
+    INLINE explicit Pairs(__m512i pairs) : both((__m512bh)pairs) {}
+};
+
+INLINE __m512 add_products(__m512 sum, const Pairs& a, const Pairs& b) {
+    return _mm512_dpbf16_ps(sum, a.both, b.both);
+}
+#else
+struct Pairs {
+    __m512 even, odd;
+    INLINE explicit Pairs(__m512i pairs)
+        : even(_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))),
+          odd(_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)))) {}
+};
+
+INLINE __m512 add_products(__m512 sum, const Pairs& a, const Pairs& b) {
+    return _mm512_fmadd_ps(a.odd, b.odd, _mm512_fmadd_ps(a.even, b.even, sum));
+}
+#endif
+
+template <int Kind, int Tiles, int NumNext, bool Chunked>
 void multiply(const Weight& w, const Job& job, const Strip& strip) {
     const int num_rows = std::min(Tiles * kLanes, job.rows - strip.first_row);
-    const __m512 unit = unit_of<Bits>(w);
+    const __m512 unit = unit_of<Kind>(w);
     constexpr int kAtOnce = 8;
     for (int first = 0; first < num_rows; first += kAtOnce) {
         __m512 left[kAtOnce] = {}, right[kAtOnce] = {};
         for (int pair = 0; pair < w.k / 2; ++pair) {
-            const auto left_weights = (__m512bh)strip.left[pair];
-            const auto right_weights = (__m512bh)strip.right[pair];
+            const Pairs left_weights(strip.left[pair]), right_weights(strip.right[pair]);
             const uint16_t* x = strip.x[first / kLanes] + int64_t(first % kLanes) * w.k + pair * 2;
             for (int r = 0; r < kAtOnce; ++r) {
                 int32_t two;
                 std::memcpy(&two, x + int64_t(r) * w.k, 4);
-                const auto values = (__m512bh)_mm512_set1_epi32(two);
-                left[r] = _mm512_dpbf16_ps(left[r], left_weights, values);
-                right[r] = _mm512_dpbf16_ps(right[r], right_weights, values);
+                const Pairs values(_mm512_set1_epi32(two));
+                left[r] = add_products(left[r], left_weights, values);
+                right[r] = add_products(right[r], right_weights, values);
             }
         }
         for (int r = 0; r < kAtOnce && first + r < num_rows; ++r)
             store_pair(w, job, strip.first_row + first + r, strip.pair, unit * left[r], unit * right[r]);
     }
-    for (int i = 0; i < NumNext; ++i) unpack_panel<Bits>(w, strip.next[i], w.k / kBlock);
+    for (int i = 0; i < NumNext; ++i) unpack_panel<Kind>(w, strip.next[i]);
 }
 
 #endif
 
-template <int Bits, int Tiles, bool Chunked>
+template <int Kind, int Tiles, bool Chunked>
 void multiply(const Weight& w, const Job& job, const Strip& strip) {
     switch (strip.num_next) {
-        case 0: return multiply<Bits, Tiles, 0, Chunked>(w, job, strip);
-        case 1: return multiply<Bits, Tiles, 1, Chunked>(w, job, strip);
-        default: return multiply<Bits, Tiles, 2, Chunked>(w, job, strip);
+        case 0: return multiply<Kind, Tiles, 0, Chunked>(w, job, strip);
+        case 1: return multiply<Kind, Tiles, 1, Chunked>(w, job, strip);
+        default: return multiply<Kind, Tiles, 2, Chunked>(w, job, strip);
     }
 }
 
-template <int Bits>
+template <int Kind>
 void multiply(const Weight& w, const Job& job, const Strip& strip) {
     const bool one_tile = job.rows - strip.first_row <= kLanes;
     const bool chunked = strip.blocks.end - strip.blocks.begin < w.k / kBlock;
-    if constexpr (Bits != 16)
-        if (chunked) return one_tile ? multiply<Bits, 1, true>(w, job, strip) : multiply<Bits, 2, true>(w, job, strip);
-    return one_tile ? multiply<Bits, 1, false>(w, job, strip) : multiply<Bits, 2, false>(w, job, strip);
+    if constexpr (Kind != 16)
+        if (chunked) return one_tile ? multiply<Kind, 1, true>(w, job, strip) : multiply<Kind, 2, true>(w, job, strip);
+    return one_tile ? multiply<Kind, 1, false>(w, job, strip) : multiply<Kind, 2, false>(w, job, strip);
 }
 
 // Pairs (some blocks of them) that are unpacked together, their panels next to each other in `tiles`.
@@ -260,7 +264,7 @@ struct Group {
 };
 
 // The product of one call: what its threads share.
-template <int Bits>
+template <int Kind>
 class ManyRows {
     const Weight& w_;
     const Job& job_;
@@ -272,7 +276,7 @@ class ManyRows {
 
     // Chunks are of equal size, because one is unpacked while the one before is multiplied.
     int blocks_at_once() const {
-        if (Bits != 16 && num_strips_ <= kChunkedStrips)
+        if (Kind != 16 && num_strips_ <= kChunkedStrips)
             for (int size = kChunkBlocks; size > 2; --size)
                 if (num_blocks_ % size == 0) return size;
         return num_blocks_;
@@ -298,9 +302,12 @@ class ManyRows {
 
     Panel panel(const Group& group, int i) const {
         const int idx = panel_of(w_, job_, group.pairs.begin + i / 2, i % 2);
-        const int64_t first_block = int64_t(idx) * num_blocks_ + group.blocks.begin;
-        auto* packed = reinterpret_cast<__m512i*>(const_cast<uint8_t*>(w_.data));
-        return {first_block, Bits == 16 ? packed + first_block * kLanes : group.tiles + i * chunk_ * kLanes};
+        auto* tiles = group.tiles + i * chunk_ * kLanes;
+        if constexpr (Kind == 16) {
+            auto* packed = reinterpret_cast<__m512i*>(const_cast<uint8_t*>(w_.data));
+            tiles = packed + (int64_t(idx) * num_blocks_ + group.blocks.begin) * kLanes;
+        }
+        return {idx, group.blocks, tiles};
     }
 
     // The panels of a group against all rows, while those of the next one get unpacked: one with each strip and pair,
@@ -319,7 +326,7 @@ class ManyRows {
                 strip.sums = num_strips_ == 1 ? nullptr : sums + tile * 2 * kLanes * kLanes;
                 while (strip.num_next < per_strip && unpacked < num_next)
                     strip.next[strip.num_next++] = panel(next, unpacked++);
-                multiply<Bits>(w_, job_, strip);
+                multiply<Kind>(w_, job_, strip);
             }
         }
     }
@@ -341,13 +348,13 @@ class ManyRows {
     // What each thread runs.
     void run() {
         const uint16_t* last_tile = whole_last_tile();
-        const int64_t group_vectors = Bits == 16 ? 0 : 2 * at_once_ * chunk_ * kLanes;
+        const int64_t group_vectors = Kind == 16 ? 0 : 2 * at_once_ * chunk_ * kLanes;
         constexpr int kSumVectors = kChunkedStrips * kStripRows * 2;
         auto* scratch = static_cast<__m512i*>(panel_scratch.get((kSumVectors + 2 * group_vectors) * 64));
         auto* sums = reinterpret_cast<float*>(scratch);
         scratch += kSumVectors;
         Group group = first_group(scratch);
-        for (int i = 0; i < num_panels_of(group); ++i) unpack_panel<Bits>(w_, panel(group, i), chunk_);
+        for (int i = 0; i < num_panels_of(group); ++i) unpack_panel<Kind>(w_, panel(group, i));
         if (group.pairs.empty()) return;
         const TileConfig configured;
         for (int parity = 1; !group.pairs.empty(); parity ^= 1) {
@@ -358,9 +365,9 @@ class ManyRows {
     }
 };
 
-template <int Bits>
+template <int Kind>
 void many_rows(const Weight& w, const Job& job) {
-    ManyRows<Bits> product(w, job);
+    ManyRows<Kind> product(w, job);
 #pragma omp parallel
     product.run();
 }

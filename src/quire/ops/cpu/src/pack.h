@@ -12,10 +12,11 @@ inline float half_to_float(const uint8_t* bytes) {
     return _cvtsh_ss(h);
 }
 
-// Thirty-two weights of one output, decoded: what is written to a block's lane.
+// Thirty-two weights of one output, decoded: what is written to a block's lane. Groups of 16 have two scales and mins.
 struct Decoded {
     uint8_t q[kBlock];
-    float scale[2], min[2];
+    float scale[2], min[2];  // where scales are codes or exponents: these, as whole numbers
+    float outer_scale, outer_min;
 };
 
 inline void nibbles(const uint8_t* qs, uint8_t* q) {
@@ -31,88 +32,145 @@ inline void fifth_bits(const uint8_t* bytes, uint8_t* q) {
 // The 6-bit scale and min of sub-block j of a Q4_K or Q5_K block of 256.
 inline void k_scale(const uint8_t* block, int j, Decoded& out) {
     const uint8_t* s = block + 4;
-    const int scale = j < 4 ? s[j] & 63 : (s[j + 4] & 15) | (s[j - 4] >> 6) << 4;
-    const int min = j < 4 ? s[j + 4] & 63 : s[j + 4] >> 4 | (s[j] >> 6) << 4;
-    out.scale[0] = half_to_float(block) * scale;
-    out.min[0] = -(half_to_float(block + 2) * min);
+    out.scale[0] = j < 4 ? s[j] & 63 : (s[j + 4] & 15) | (s[j - 4] >> 6) << 4;
+    out.min[0] = j < 4 ? s[j + 4] & 63 : s[j + 4] >> 4 | (s[j] >> 6) << 4;
+    out.outer_scale = half_to_float(block), out.outer_min = -half_to_float(block + 2);
 }
 
 inline void k_nibbles(const uint8_t* qs, int j, uint8_t* q) {
     for (int i = 0; i < kBlock; ++i) q[i] = qs[j / 2 * 32 + i] >> (j % 2 * 4) & 15;
 }
 
-// Each format: bytes and weights of its block, and how to decode the j-th 32 of them. Mirrors FORMATS in ops/packed_linear/reference.py.
+// Each format: bytes and weights of its block, and how to decode the j-th 32 of them. Twin: ops/dequantize/gguf.py.
 struct Q4_0 {
-    static constexpr int kBytes = 18, kWeights = 32, kBits = 4;
+    static constexpr int kBytes = 18, kWeights = 32;
     static void decode(const uint8_t* p, int, Decoded& out) { out.scale[0] = half_to_float(p), nibbles(p + 2, out.q); }
 };
 struct Q4_1 {
-    static constexpr int kBytes = 20, kWeights = 32, kBits = 4;
+    static constexpr int kBytes = 20, kWeights = 32;
     static void decode(const uint8_t* p, int, Decoded& out) {
         out.scale[0] = half_to_float(p), out.min[0] = half_to_float(p + 2), nibbles(p + 4, out.q);
     }
 };
 struct Q5_0 {
-    static constexpr int kBytes = 22, kWeights = 32, kBits = 8;
+    static constexpr int kBytes = 22, kWeights = 32;
     static void decode(const uint8_t* p, int, Decoded& out) {
         out.scale[0] = half_to_float(p), nibbles(p + 6, out.q), fifth_bits(p + 2, out.q);
     }
 };
 struct Q5_1 {
-    static constexpr int kBytes = 24, kWeights = 32, kBits = 8;
+    static constexpr int kBytes = 24, kWeights = 32;
     static void decode(const uint8_t* p, int, Decoded& out) {
         out.scale[0] = half_to_float(p), out.min[0] = half_to_float(p + 2);
         nibbles(p + 8, out.q), fifth_bits(p + 4, out.q);
     }
 };
 struct Q8_0 {
-    static constexpr int kBytes = 34, kWeights = 32, kBits = 8;
+    static constexpr int kBytes = 34, kWeights = 32;
     static void decode(const uint8_t* p, int, Decoded& out) {
         out.scale[0] = half_to_float(p);
         for (int i = 0; i < kBlock; ++i) out.q[i] = p[2 + i] ^ 0x80;  // signed to unsigned with zero point 128
     }
 };
 struct Q4_K {
-    static constexpr int kBytes = 144, kWeights = 256, kBits = 4;
+    static constexpr int kBytes = 144, kWeights = 256;
     static void decode(const uint8_t* p, int j, Decoded& out) { k_scale(p, j, out), k_nibbles(p + 16, j, out.q); }
 };
 struct Q5_K {
-    static constexpr int kBytes = 176, kWeights = 256, kBits = 8;
+    static constexpr int kBytes = 176, kWeights = 256;
     static void decode(const uint8_t* p, int j, Decoded& out) {
         k_scale(p, j, out), k_nibbles(p + 48, j, out.q);
         for (int i = 0; i < kBlock; ++i) out.q[i] |= (p[16 + i] >> j & 1) << 4;
     }
 };
 struct Q6_K {
-    static constexpr int kBytes = 210, kWeights = 256, kBits = 8;
+    static constexpr int kBytes = 210, kWeights = 256;
     static void decode(const uint8_t* p, int j, Decoded& out) {
         const int half = j / 4, part = j % 4;
         const uint8_t *low = p + 64 * half + 32 * (part % 2), *high = p + 128 + 32 * half;
         for (int i = 0; i < kBlock; ++i) out.q[i] = (low[i] >> (part / 2 * 4) & 15) | (high[i] >> (2 * part) & 3) << 4;
-        for (int g = 0; g < 2; ++g) out.scale[g] = half_to_float(p + 208) * int8_t(p[192 + 2 * j + g]);
+        for (int g = 0; g < 2; ++g) out.scale[g] = int8_t(p[192 + 2 * j + g]);
+        out.outer_scale = half_to_float(p + 208);
     }
 };
+struct Q2_K {
+    static constexpr int kBytes = 84, kWeights = 256;
+    static void decode(const uint8_t* p, int j, Decoded& out) {
+        for (int i = 0; i < kBlock; ++i) out.q[i] = p[16 + j / 4 * 32 + i] >> (j % 4 * 2) & 3;
+        for (int g = 0; g < 2; ++g) out.scale[g] = p[2 * j + g] & 15, out.min[g] = p[2 * j + g] >> 4;
+        out.outer_scale = half_to_float(p + 80), out.outer_min = -half_to_float(p + 82);
+    }
+};
+struct Q3_K {
+    static constexpr int kBytes = 110, kWeights = 256;
+    static void decode(const uint8_t* p, int j, Decoded& out) {
+        const uint8_t *low = p + 32 + j / 4 * 32, *scales = p + 96;
+        for (int i = 0; i < kBlock; ++i) out.q[i] = (low[i] >> (j % 4 * 2) & 3) | (p[i] >> j & 1) << 2;
+        for (int g = 0; g < 2; ++g) {
+            const int idx = 2 * j + g;
+            out.scale[g] = ((scales[idx % 8] >> (idx / 8 * 4) & 15) | (scales[8 + idx % 4] >> (idx / 4 * 2) & 3) << 4) - 32;
+        }
+        out.outer_scale = half_to_float(p + 108);
+    }
+};
+struct IQ4_NL {
+    static constexpr int kBytes = 18, kWeights = 32;
+    static void decode(const uint8_t* p, int, Decoded& out) { out.scale[0] = half_to_float(p), nibbles(p + 2, out.q); }
+};
+struct IQ4_XS {
+    static constexpr int kBytes = 136, kWeights = 256;
+    static void decode(const uint8_t* p, int j, Decoded& out) {
+        const int high = p[2] | p[3] << 8;
+        nibbles(p + 8 + 16 * j, out.q);
+        out.scale[0] = ((p[4 + j / 2] >> (j % 2 * 4) & 15) | (high >> (2 * j) & 3) << 4) - 32;
+        out.outer_scale = half_to_float(p);
+    }
+};
+struct MXFP4 {
+    static constexpr int kBytes = 17, kWeights = 32;
+    static void decode(const uint8_t* p, int, Decoded& out) { out.scale[0] = p[0], nibbles(p + 1, out.q); }
+};
 
-inline void store_scale(const void* base, int64_t idx, float value, bool wide) {
-    if (wide)
-        static_cast<float*>(const_cast<void*>(base))[idx] = value;
-    else
-        static_cast<uint16_t*>(const_cast<void*>(base))[idx] = _cvtss_sh(value, 0);
+inline void store_scale(const Scales& scales, int64_t idx, float value) {
+    void* values = const_cast<void*>(scales.values);
+    switch (scales.kind) {
+        case kFloat16: static_cast<uint16_t*>(values)[idx] = _cvtss_sh(value, 0); break;
+        case kFloat32: static_cast<float*>(values)[idx] = value; break;
+        case kCodes: static_cast<int8_t*>(values)[idx] = int8_t(value); break;
+        case kExponents: static_cast<uint8_t*>(values)[idx] = uint8_t(value); break;
+    }
 }
 
-inline void store_lane(const Weight& w, int64_t block, int lane, const Decoded& d) {
-    uint8_t* data = const_cast<uint8_t*>(w.data) + block * block_bytes(w.bits) + lane * 4;
+// The codes of one lane in the planes drawn in linear.cpp.
+inline void store_codes(const Weight& w, int64_t block, int lane, const uint8_t* q) {
     constexpr int kPlace[4] = {0, 2, 1, 3};
-    if (w.bits == 4)
-        for (int i = 0; i < 16; ++i) data[i / 4 * 64 + kPlace[i % 4]] = d.q[i] | d.q[16 + i] << 4;
-    else
-        for (int i = 0; i < kBlock; ++i) data[i / 4 * 64 + kPlace[i % 4]] = d.q[i];
-    const int groups_per_block = kBlock / w.group;
-    for (int g = 0; g < groups_per_block; ++g) {
-        const int64_t idx = (block * groups_per_block + g) * kLanes + lane;
-        store_scale(w.scales, idx, d.scale[g], w.wide_scales);
-        if (w.mins) store_scale(w.mins, idx, d.min[g], w.wide_scales);
+    uint8_t bytes[8][4] = {};  // of each stored vector
+    for (int i = 0; i < kBlock; ++i) {
+        const int j = i / 4, place = kPlace[i % 4], code = q[i];
+        if (w.bits == 8) {
+            bytes[j][place] = code;
+        } else if (w.bits < 4) {
+            bytes[j / 4][place] |= (code & 3) << (j % 4 * 2);
+            if (w.bits == 3) bytes[2][place] |= (code >> 2) << j;
+        } else {
+            bytes[j % 4][place] |= (code & 15) << (j / 4 * 4);
+            if (w.bits == 5) bytes[4][place] |= (code >> 4) << j;
+            if (w.bits == 6) bytes[4 + j / 4][place] |= (code >> 4) << (j % 4 * 2);
+        }
     }
+    uint8_t* data = const_cast<uint8_t*>(w.data) + block * block_bytes(w.bits) + lane * 4;
+    for (int i = 0; i < w.bits; ++i) std::memcpy(data + i * 64, bytes[i], 4);
+}
+
+// Scales or mins of 32 inputs of one output.
+inline void store_scales(const Weight& w, const Scales& scales, int panel, int b, int lane, const float* values, float outer) {
+    if (!scales.values) return;
+    const int groups = kBlock / w.group;
+    for (int g = 0; g < groups; ++g)
+        store_scale(scales, (int64_t(panel) * (w.k / w.group) + b * groups + g) * kLanes + lane, values[g]);
+    if (!scales.outer) return;
+    const int64_t idx = (int64_t(panel) * (w.k / scales.outer_group) + b * kBlock / scales.outer_group) * kLanes + lane;
+    const_cast<uint16_t*>(scales.outer)[idx] = _cvtss_sh(outer, 0);
 }
 
 template <class Format>
@@ -127,7 +185,9 @@ void pack(const Weight& w, const uint8_t* raw) {
             for (int b = 0; b < num_blocks; ++b) {
                 Decoded d = {};  // outputs beyond n are zeros
                 if (row < w.n) Format::decode(raw + row * row_bytes + b / kParts * Format::kBytes, b % kParts, d);
-                store_lane(w, int64_t(panel) * num_blocks + b, lane, d);
+                store_codes(w, int64_t(panel) * num_blocks + b, lane, d.q);
+                store_scales(w, w.scales, panel, b, lane, d.scale, d.outer_scale);
+                store_scales(w, w.mins, panel, b, lane, d.min, d.outer_min);
             }
         }
     }

@@ -24,15 +24,32 @@ constexpr int kBlock = 32;  // values of K in a block
 
 inline int64_t block_bytes(int bits) { return kLanes * kBlock * bits / 8; }
 
+// How the scales (or the mins) of a weight are stored: [panel][group][16].
+enum ScaleKind : int32_t {
+    kFloat16,
+    kFloat32,
+    kCodes,      // int8, to be multiplied by `outer`
+    kExponents,  // uint8: 2^(value - 128)
+};
+
+// Mirrors `_Scales` in ops/packed_linear/cpu.py.
+struct Scales {
+    const void* values;     // null: none
+    const uint16_t* outer;  // float16 [panel][k / outer_group][16]; null: none
+    int32_t kind, outer_group;
+};
+
 // Mirrors `_Weight` in ops/packed_linear/cpu.py.
 struct Weight {
     const uint8_t* data;
-    const void* scales;
-    const void* mins;  // null: none
-    int32_t n, k, bits, group, zero;
-    int32_t wide_scales;  // 1: scales and mins are float32, 0: float16
-    int32_t few_rows;     // up to this many rows take the path for few rows
-    int32_t shift;        // weights times 2^shift suit float16: see unpack.h
+    Scales scales, mins;
+    const void* table;  // sixteen values of 4-bit codes: bytes (what is multiplied is byte - zero), or floats; null: none
+    int32_t n, k, bits;
+    int32_t group;  // inputs that share a scale: 16, or a multiple of 32
+    int32_t zero;
+    int32_t float_table;
+    int32_t few_rows;  // up to this many rows take the path for few rows
+    int32_t shift;     // weights times 2^shift suit float16: see unpack.h
 };
 
 struct Job {
@@ -51,10 +68,120 @@ inline int panel_of(const Weight& w, const Job& job, int pair, int side) {
     return job.gated ? pair + side * num_pairs(w) : 2 * pair + side;
 }
 
-inline __m512 load_scales(const void* base, int64_t idx, bool wide) {
-    return wide ? _mm512_loadu_ps(static_cast<const float*>(base) + idx)
-                : _mm512_cvtph_ps(_mm256_loadu_si256(
-                      reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(base) + idx)));
+// What a code is, as a template argument: its bits, or 4 bits that stand for one of sixteen values.
+constexpr int kByteTable = 104, kFloatTable = 204;
+constexpr int bits_of(int kind) { return kind % 100; }
+
+// (v >> right & mask) in each byte; `right` may be negative.
+template <int Right>
+INLINE __m512i field(__m512i v, int mask) {
+    if constexpr (Right > 0) v = _mm512_srli_epi16(v, Right);
+    if constexpr (Right < 0) v = _mm512_slli_epi16(v, -Right);
+    return _mm512_and_si512(v, _mm512_set1_epi8(char(mask)));
+}
+
+// Vector J of the eight of a block, as bytes: the codes of K 4J..4J+3 (or their values in the table) of sixteen outputs.
+template <int Kind, int J>
+INLINE __m512i codes_of(const uint8_t* block, __m512i table) {
+    const auto vector = [&](int i) { return _mm512_loadu_si512(block + 64 * i); };
+    if constexpr (Kind == 8) {
+        return vector(J);
+    } else if constexpr (Kind == 2) {
+        return field<2 * (J % 4)>(vector(J / 4), 3);
+    } else if constexpr (Kind == 3) {
+        return _mm512_or_si512(codes_of<2, J>(block, table), field<J - 2>(vector(2), 4));
+    } else {
+        const __m512i low = field<J / 4 * 4>(vector(J % 4), 15);
+        if constexpr (Kind == kByteTable) return _mm512_shuffle_epi8(table, low);
+        if constexpr (Kind == 5) return _mm512_or_si512(low, field<J - 4>(vector(4), 16));
+        if constexpr (Kind == 6) return _mm512_or_si512(low, field<2 * (J % 4) - 4>(vector(4 + J / 4), 48));
+        return low;
+    }
+}
+
+INLINE __m512i byte_table(const Weight& w) {
+    if (!w.table || w.float_table) return _mm512_setzero_si512();
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(w.table)));
+}
+
+INLINE __m512 load_halves(const uint16_t* halves) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)));
+}
+
+// Per-thread memory that only grows: kernels run thousands of times per second and must not allocate.
+struct Scratch {
+    void* memory = nullptr;
+    size_t size = 0;
+    ~Scratch() { std::free(memory); }
+    void* get(size_t bytes) {
+        if (bytes > size) {
+            std::free(memory);
+            size = (bytes + 4095) / 4096 * 4096;
+            memory = std::aligned_alloc(4096, size);
+        }
+        return memory;
+    }
+};
+thread_local Scratch rows_scratch, panel_scratch, scale_scratch[2];
+
+struct Range {
+    int begin, end;
+    bool empty() const { return begin >= end; }
+};
+
+// What turns codes into weights: scale * (code - zero) + min.
+struct Affine {
+    __m512 scale, min;
+};
+
+// Those of a panel, one for each step: a step is a block, or with groups of 16 half of one.
+struct Affines {
+    __m512 *scales, *mins;  // mins null: none
+
+    INLINE Affine operator[](int step) const { return {scales[step], mins ? mins[step] : _mm512_setzero_ps()}; }
+};
+
+inline int steps_per_block(const Weight& w) { return w.group == 16 ? 2 : 1; }
+
+// Scales (or mins) of one group of a panel, whatever kind they are of.
+inline __m512 load_scales(const Weight& w, const Scales& scales, int64_t panel, int group) {
+    const int64_t idx = (panel * (w.k / w.group) + group) * kLanes;
+    const auto bytes = [&] {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint8_t*>(scales.values) + idx));
+    };
+    switch (scales.kind) {
+        case kFloat16: return load_halves(static_cast<const uint16_t*>(scales.values) + idx);
+        case kFloat32: return _mm512_loadu_ps(static_cast<const float*>(scales.values) + idx);
+        case kCodes: {
+            const int64_t outer = panel * (w.k / scales.outer_group) + group / (scales.outer_group / w.group);
+            const __m512 codes = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes()));
+            return _mm512_mul_ps(codes, load_halves(scales.outer + outer * kLanes));
+        }
+        default: {
+            const __m512i exponents = _mm512_cvtepu8_epi32(bytes());
+            const __mmask16 denormal = _mm512_cmplt_epu32_mask(exponents, _mm512_set1_epi32(2));
+            const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(exponents, _mm512_set1_epi32(1)), 23);
+            const __m512i small = _mm512_sllv_epi32(_mm512_set1_epi32(0x00200000), exponents);
+            return _mm512_castsi512_ps(_mm512_mask_mov_epi32(normal, denormal, small));
+        }
+    }
+}
+
+// Brings the scales and mins of some blocks of a panel into one simple form, in scratch memory.
+__attribute__((noinline)) Affines expand(const Weight& w, int panel, Range blocks, Scratch& scratch) {
+    const int per_block = steps_per_block(w), group_steps = std::max(1, w.group / kBlock);
+    const int begin = blocks.begin * per_block, end = blocks.end * per_block;
+    auto* memory = static_cast<__m512*>(scratch.get((2 * (end - begin) + 1) * sizeof(__m512)));
+    const auto fill = [&](const Scales& scales, __m512* to) {
+        for (int step = begin; step < end;) {
+            const int group = step / group_steps, last = std::min(end, (group + 1) * group_steps);
+            for (const __m512 value = load_scales(w, scales, panel, group); step < last; ++step) *to++ = value;
+        }
+    };
+    fill(w.scales, memory);
+    if (!w.mins.values) return {memory, nullptr};
+    fill(w.mins, memory + (end - begin));
+    return {memory, memory + (end - begin)};
 }
 
 INLINE __m512 add_bias(const Job& job, int64_t first, __mmask16 mask, __m512 values) {
@@ -69,7 +196,7 @@ INLINE void store_outputs(const Weight& w, const Job& job, int row, int panel, _
     if (job.out_is_f32)
         _mm512_mask_storeu_ps(static_cast<float*>(job.out) + at, mask, values);
     else
-        _mm256_mask_storeu_epi16(static_cast<uint16_t*>(job.out) + at, mask, (__m256i)_mm512_cvtneps_pbh(values));
+        _mm256_mask_storeu_epi16(static_cast<uint16_t*>(job.out) + at, mask, (__m256i)round_to_bf16((v16)values));
 }
 
 // silu(gate) * up with all the roundings of separate steps (elementwise.cpp): the results are the same bits.
@@ -93,30 +220,13 @@ INLINE void store_pair(const Weight& w, const Job& job, int row, int pair, __m51
         return;
     }
     left = add_bias(job, first, 0xffff, left), right = add_bias(job, first + kLanes, 0xffff, right);
-    _mm512_storeu_si512(static_cast<uint16_t*>(job.out) + row * int64_t(w.n) + first,
-                        (__m512i)_mm512_cvtne2ps_pbh(right, left));
+    auto* out = static_cast<uint16_t*>(job.out) + row * int64_t(w.n) + first;
+#ifdef __AVX512BF16__
+    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(right, left));
+#else
+    store(out, (v16)left), store(out + kLanes, (v16)right);
+#endif
 }
-
-// Per-thread memory that only grows: kernels run thousands of times per second and must not allocate.
-struct Scratch {
-    void* memory = nullptr;
-    size_t size = 0;
-    ~Scratch() { std::free(memory); }
-    void* get(size_t bytes) {
-        if (bytes > size) {
-            std::free(memory);
-            size = (bytes + 4095) / 4096 * 4096;
-            memory = std::aligned_alloc(4096, size);
-        }
-        return memory;
-    }
-};
-thread_local Scratch rows_scratch, panel_scratch;
-
-struct Range {
-    int begin, end;
-    bool empty() const { return begin >= end; }
-};
 
 inline Range my_share(int total) {
     const int threads = omp_get_num_threads(), me = omp_get_thread_num();

@@ -15,46 +15,38 @@
 
 namespace {
 
-// Makes the bf16 tile of a block in four parts, so that they can be strewn between tile products.
-template <int Bits>
-struct Unpacker;
+// Makes the bf16 tiles of a panel, block by block, each in four parts, so that they can be strewn between tile products.
+template <int Kind>
+class Unpacker;
+
+INLINE __m512i pack_bf16(__m512 even, __m512 odd) {
+    // Rounds half away from zero: VCVTNE2PS2BF16 costs as much as all of the rest of the unpacking.
+    const __m512i half = _mm512_set1_epi32(0x8000);
+    const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(even), half), 16);
+    return _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_add_epi32(_mm512_castps_si512(odd), half));
+}
+
+// Where the bf16 tiles of (some blocks of) a panel are, or will be.
+struct Panel {
+    int idx;
+    Range blocks;
+    __m512i* tiles;
+};
+
+INLINE const uint8_t* panel_data(const Weight& w, int bits, const Panel& panel) {
+    return w.data + (int64_t(panel.idx) * (w.k / kBlock) + panel.blocks.begin) * block_bytes(bits);
+}
 
 #ifdef __AVX512FP16__
 
 // What the sums of products with unpacked weights are to be multiplied by.
-template <int Bits>
+template <int Kind>
 INLINE __m512 unit_of(const Weight& w) {
-    return _mm512_castsi512_ps(_mm512_set1_epi32((127 + (Bits == 16 ? 0 : 112 - w.shift)) << 23));
+    return _mm512_castsi512_ps(_mm512_set1_epi32((127 + (Kind == 16 || Kind == kFloatTable ? 0 : 112 - w.shift)) << 23));
 }
 
-// Scales or mins of sixteen outputs, times 2^shift, each in both halves of its 32-bit lane.
-class Halves {
-    const void* base_;
-    bool wide_;
-    __m512 up_;
-    __m256h narrow_up_;
-
-   public:
-    INLINE Halves(const Weight& w, const void* base) : base_(base), wide_(w.wide_scales) {
-        up_ = _mm512_castsi512_ps(_mm512_set1_epi32((127 + w.shift) << 23));
-        narrow_up_ = _mm256_castsi256_ph(_mm512_cvtps_ph(up_, _MM_FROUND_TO_NEAREST_INT));
-    }
-    INLINE __m512h operator[](int64_t idx) const {
-        if (!base_) return _mm512_setzero_ph();
-        __m256i values;
-        if (wide_) {
-            const __m512 wide = _mm512_loadu_ps(static_cast<const float*>(base_) + idx);
-            values = _mm512_cvtps_ph(_mm512_mul_ps(wide, up_), _MM_FROUND_TO_NEAREST_INT);
-        } else {
-            const __m256h narrow = _mm256_loadu_ph(static_cast<const _Float16*>(base_) + idx);
-            values = _mm256_castph_si256(_mm256_mul_ph(narrow, narrow_up_));
-        }
-        const __m512i lanes = _mm512_cvtepu16_epi32(values);
-        return _mm512_castsi512_ph(_mm512_or_si512(lanes, _mm512_slli_epi32(lanes, 16)));
-    }
-};
-
-struct Affine {
+// The same in float16, times 2^shift, each in both halves of its 32-bit lane.
+struct HalfAffine {
     __m512h scale, min;
 
     INLINE __m512i to_bf16(__m512h q) const {
@@ -65,33 +57,57 @@ struct Affine {
     }
 };
 
+class HalfAffines {
+    const __m512 *scales_, *mins_;
+
+   public:
+    HalfAffines(const Weight& w, const Panel& panel, Scratch& scratch) {
+        const Affines wide = expand(w, panel.idx, panel.blocks, scratch);
+        const int num_steps = (panel.blocks.end - panel.blocks.begin) * steps_per_block(w);
+        const __m512 up = _mm512_castsi512_ps(_mm512_set1_epi32((127 + w.shift) << 23));
+        for (__m512* values : {wide.scales, wide.mins}) {
+            for (int i = 0; values && i < num_steps; ++i) {
+                const __m256i halves = _mm512_cvtps_ph(_mm512_mul_ps(values[i], up), _MM_FROUND_TO_NEAREST_INT);
+                const __m512i lanes = _mm512_cvtepu16_epi32(halves);
+                values[i] = _mm512_castsi512_ps(_mm512_or_si512(lanes, _mm512_slli_epi32(lanes, 16)));
+            }
+        }
+        scales_ = wide.scales, mins_ = wide.mins;
+    }
+    INLINE HalfAffine operator[](int step) const {
+        return {_mm512_castps_ph(scales_[step]), mins_ ? _mm512_castps_ph(mins_[step]) : _mm512_setzero_ph()};
+    }
+};
+
 template <>
 class Unpacker<4> {
-    const uint8_t* weights_;
-    const Halves scales_, mins_;
+    const uint8_t* data_;
+    const HalfAffines affines_;
     const __m512h offset0_, offset4_;
-    const __m512i* data_;
+    const int per_block_;
+    const __m512i* block_;
     __m512i* tile_;
-    Affine affine_;
+    HalfAffine affine_[2];  // of the halves of the block: low and high nibbles
 
     // q at bit `Bit` of the mantissa reads as 2^(10 - Bit) + q.
     template <int Bit>
     INLINE __m512i nibbles(__m512i v) const {
         const __m512i mask = _mm512_set1_epi16(15 << Bit), exponent = _mm512_set1_epi16((15 + 10 - Bit) << 10);
         const __m512h q = _mm512_castsi512_ph(_mm512_ternarylogic_epi32(v, mask, exponent, 0xea));
-        return affine_.to_bf16(_mm512_sub_ph(q, Bit ? offset4_ : offset0_));
+        return affine_[Bit / 4].to_bf16(_mm512_sub_ph(q, Bit ? offset4_ : offset0_));
     }
 
    public:
-    INLINE explicit Unpacker(const Weight& w)
-        : weights_(w.data), scales_(w, w.scales), mins_(w, w.mins),
-          offset0_(_mm512_set1_ph(_Float16(1024 + w.zero))), offset4_(_mm512_set1_ph(_Float16(64 + w.zero))) {}
-    INLINE void start(int64_t block, __m512i* tile) {
-        data_ = reinterpret_cast<const __m512i*>(weights_ + block * block_bytes(4)), tile_ = tile;
-        affine_ = {scales_[block * kLanes], mins_[block * kLanes]};
+    INLINE Unpacker(const Weight& w, const Panel& panel, Scratch& scratch)
+        : data_(panel_data(w, 4, panel)), affines_(w, panel, scratch),
+          offset0_(_mm512_set1_ph(_Float16(1024 + w.zero))), offset4_(_mm512_set1_ph(_Float16(64 + w.zero))),
+          per_block_(steps_per_block(w)) {}
+    INLINE void start(int b, __m512i* tile) {
+        block_ = reinterpret_cast<const __m512i*>(data_ + b * block_bytes(4)), tile_ = tile;
+        affine_[0] = affines_[b * per_block_], affine_[1] = affines_[(b + 1) * per_block_ - 1];
     }
     INLINE void part(int j) const {
-        const __m512i v = _mm512_loadu_si512(data_ + j);
+        const __m512i v = _mm512_loadu_si512(block_ + j);
         const __m512i down8 = _mm512_srli_epi16(v, 8);
         tile_[2 * j] = nibbles<0>(v);              // low nibbles of bytes 0, 2
         tile_[8 + 2 * j] = nibbles<4>(v);          // high ones
@@ -100,51 +116,27 @@ class Unpacker<4> {
     }
 };
 
-template <>
-class Unpacker<8> {
-    const uint8_t* weights_;
-    const Halves scales_, mins_;
-    const int groups_per_block_;
+// Bytes in 32-bit lanes become bf16: bytes 0, 2 of each, then 1, 3.
+class Bytes {
     const __m512h offset_;
-    const __m512i* data_;
-    __m512i* tile_;
-    Affine affine_[2];  // of the halves of the block: equal for groups of 32
 
    public:
-    INLINE explicit Unpacker(const Weight& w)
-        : weights_(w.data), scales_(w, w.scales), mins_(w, w.mins), groups_per_block_(kBlock / w.group),
-          offset_(_mm512_set1_ph(_Float16(1024 + w.zero))) {}
-    INLINE void start(int64_t block, __m512i* tile) {
-        data_ = reinterpret_cast<const __m512i*>(weights_ + block * block_bytes(8)), tile_ = tile;
-        const int64_t idx = block * groups_per_block_ * kLanes;
-        affine_[0] = affine_[1] = {scales_[idx], mins_[idx]};
-        if (groups_per_block_ == 2) affine_[1] = {scales_[idx + kLanes], mins_[idx + kLanes]};
-    }
-    INLINE void part(int quarter) const {
+    using Factors = HalfAffine;
+    using AllFactors = HalfAffines;
+    INLINE explicit Bytes(const Weight& w) : offset_(_mm512_set1_ph(_Float16(1024 + w.zero))) {}
+    INLINE void convert(__m512i v, const Factors& factors, __m512i* out) const {
         const __m512i exponent = _mm512_set1_epi16(0x6400);  // with q in the mantissa: 1024 + q
-        const auto value = [&](__m512i q) {
-            return affine_[quarter / 2].to_bf16(_mm512_sub_ph(_mm512_castsi512_ph(q), offset_));
-        };
-        for (int j = 2 * quarter; j < 2 * quarter + 2; ++j) {
-            const __m512i v = _mm512_loadu_si512(data_ + j);
-            tile_[2 * j] = value(_mm512_ternarylogic_epi32(v, _mm512_set1_epi16(255), exponent, 0xea));  // bytes 0, 2
-            tile_[2 * j + 1] = value(_mm512_or_si512(_mm512_srli_epi16(v, 8), exponent));                // bytes 1, 3
-        }
+        const auto value = [&](__m512i q) { return factors.to_bf16(_mm512_sub_ph(_mm512_castsi512_ph(q), offset_)); };
+        out[0] = value(_mm512_ternarylogic_epi32(v, _mm512_set1_epi16(255), exponent, 0xea));
+        out[1] = value(_mm512_or_si512(_mm512_srli_epi16(v, 8), exponent));
     }
 };
 
 #else
 
-template <int Bits>
+template <int Kind>
 INLINE __m512 unit_of(const Weight&) {
     return _mm512_set1_ps(1.0f);
-}
-
-INLINE __m512i pack_bf16(__m512 even, __m512 odd) {
-    // Rounds half away from zero: VCVTNE2PS2BF16 costs as much as all of the rest of the unpacking.
-    const __m512i half = _mm512_set1_epi32(0x8000);
-    const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(even), half), 16);
-    return _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_add_epi32(_mm512_castps_si512(odd), half));
 }
 
 // Integers become floats by being put into a mantissa: (bits of q at `Bit`) | exponent reads as 2^(23 - Bit) + q.
@@ -155,81 +147,146 @@ INLINE __m512 in_mantissa(__m512i v) {
     return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(v, mask, exponent, 0xea));  // (v & mask) | exponent
 }
 
-struct Affine {
-    __m512 scale, min;
-    // Takes back the 2^(23 - bit) of in_mantissa and the zero point.
-    INLINE __m512 base(int bit, int zero) const {
-        return _mm512_fnmadd_ps(scale, _mm512_set1_ps(float((1 << (23 - bit)) + zero)), min);
-    }
-};
-
-INLINE Affine load_affine(const Weight& w, int64_t idx) {
-    return {load_scales(w.scales, idx, w.wide_scales),
-            w.mins ? load_scales(w.mins, idx, w.wide_scales) : _mm512_setzero_ps()};
+// The weight whose code is at `Bit`. What in_mantissa adds goes first, exactly.
+template <int Bit, int Width>
+INLINE __m512 weight_at(__m512i v, const Affine& affine, int zero) {
+    const __m512 code = _mm512_sub_ps(in_mantissa<Bit, Width>(v), _mm512_set1_ps(float((1 << (23 - Bit)) + zero)));
+    return _mm512_fmadd_ps(code, affine.scale, affine.min);
 }
 
 template <>
-struct Unpacker<4> {
-    const Weight w;
-    const __m512i* data;
-    __m512i* tile;
-    __m512 scale, base12, base16;
+class Unpacker<4> {
+    const uint8_t* data_;
+    const int zero_, per_block_;
+    const Affines affines_;
+    const __m512i* block_;
+    __m512i* tile_;
+    Affine affine_[2];  // of the halves of the block: low and high nibbles
 
-    INLINE explicit Unpacker(const Weight& weight) : w(weight) {}
-    INLINE void start(int64_t block, __m512i* into) {
-        data = reinterpret_cast<const __m512i*>(w.data + block * block_bytes(4)), tile = into;
-        const Affine a = load_affine(w, block * kLanes);
-        scale = a.scale, base12 = a.base(12, w.zero), base16 = a.base(16, w.zero);
+    INLINE __m512 at12(__m512i v, int half) const { return weight_at<12, 4>(v, affine_[half], zero_); }
+    INLINE __m512 at16(__m512i v, int half) const { return weight_at<16, 4>(v, affine_[half], zero_); }
+
+   public:
+    INLINE Unpacker(const Weight& w, const Panel& panel, Scratch& scratch)
+        : data_(panel_data(w, 4, panel)), zero_(w.zero), per_block_(steps_per_block(w)),
+          affines_(expand(w, panel.idx, panel.blocks, scratch)) {}
+    INLINE void start(int b, __m512i* tile) {
+        block_ = reinterpret_cast<const __m512i*>(data_ + b * block_bytes(4)), tile_ = tile;
+        affine_[0] = affines_[b * per_block_], affine_[1] = affines_[(b + 1) * per_block_ - 1];
     }
-    INLINE __m512 at12(__m512i v) const { return _mm512_fmadd_ps(in_mantissa<12, 4>(v), scale, base12); }
-    INLINE __m512 at16(__m512i v) const { return _mm512_fmadd_ps(in_mantissa<16, 4>(v), scale, base16); }
     INLINE void part(int j) const {
-        const __m512i v = _mm512_loadu_si512(data + j);
+        const __m512i v = _mm512_loadu_si512(block_ + j);
         const __m512i up12 = _mm512_slli_epi32(v, 12), up4 = _mm512_slli_epi32(v, 4);
         const __m512i down8 = _mm512_srli_epi32(v, 8), down12 = _mm512_srli_epi32(v, 12);
-        tile[2 * j] = pack_bf16(at12(up12), at16(v));                // low nibbles of bytes 0, 2
-        tile[2 * j + 1] = pack_bf16(at12(up4), at16(down8));         // low nibbles of bytes 1, 3
-        tile[8 + 2 * j] = pack_bf16(at16(up12), at12(down8));        // high nibbles of bytes 0, 2
-        tile[8 + 2 * j + 1] = pack_bf16(at12(v), at16(down12));      // high nibbles of bytes 1, 3
+        tile_[2 * j] = pack_bf16(at12(up12, 0), at16(v, 0));            // low nibbles of bytes 0, 2
+        tile_[2 * j + 1] = pack_bf16(at12(up4, 0), at16(down8, 0));     // low nibbles of bytes 1, 3
+        tile_[8 + 2 * j] = pack_bf16(at16(up12, 1), at12(down8, 1));    // high nibbles of bytes 0, 2
+        tile_[8 + 2 * j + 1] = pack_bf16(at12(v, 1), at16(down12, 1));  // high nibbles of bytes 1, 3
     }
 };
 
-template <>
-struct Unpacker<8> {
-    const Weight w;
-    const __m512i* data;
-    __m512i* tile;
-    __m512 scale[2], base[2];  // of the halves of the block: equal for groups of 32
+// Bytes in 32-bit lanes become bf16: bytes 0, 2 of each, then 1, 3.
+class Bytes {
+    const int zero_;
 
-    INLINE explicit Unpacker(const Weight& weight) : w(weight) {}
-    INLINE void start(int64_t block, __m512i* into) {
-        data = reinterpret_cast<const __m512i*>(w.data + block * block_bytes(8)), tile = into;
-        const int groups_per_block = kBlock / w.group;
-        for (int half = 0; half < 2; ++half) {
-            const Affine a = load_affine(w, (block * groups_per_block + half * (groups_per_block - 1)) * kLanes);
-            scale[half] = a.scale, base[half] = a.base(8, w.zero);
-        }
-    }
-    INLINE void part(int quarter) const {
-        const int half = quarter / 2;
-        const auto value = [&](__m512i v) { return _mm512_fmadd_ps(in_mantissa<8, 8>(v), scale[half], base[half]); };
-        for (int j = 2 * quarter; j < 2 * quarter + 2; ++j) {
-            const __m512i v = _mm512_loadu_si512(data + j);
-            tile[2 * j] = pack_bf16(value(_mm512_slli_epi32(v, 8)), value(_mm512_srli_epi32(v, 8)));
-            tile[2 * j + 1] = pack_bf16(value(v), value(_mm512_srli_epi32(v, 16)));
-        }
+   public:
+    using Factors = Affine;
+    class AllFactors {
+        const Affines affines_;
+
+       public:
+        INLINE AllFactors(const Weight& w, const Panel& panel, Scratch& scratch)
+            : affines_(expand(w, panel.idx, panel.blocks, scratch)) {}
+        INLINE Factors operator[](int step) const { return affines_[step]; }
+    };
+    INLINE explicit Bytes(const Weight& w) : zero_(w.zero) {}
+    INLINE void convert(__m512i v, const Factors& affine, __m512i* out) const {
+        const auto value = [&](__m512i v) { return weight_at<8, 8>(v, affine, zero_); };
+        out[0] = pack_bf16(value(_mm512_slli_epi32(v, 8)), value(_mm512_srli_epi32(v, 8)));
+        out[1] = pack_bf16(value(v), value(_mm512_srli_epi32(v, 16)));
     }
 };
 
 #endif
 
+// Codes that become bytes first: all whole numbers but those of 4 bits, and 4 bits that stand for one of sixteen bytes.
+template <int Kind>
+class Unpacker {
+    const uint8_t* data_;
+    const Bytes bytes_;
+    const Bytes::AllFactors all_factors_;
+    const int per_block_;
+    const __m512i table_;
+    const uint8_t* block_;
+    __m512i* tile_;
+    Bytes::Factors factors_[2];  // of the halves of the block
+
+    template <int J>
+    INLINE void vector() const {
+        bytes_.convert(codes_of<Kind, J>(block_, table_), factors_[J / 4], tile_ + 2 * J);
+    }
+
+   public:
+    INLINE Unpacker(const Weight& w, const Panel& panel, Scratch& scratch)
+        : data_(panel_data(w, bits_of(Kind), panel)), bytes_(w), all_factors_(w, panel, scratch),
+          per_block_(steps_per_block(w)), table_(byte_table(w)) {}
+    INLINE void start(int b, __m512i* tile) {
+        block_ = data_ + b * block_bytes(bits_of(Kind)), tile_ = tile;
+        factors_[0] = all_factors_[b * per_block_], factors_[1] = all_factors_[(b + 1) * per_block_ - 1];
+    }
+    INLINE void part(int quarter) const {
+        switch (quarter) {
+            case 0: return vector<0>(), vector<1>();
+            case 1: return vector<2>(), vector<3>();
+            case 2: return vector<4>(), vector<5>();
+            default: return vector<6>(), vector<7>();
+        }
+    }
+};
+
+// 4 bits that stand for one of sixteen floats.
 template <>
-struct Unpacker<16> {  // nothing to unpack: fetches the tile into the cache
-    const uint8_t *weights, *data;
-    INLINE explicit Unpacker(const Weight& w) : weights(w.data) {}
-    INLINE void start(int64_t block, __m512i*) { data = weights + block * block_bytes(16); }
+class Unpacker<kFloatTable> {
+    const uint8_t* data_;
+    const Affines affines_;
+    const int per_block_;
+    const __m512 table_;
+    const __m512i* block_;
+    __m512i* tile_;
+    __m512 scales_[2];  // of the halves of the block
+
+    // The values of the nibbles at two places of each lane, times the scale.
+    INLINE __m512i values(__m512i even, __m512i odd, int half) const {
+        const auto value = [&](__m512i v) { return _mm512_mul_ps(_mm512_permutexvar_ps(v, table_), scales_[half]); };
+        return pack_bf16(value(even), value(odd));
+    }
+
+   public:
+    INLINE Unpacker(const Weight& w, const Panel& panel, Scratch& scratch)
+        : data_(panel_data(w, 4, panel)), affines_(expand(w, panel.idx, panel.blocks, scratch)),
+          per_block_(steps_per_block(w)), table_(_mm512_loadu_ps(w.table)) {}
+    INLINE void start(int b, __m512i* tile) {
+        block_ = reinterpret_cast<const __m512i*>(data_ + b * block_bytes(4)), tile_ = tile;
+        scales_[0] = affines_[b * per_block_].scale, scales_[1] = affines_[(b + 1) * per_block_ - 1].scale;
+    }
     INLINE void part(int j) const {
-        for (int i = 0; i < 4; ++i) _mm_prefetch(reinterpret_cast<const char*>(data + 256 * j + 64 * i), _MM_HINT_T1);
+        const __m512i v = _mm512_loadu_si512(block_ + j);
+        tile_[2 * j] = values(v, _mm512_srli_epi32(v, 16), 0);                                  // low, bytes 0, 2
+        tile_[2 * j + 1] = values(_mm512_srli_epi32(v, 8), _mm512_srli_epi32(v, 24), 0);        // low, bytes 1, 3
+        tile_[8 + 2 * j] = values(_mm512_srli_epi32(v, 4), _mm512_srli_epi32(v, 20), 1);        // high, bytes 0, 2
+        tile_[8 + 2 * j + 1] = values(_mm512_srli_epi32(v, 12), _mm512_srli_epi32(v, 28), 1);   // high, bytes 1, 3
+    }
+};
+
+template <>
+class Unpacker<16> {  // nothing to unpack: fetches the tile into the cache
+    const uint8_t *data_, *block_;
+
+   public:
+    INLINE Unpacker(const Weight& w, const Panel& panel, Scratch&) : data_(panel_data(w, 16, panel)) {}
+    INLINE void start(int b, __m512i*) { block_ = data_ + b * block_bytes(16); }
+    INLINE void part(int j) const {
+        for (int i = 0; i < 4; ++i) _mm_prefetch(reinterpret_cast<const char*>(block_ + 256 * j + 64 * i), _MM_HINT_T1);
     }
 };
 
