@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.errors import ConfigError, UnsupportedModelError
-from quire.models import mixtral
+from quire.errors import ConfigError
+from quire.models import gpt_oss, llama, mixtral
+from quire.ops.packed_linear import cpu as linear
 from quire.quant.base import Quantized
+from quire.quant.plain.packed import Packed
 from tests.models.oracle import OPTIONS, PROMPTS, oracle
 from tests.quant.published.common import SIZES
 from tests.quant.test_published import methods, numbers_by_path
@@ -43,7 +45,9 @@ def test_weights_of_products_are_rounded_and_no_others(name, folder, plain):
         found = numbers_by_path(llm)
         rounded = {part.path for kept in methods(_model(llm)) if isinstance(kept, Quantized) for part in kept.parts}
         _, found_logprobs = run(llm)
-    assert rounded == {path for path in weights if "_proj" in path}
+    # On CPUs, whole numbers are also used for the head, and for an embedding that it is tied to.
+    has_head = name in ("int8", "int4")
+    assert rounded == {path for path in weights if "_proj" in path or (has_head and path == "lm_head")}
     for path, expected in weights.items():
         if path not in rounded:
             assert torch.equal(found[path], expected)
@@ -74,9 +78,36 @@ def _model(llm: LLM) -> torch.nn.Module:
     return llm.client.engine.executor.worker.model
 
 
-def test_what_cannot_be_done_is_refused(folder, tmp_path):
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tied_embedding_is_the_heads_weight(tied, tmp_path):
+    oracle({**SIZES, "tie_word_embeddings": tied}, tmp_path)
+    with LLM(str(tmp_path), quantization="int8", **OPTIONS) as llm:
+        model = _model(llm)
+        embedding, head = model.model.embed_tokens.method, model.lm_head.method
+        assert (embedding is head) == tied == isinstance(embedding, Quantized)
+        ids = torch.tensor([3, 0, 7], dtype=torch.int32)
+        assert torch.equal(embedding.rows(ids, model.kernels.embedding), embedding.numbers()[ids.long()])
+
+
+@pytest.mark.parametrize(
+    "config", [llama.TINY, mixtral.TINY, gpt_oss.TINY], ids=["linear", "experts", "biased experts"]
+)
+@pytest.mark.parametrize("name", STEPS)
+def test_packed_weights_give_what_their_numbers_give(name, config, tmp_path, monkeypatch):
+    """In bfloat16, with the compiled kernels of CPUs, against products with plain numbers."""
+    oracle({**config, "tie_word_embeddings": True}, tmp_path)
+    options = {**OPTIONS, "dtype": "bfloat16"}
+    with LLM(str(tmp_path), quantization=name, **options) as llm:
+        _, packed = run(llm)
+        if linear.supported():
+            assert all(isinstance(kept, Packed) for kept in methods(_model(llm)) if isinstance(kept, Quantized))
+    monkeypatch.setattr(linear, "supported", lambda: False)  # nothing is packed then
+    with LLM(str(tmp_path), quantization=name, **options) as llm:
+        _, plain = run(llm)
+        assert not any(isinstance(kept, Packed) for kept in methods(_model(llm)))
+    torch.testing.assert_close(packed, plain, rtol=0, atol=0.15)
+
+
+def test_what_cannot_be_done_is_refused(folder):
     with pytest.raises(ConfigError, match="needs a checkpoint quantized like that"):
         LLM(str(folder), quantization="awq", **OPTIONS)
-    oracle(mixtral.TINY, tmp_path)
-    with pytest.raises(UnsupportedModelError, match="experts cannot be quantized"):
-        LLM(str(tmp_path), quantization="fp8", **OPTIONS)

@@ -43,6 +43,8 @@ class Runtime:
     choose: Callable[..., ModuleType]  # (what, **needs): which implementation to use; see worker/choose.py
     find_method: Callable[[str, Use], MethodMaker]  # by a weight's path in the model
     context: StepContext
+    # Weights that several layers use, such as an embedding and the head that is tied to it.
+    kept: dict[tuple[str, MethodMaker], Method] = field(default_factory=dict)
     rank: int = 0  # in a group of `num_ranks` that share the model's layers
     num_ranks: int = 1
 
@@ -60,11 +62,19 @@ class Layer(nn.Module):
         self.biases: dict[str, Sequence[Part]] = {}  # parameter -> the parts of the weight whose biases it has
 
     def keep(self, parts: Sequence[Part], use: Use) -> Method:
-        """Makes the method that stores the weight made of `parts`: neighbours of the same method are one product."""
+        """Makes the method that stores the weight made of `parts`: neighbours of the same method are one product.
+
+        A weight that another layer keeps in the same way is not kept twice.
+        """
         runtime = self.runtime
-        runs = groupby(parts, lambda part: runtime.find_method(part.path, use))
-        methods = [make(list(run), runtime.dtype, runtime.device) for make, run in runs]
+        runs = [(make, list(run)) for make, run in groupby(parts, lambda part: runtime.find_method(part.path, use))]
+        key = parts[0].path, runs[0][0]
+        if len(parts) == 1 and key in runtime.kept:
+            return runtime.kept[key]
+        methods = [make(run, runtime.dtype, runtime.device) for make, run in runs]
         self.methods.append(methods[0] if len(methods) == 1 else Joined(methods))
+        if len(parts) == 1:
+            runtime.kept[key] = methods[0]
         return self.methods[-1]
 
     def weights(self) -> Iterator[Weight]:

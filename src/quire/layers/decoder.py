@@ -149,8 +149,10 @@ class CausalLM(Layer):
     ) -> None:
         super().__init__()
         self.config = config
-        self.model = self.decoder(Embedding(config.vocab_size, config.hidden_size), layers, norm, embed_scale)
-        tied_to = "model.embed_tokens" if config.tie_word_embeddings else None
+        is_tied = config.tie_word_embeddings
+        embed_tokens = Embedding(config.vocab_size, config.hidden_size, is_tied)
+        self.model = self.decoder(embed_tokens, layers, norm, embed_scale)
+        tied_to = "model.embed_tokens" if is_tied else None
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, head_bias, tied_to)
         self.logit_scale = logit_scale
         self.logit_softcap = logit_softcap

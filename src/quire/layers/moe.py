@@ -6,9 +6,10 @@ backend (`layers/experts`).
 Shape letters: T tokens, K experts of a token, E experts, D hidden size, F width of an expert.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +31,9 @@ class Experts(Layer):
     biases are at the same places, as `.bias` or `_bias`."""
 
     backend: ModuleType  # given by `attach`
-    gate_up: Tensor  # [E, 2F, D], once loaded
-    down: Tensor  # [E, D, F], once loaded
+    # Once loaded: a weight of each expert, as the backend takes it; plain ones are tensors [E, 2F, D] and [E, D, F].
+    gate_up: Sequence[Any]
+    down: Sequence[Any]
 
     def __init__(
         self, num_experts: int, hidden_size: int, expert_size: int, activation: str, bias: bool, names: tuple[str, ...]
@@ -54,7 +56,7 @@ class Experts(Layer):
         super().attach(runtime, path)
         self.backend = runtime.choose("experts")
         for bias, parts in zip(("gate_up_bias", "down_bias"), self.parts()):
-            self.keep(parts, Use.NUMBERS)
+            self.keep(parts, Use.EXPERTS)
             if self.gate_up_bias is not None:
                 self.biases[bias] = parts
 
@@ -76,10 +78,7 @@ class Experts(Layer):
         return gate_up_parts, down_parts
 
     def loaded(self) -> None:
-        gate_up, down = (method.numbers() for method in self.methods)
-        self.gate_up = frozen(gate_up.view(self.num_experts, -1, self.hidden_size))
-        self.down = frozen(down.view(self.num_experts, -1, self.expert_size))
-        self.methods.clear()
+        self.gate_up, self.down = (method.experts(self.num_experts) for method in self.methods)
 
     def forward(
         self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor, added_TD: Tensor | None = None

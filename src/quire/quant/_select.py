@@ -129,13 +129,16 @@ class PlainReader(Reader):
         yield Stored(part.end, part.shape, tuple(PLAIN), is_codes=True)
 
 
-def while_loading(reader: PlainReader) -> Callable[[str, Choice], MethodMaker]:
-    """For checkpoints with plain weights: those of products are rounded by the reader, embeddings and heads are not."""
+def while_loading(reader: PlainReader, head_on_cpus: bool = False) -> Callable[[str, Choice], MethodMaker]:
+    """For checkpoints with plain weights: those of products and experts are rounded by the reader.
+
+    Embeddings and heads are not; with `head_on_cpus`, a head on a CPU is, and so is an embedding that it is tied to.
+    """
 
     def find(path: str, ways: Choice) -> MethodMaker:
-        if ways.use is Use.NUMBERS and ".experts." in path:
-            raise UnsupportedModelError("experts cannot be quantized while loading yet: leave out --quantization")
-        return ways.read_by(reader) if ways.use is Use.PRODUCT else ways.plain
+        is_head = ways.use in (Use.HEAD, Use.TIED_ROWS) and head_on_cpus and not ways.is_gpu
+        is_rounded = is_head or ways.use in (Use.PRODUCT, Use.EXPERTS)
+        return ways.read_by(reader) if is_rounded else ways.plain
 
     return find
 

@@ -25,7 +25,7 @@ def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMake
     rules = [(pattern(name, "extra_config"), _reader({**settings, **values})) for name, values in extra.items()]
 
     def find(path: str, ways: Choice) -> MethodMaker:
-        if ways.use in (Use.ROWS, Use.HEAD) or path in skipped:
+        if ways.is_table or ways.use is Use.HEAD or path in skipped:
             return ways.plain
         reader = next((reader for known, reader in rules if known.fullmatch(path)), default)
         return ways.plain if reader is None else ways.read_by(reader)

@@ -47,7 +47,7 @@ def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMake
     reader = Awq(group_size(settings))
 
     def find(path: str, ways: Choice) -> MethodMaker:
-        is_plain = ways.use in (Use.ROWS, Use.HEAD) or path in skipped
+        is_plain = ways.is_table or ways.use is Use.HEAD or path in skipped
         return ways.plain if is_plain else ways.read_by(reader)
 
     return find

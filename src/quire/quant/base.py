@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -155,6 +155,8 @@ class Use(enum.Enum):
     PRODUCT = enum.auto()  # multiplies by it: `apply`
     HEAD = enum.auto()  # the same, to get the logits
     ROWS = enum.auto()  # looks rows up: `rows`
+    TIED_ROWS = enum.auto()  # the same, of a table that is the head's weight too
+    EXPERTS = enum.auto()  # takes the weights of all experts once they are loaded: `experts`
     NUMBERS = enum.auto()  # takes the numbers once they are loaded, and keeps no reference to the method
 
 
@@ -212,6 +214,11 @@ class Method(ABC):
         """The rows with these ids; `lookup(ids, table)` takes them from a plain table."""
         return lookup(ids, self.numbers())
 
+    def experts(self, num_experts: int) -> Any:
+        """The weight of each expert, as the backend at hand takes them (layers/experts)."""
+        weight = self.numbers()
+        return weight.view(num_experts, -1, weight.shape[-1])
+
     def memory(self) -> dict[int, int]:
         """What it occupies: address -> bytes."""
         return {value.data_ptr(): value.nbytes for value in vars(self).values() if isinstance(value, Tensor)}
@@ -238,13 +245,21 @@ class Stored(NamedTuple):
 class Reader(ABC):
     """How checkpoints of one quantization hold a weight. Two readers that are equal read alike."""
 
+    stays_packed: ClassVar[bool] = False  # its forms take as many bytes in memory as in the file
+
     @abstractmethod
     def stored(self, part: Part) -> Iterable[Stored]:
         """The tensors of a part. UnsupportedModelError: such a weight cannot be quantized like this."""
 
-    @abstractmethod
+    def read_raw(self, part: Part, tensors: dict[str, RawTensor]) -> Form:
+        """The form of a part (all its rows, if it is of several experts), from its tensors by the ends of their names.
+
+        A reader overrides this one if the tensors' types tell how to read them.
+        """
+        return self.read(part, {end: tensor.values() for end, tensor in tensors.items()})
+
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
-        """The form of a part of two dimensions, from its tensors by the ends of their names."""
+        raise NotImplementedError
 
 
 class Quantized(Method):
@@ -253,7 +268,7 @@ class Quantized(Method):
     def __init__(self, reader: Reader, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(parts, dtype, device)
         self.reader = reader
-        self.arrived: dict[int, dict[str, Tensor]] = {}  # by index of the part, until it is complete
+        self.arrived: dict[int, dict[str, RawTensor]] = {}  # by index of the part, until it is complete
 
     def declare(self, part_idx: int, part: Part) -> Iterator[Weight]:
         stored = list(self.reader.stored(part))
@@ -269,15 +284,16 @@ class Quantized(Method):
                 axes,
                 types,
                 num_values,
-                optional=unused,
+                self.reader.stays_packed,
+                unused,
             )
 
     def load_tensor(self, part_idx: int, end: str, needed: Collection[str], tensor: RawTensor) -> None:
         """The last of a part's tensors completes it."""
         arrived = self.arrived.setdefault(part_idx, {})
-        arrived[end] = tensor.values()
+        arrived[end] = tensor
         if len(arrived) == len(needed):
-            self.put_form(part_idx, self.reader.read(self.parts[part_idx], self.arrived.pop(part_idx)))
+            self.put_form(part_idx, self.reader.read_raw(self.parts[part_idx], self.arrived.pop(part_idx)))
 
     @abstractmethod
     def put_form(self, part_idx: int, form: Form) -> None:
@@ -303,6 +319,12 @@ class Choice(NamedTuple):
     use: Use
     plain: type[Method]
     quantized: type[Quantized]
+    is_gpu: bool = False  # GPU kernels compute with it
+
+    @property
+    def is_table(self) -> bool:
+        """Rows are looked up."""
+        return self.use in (Use.ROWS, Use.TIED_ROWS)
 
     def read_by(self, reader: Reader) -> MethodMaker:
         return _QuantizedMaker(self.quantized, reader)

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.ops.packed_linear.forms import Affine, Form, Table4
 from quire.quant._select import Targets, choice, group_size
-from quire.quant.base import Choice, MethodMaker, Part, Reader, Stored, Use
+from quire.quant.base import Choice, MethodMaker, Part, Reader, Stored
 from quire.quant.fp8 import SCALES, Blocks, Scaled, checked_scales
 from quire.quant.gptq import HALVES, affine, fields, finite, group_order
 from quire.quant.mxfp4 import nibbles
@@ -114,7 +114,7 @@ def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMake
     schemes = [(Targets(group.get("targets"), "targets"), _reader(group, settings)) for group in groups.values()]
 
     def find(path: str, ways: Choice) -> MethodMaker:
-        if ways.use is Use.ROWS or path in ignored or ignored.all_linear:
+        if ways.is_table or path in ignored or ignored.all_linear:
             return ways.plain
         # A layer's own name counts before its class.
         for is_fitting in (lambda targets: path in targets, lambda targets: targets.all_linear):

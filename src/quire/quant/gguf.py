@@ -1,21 +1,31 @@
-"""`--quantization gguf`: weights used in products stay in the file's 4- or 8-bit blocks, if kernels know the type."""
+"""`--quantization gguf`: weights stay in the blocks that a .gguf file has them in."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from quire.ops.packed_linear import cpu as linear
-from quire.quant.base import Choice, MethodMaker, RawTensor
-from quire.quant.plain.packed import Packed
+from quire.checkpoint.gguf import BLOCK
+from quire.ops.dequantize import gguf as codec
+from quire.ops.packed_linear import forms
+from quire.quant.base import Choice, MethodMaker, Part, RawTensor, Reader, Stored, Use
 
 
-class Blocks(Packed):
-    stays_packed = True
+@dataclass(frozen=True)
+class Blocks(Reader):
+    stays_packed: ClassVar[bool] = True
 
-    def pack(self, tensor: RawTensor) -> linear.PackedWeight:
-        if linear.gguf_packable(tensor.type_name, *tensor.shape):
-            return linear.pack_gguf(tensor.type_name, tensor.raw, *tensor.shape)
-        return super().pack(tensor)
+    def stored(self, part: Part) -> Iterable[Stored]:
+        yield Stored(part.end, part.shape, tuple(BLOCK), is_codes=True)
+
+    def read_raw(self, part: Part, tensors: dict[str, RawTensor]) -> forms.Form:
+        tensor = tensors[part.end]
+        return forms.Blocks(tensor.type_name, tensor.raw, (part.num_rows, part.shape[-1]), codec)
 
 
 def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMaker]:
-    return lambda path, ways: Blocks if ways.plain is Packed else ways.plain
+    def find(path: str, ways: Choice) -> MethodMaker:
+        # GPUs have no kernel that looks packed rows up.
+        is_plain = ways.use is Use.NUMBERS or (ways.is_gpu and ways.is_table)
+        return ways.plain if is_plain else ways.read_by(Blocks())
+
+    return find

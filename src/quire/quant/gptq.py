@@ -96,7 +96,7 @@ def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMake
     rules = _rules(settings, default)
 
     def find(path: str, ways: Choice) -> MethodMaker:
-        if ways.use is Use.ROWS or (ways.use is Use.HEAD and not has_head) or path in skipped:
+        if ways.is_table or (ways.use is Use.HEAD and not has_head) or path in skipped:
             return ways.plain
         for known, reader in rules:
             if known.match(path):

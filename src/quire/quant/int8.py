@@ -22,4 +22,4 @@ class Online(PlainReader):
 
 
 def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMaker]:
-    return while_loading(Online())
+    return while_loading(Online(), head_on_cpus=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.errors import UnsupportedModelError
 from quire.ops.packed_linear.forms import Form, Table4
 from quire.quant._select import Globs
-from quire.quant.base import Choice, MethodMaker, Part, Reader, Stored, Use
+from quire.quant.base import Choice, MethodMaker, Part, Reader, Stored
 from quire.quant.fp8 import SCALES, Scaled, checked_scales
 from quire.quant.gptq import finite
 from quire.quant.mxfp4 import nibbles
@@ -42,7 +42,7 @@ def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMake
     excluded = Globs(settings.get("ignore") or settings.get("exclude_modules"), "exclude_modules")
 
     def find(path: str, ways: Choice) -> MethodMaker:
-        is_plain = ways.use is Use.ROWS or path in excluded
+        is_plain = ways.is_table or path in excluded
         return ways.plain if is_plain else ways.read_by(readers[algorithm])
 
     return find

@@ -63,8 +63,4 @@ def nibbles(packed: Tensor) -> Tensor:
 def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMaker]:
     if not settings:
         return while_loading(Online())
-    return lambda path, ways: ways.read_by(Blocks()) if is_expert(path, ways) else ways.plain
-
-
-def is_expert(path: str, ways: Choice) -> bool:
-    return ways.use is Use.NUMBERS and ".experts." in path
+    return lambda path, ways: ways.read_by(Blocks()) if ways.use is Use.EXPERTS else ways.plain

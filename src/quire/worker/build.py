@@ -18,7 +18,7 @@ from quire import registry
 from quire.config import EngineConfig, quantization_file, resolved
 from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.layers.base import Layer, Runtime, StepContext
-from quire.quant.base import Choice, MethodMaker, Use
+from quire.quant.base import Choice, Method, MethodMaker, Quantized, Use
 from quire.quant.kept.numbers import Numbers
 from quire.quant.plain.dense import Dense
 from quire.worker.choose import Chooser
@@ -90,16 +90,26 @@ def make_runtime(
     choose = choose or Chooser(config)
     find_method = _quantization(config, hf_config)
     product = choose("linear").METHOD, choose("quantized linear").METHOD
-    methods = {Use.PRODUCT: product, Use.HEAD: product, Use.ROWS: (Dense, Numbers), Use.NUMBERS: (Dense, Numbers)}
+    rows = Dense, product[1]
+    experts = choose("experts")
+    methods: dict[Use, tuple[type[Method], type[Quantized]]] = {
+        Use.PRODUCT: product,
+        Use.HEAD: product,
+        Use.ROWS: rows,
+        Use.TIED_ROWS: rows,
+        Use.EXPERTS: (experts.PLAIN, experts.QUANTIZED),
+        Use.NUMBERS: (Dense, Numbers),
+    }
+    is_gpu = choose.kind == "gpu"
     return Runtime(
         device=choose.device,
         dtype=choose.dtype,
         max_len=resolved(config.model.max_model_len),
         block_size=config.cache.block_size,
         kernels=choose("elementwise"),
-        logits_dtype=None if choose.kind == "gpu" else torch.float32,  # samplers of GPUs convert as they read
+        logits_dtype=None if is_gpu else torch.float32,  # samplers of GPUs convert as they read
         choose=choose,
-        find_method=lambda path, use: find_method(checkpoint_path(path), Choice(use, *methods[use])),
+        find_method=lambda path, use: find_method(checkpoint_path(path), Choice(use, *methods[use], is_gpu)),
         context=StepContext(),
     )
 

@@ -42,7 +42,7 @@ CANDIDATES: dict[str, dict[str, tuple[str, ...]]] = {
         "gpu": ("quire.layers.latent.triton",),
     },
     "experts": {
-        "cpu": ("quire.layers.experts.torch",),
+        "cpu": ("quire.layers.experts.packed", "quire.layers.experts.torch"),
         "gpu": ("quire.layers.experts.triton", "quire.layers.experts.torch"),
     },
 }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.checkpoint.gguf import BLOCK
-from quire.ops.packed_linear.forms import E2M1, Affine, Form, Plain, Table4, TwoLevel
+from quire.ops.packed_linear.forms import E2M1, Affine, Plain, Table4, TwoLevel
 
 # Elements converted at a time. Temporaries stay in a core's cache, and torch runs operations of up to this size on the
 # calling thread: waking its pool for each would cost more than the work, many times more on a busy machine.
@@ -48,16 +48,15 @@ def dequantize(
     return out
 
 
-def read_form(type_name: str, raw: Tensor, shape: tuple[int, int]) -> Form:
+def read_form(type_name: str, raw: Tensor, shape: tuple[int, int]) -> Affine | Table4 | Plain:
     """The bytes of a matrix as the form that its type is."""
     elements, block_bytes = BLOCK[type_name]
     n, k = shape
     if raw.numel() * elements != n * k * block_bytes or k % elements:
         raise ValueError(f"{raw.numel()} bytes are not a {type_name} tensor of shape {shape}")
-    blocks = raw.reshape(-1, block_bytes)
     if type_name in _PLAIN:
         return Plain(_PLAIN[type_name](raw.clone() if raw.storage_offset() % 4 else raw).view(n, k))
-    form = _FORMS[type_name](blocks)
+    form = _FORMS[type_name](raw.reshape(-1, block_bytes))
     codes_NK = form.codes_NK.reshape(n, k)
     scales_NG = _by_row(form.scales_NG, n)
     if isinstance(form, Table4):

@@ -5,6 +5,9 @@ Called by `layers/experts`. Knows tensors only; who goes where was decided by `r
 Shape letters: T tokens, K experts of a token, A = T * K assignments, E experts, D hidden size, F width of an expert.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -19,17 +22,18 @@ def experts(
     x_TD: Tensor,
     weights_TK: Tensor,
     expert_ids_TK: Tensor,
-    gate_up_E2FD: Tensor,
-    down_EDF: Tensor,
+    gate_up_E2FD: Sequence[Any],
+    down_EDF: Sequence[Any],
     *,
     activation: str = "silu",
     gate_up_bias_E2F: Tensor | None = None,
     down_bias_ED: Tensor | None = None,
     added_TD: Tensor | None = None,
+    multiply: Callable[[Tensor, Any, Tensor | None], Tensor] = functional.linear,
 ) -> Tensor:
     """The weighted sum of what each token's experts give for it, plus `added_TD`.
 
-    The first F rows of an expert in `gate_up_E2FD` are its gate.
+    The first F rows of an expert in `gate_up_E2FD` are its gate. `multiply`: for weights that are not plain.
     """
     num_experts, top_k = len(down_EDF), expert_ids_TK.shape[1]
     ids_A = expert_ids_TK.flatten().long()
@@ -39,8 +43,8 @@ def experts(
         if len(rows):
             gate_up_bias = None if gate_up_bias_E2F is None else gate_up_bias_E2F[expert]
             down_bias = None if down_bias_ED is None else down_bias_ED[expert]
-            gate_up = functional.linear(x_TD[rows // top_k], gate_up_E2FD[expert], gate_up_bias)
-            y_AD[rows] = functional.linear(gated(gate_up, activation), down_EDF[expert], down_bias)
+            gate_up = multiply(x_TD[rows // top_k], gate_up_E2FD[expert], gate_up_bias)
+            y_AD[rows] = multiply(gated(gate_up, activation), down_EDF[expert], down_bias)
     out_TD = (y_AD.float().unflatten(0, (-1, top_k)) * weights_TK[..., None]).sum(1)
     return (out_TD if added_TD is None else out_TD + added_TD).to(x_TD.dtype)
 

@@ -18,8 +18,8 @@ from quire.errors import ConfigError
 from quire.ops.cpu import build
 from quire.ops.cpu.tape import Rows, bind
 from quire.ops.packed_linear import reference as packed
-from quire.ops.packed_linear.forms import Affine, Form, Table4
-from quire.ops.packed_linear.reference import PackedWeight, Scales, gateable, gguf_packable, joinable, packable
+from quire.ops.packed_linear.forms import Affine, Blocks, Form, Table4
+from quire.ops.packed_linear.reference import PackedWeight, Scales, gateable, gguf_packable, joinable, packable, split
 
 __all__ = [
     "PackedWeight",
@@ -33,6 +33,7 @@ __all__ = [
     "pack_form",
     "pack_gguf",
     "rows",
+    "split",
     "supported",
 ]
 
@@ -112,7 +113,10 @@ def _scales_view(scales: Scales | None, k: int) -> _Scales:
     if outer is not None:
         outer_group = k // outer.shape[1]
     return _Scales(
-        scales.values.data_ptr(), 0 if outer is None else outer.data_ptr(), SCALE_KINDS[scales.values.dtype], outer_group
+        scales.values.data_ptr(),
+        0 if outer is None else outer.data_ptr(),
+        SCALE_KINDS[scales.values.dtype],
+        outer_group,
     )
 
 
@@ -172,8 +176,12 @@ def pack_gguf(type_name: str, raw: Tensor, n: int, k: int) -> PackedWeight:
 
 def pack_form(form: Form) -> PackedWeight:
     """Whole numbers and tables stay packed; what has no kernel here becomes bf16."""
-    is_packed = isinstance(form, Affine | Table4) and packable(form)
-    return packed.pack_form(form) if is_packed else pack_dense(form.numbers())
+    if isinstance(form, Blocks):
+        if gguf_packable(form.type_name, *form.shape):
+            return pack_gguf(form.type_name, form.raw, *form.shape)
+    elif isinstance(form, Affine | Table4) and packable(form):
+        return packed.pack_form(form)
+    return pack_dense(form.numbers())
 
 
 def pack_dense(weight: Tensor) -> PackedWeight:

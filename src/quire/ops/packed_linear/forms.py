@@ -7,6 +7,7 @@ Shape letters: N outputs, K inputs, G groups of neighbouring inputs.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,7 +118,23 @@ class Plain:
         return self.values_NK.float()
 
 
-Form = Affine | Float8 | Table4 | Plain
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """GGUF's blocks, as a file has them: they are one of the other forms, as which `codec` reads them."""
+
+    type_name: str
+    raw: Tensor  # uint8
+    shape: tuple[int, int]
+    codec: Any  # the module ops/dequantize/gguf.py
+
+    def decoded(self, device: torch.device) -> "Affine | Table4 | Plain":
+        return self.codec.read_form(self.type_name, self.raw.to(device), self.shape)
+
+    def numbers(self) -> Tensor:
+        return self.codec.dequantize(self.type_name, self.raw, self.shape)
+
+
+Form = Affine | Float8 | Table4 | Plain | Blocks
 
 # How activations are rounded before a product, always row by row, so that company never changes a row.
 ROUNDINGS = {
@@ -135,6 +152,6 @@ def float_scales(scales: Tensor | TwoLevel) -> Tensor:
     return scales.float()
 
 
-def weight_only(form: Form) -> Form:
+def weight_only(form: Affine | Float8 | Table4) -> Affine | Float8 | Table4:
     """The same numbers, multiplied with activations as they are."""
-    return replace(form, rounds=None) if isinstance(form, Affine | Float8) else form
+    return form if isinstance(form, Table4) else replace(form, rounds=None)

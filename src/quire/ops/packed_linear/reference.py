@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from quire.checkpoint.gguf import BLOCK as GGUF_BLOCK
 from quire.errors import ConfigError, UnsupportedModelError
 from quire.ops.dequantize.gguf import read_form
-from quire.ops.packed_linear.forms import Affine, Form, Table4, TwoLevel, float_scales
+from quire.ops.packed_linear.forms import Affine, Table4, TwoLevel, float_scales
 
 LANES = 16  # outputs in a panel
 BLOCK = 32  # inputs in a block
@@ -151,10 +151,8 @@ def _bits_together(bits: Tensor) -> Tensor:
 # ---- packing ----
 
 
-def packable(form: Form) -> bool:
+def packable(form: Affine | Table4) -> bool:
     """Whether `pack_form` takes it."""
-    if not isinstance(form, Affine | Table4):
-        return False
     n, k = form.codes_NK.shape
     is_code = isinstance(form, Table4) or form.bits in CODE_BITS
     return n > 0 and k > 0 and k % BLOCK == 0 and (form.group == 16 or form.group % BLOCK == 0) and is_code
@@ -312,6 +310,24 @@ def concat(weights: list[PackedWeight], allocate: Callable[..., Tensor] = torch.
         mins=joined_scales([w.mins for w in weights]),
         n=sum(w.n for w in weights),
     )
+
+
+def split(w: PackedWeight, num_parts: int) -> list[PackedWeight]:
+    """The weight's outputs in equal parts, not copied where these are whole panels."""
+    size = w.n // num_parts
+    if size % LANES:
+        return [pack_dense(part) for part in w.dequantize().split(size)]
+
+    def pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+        return tensor.split(size // LANES)
+
+    def scales_of(scales: Scales | None) -> list[Scales | None]:
+        if scales is None:
+            return [None] * num_parts
+        return [Scales(*tensors) for tensors in zip(*map(pieces, scales.tensors), strict=True)]
+
+    parts = zip(pieces(w.data), scales_of(w.scales), scales_of(w.mins), strict=True)
+    return [replace(w, data=data, scales=scales, mins=mins, n=size) for data, scales, mins in parts]
 
 
 def _layout(w: PackedWeight) -> tuple[object, ...]:

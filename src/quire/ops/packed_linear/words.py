@@ -23,8 +23,6 @@ from quire.ops.packed_linear.forms import (
     MAX_FLOAT8,
     Affine,
     Float8,
-    Form,
-    Plain,
     Table4,
     TwoLevel,
     float_scales,
@@ -99,12 +97,10 @@ class WordWeight:
 # ---- packing ---------------------------------------------------------------------------------------------------------
 
 
-def pack(form: Form) -> WordWeight | None:
+def pack(form: Affine | Float8 | Table4) -> WordWeight | None:
     """None: the kernels take no such weight."""
     if isinstance(form, Float8):
         return _pack_float8(form)
-    if isinstance(form, Plain):
-        return None
     k = form.codes_NK.shape[1]
     if k % 32 or form.group % 16:
         return None
@@ -118,7 +114,7 @@ def pack(form: Form) -> WordWeight | None:
         )
     if form.rounds == "int8 token":
         # The library multiplies numbers with a sign.
-        scales_N = form.scales_NG.flatten().float()
+        scales_N = form.scales_NG.float().flatten()
         signed = form.codes_NK ^ 128
         return WordWeight("int8", signed, None, k, 8, k, zero=form.zero, outer_N=scales_N, rounds=form.rounds)
     bits = 4 if form.bits <= 4 else 8

@@ -3,14 +3,18 @@
 from quire.ops.packed_linear import cpu as linear
 from quire.ops.packed_linear.forms import Form
 from quire.quant.base import Quantized
-from quire.quant.plain.packed import Packed, why_not
+from quire.quant.plain.packed import Packed, PackedExperts, why_not
 
-__all__ = ["METHOD", "PackedForms", "why_not"]
+__all__ = ["METHOD", "PackedExpertForms", "PackedForms", "why_not"]
 
 
 class PackedForms(Quantized, Packed):
     def put_form(self, part_idx: int, form: Form) -> None:
         self.put(part_idx, linear.pack_form(form))
+
+
+class PackedExpertForms(PackedForms, PackedExperts):
+    pass
 
 
 METHOD = PackedForms

@@ -13,34 +13,46 @@ from torch import Tensor
 from quire.errors import UnsupportedModelError
 from quire.ops.packed_linear import many_rows, words
 from quire.ops.packed_linear import triton as kernels
-from quire.ops.packed_linear.forms import Form, weight_only
+from quire.ops.packed_linear.forms import Blocks, Form, Plain, weight_only
 from quire.quant.base import Part, Quantized, Reader, runs_of
+from quire.quant.plain import dense_gpu as dense
 from quire.quant.plain.dense_gpu import why_not
 
 __all__ = ["METHOD", "Words", "why_not"]
 
 
+Piece = words.WordWeight | Tensor  # a tensor: weights that the checkpoint leaves plain
+
+
 class Words(Quantized):
     def __init__(self, reader: Reader, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(reader, parts, dtype, device)
-        self.packed: dict[int, words.WordWeight] = {}  # by index of the part, until all are loaded
-        self.pieces: list[words.WordWeight] = []  # the parts in order, neighbours of the same layout joined
+        self.packed: dict[int, Piece] = {}  # by index of the part, until all are loaded
+        self.pieces: list[Piece] = []  # the parts in order, neighbours of the same layout joined
 
     def put_form(self, part_idx: int, form: Form) -> None:
-        # In float32, which is for exactness checks, activations are not rounded.
-        packed = words.pack(form if self.dtype != torch.float32 else weight_only(form))
+        packed = self._pack(form)
         if packed is None:
-            n, k = form.codes_NK.shape
+            k = self.parts[part_idx].shape[-1]
             raise UnsupportedModelError(
                 f"{self.parts[part_idx].path} has {k} inputs in groups that the kernels of GPUs cannot compute"
             )
         self.packed[part_idx] = packed
         if len(self.packed) == len(self.parts):
-            self.pieces = [words.concat(run) for run in runs_of(self.packed, words.joinable)]
+            self.pieces = [_concat(run) for run in runs_of(self.packed, _joinable)]
             self.packed = {}
 
+    def _pack(self, form: Form) -> Piece | None:
+        if isinstance(form, Blocks):
+            form = form.decoded(self.device)
+        if isinstance(form, Plain):
+            return form.values_NK.to(self.device, self.dtype)
+        # In float32, which is for exactness checks, activations are not rounded.
+        return words.pack(weight_only(form) if self.dtype == torch.float32 else form)
+
     def numbers(self) -> Tensor:
-        return torch.cat([piece.numbers() for piece in self.pieces]).to(self.dtype)
+        numbers = [piece if isinstance(piece, Tensor) else piece.numbers() for piece in self.pieces]
+        return torch.cat([values.to(self.dtype) for values in numbers])
 
     def apply(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
         if len(self.pieces) == 1:
@@ -49,17 +61,34 @@ class Words(Quantized):
         return y if bias is None else y + bias
 
     def apply_silu_mul(self, x: Tensor, bias: Tensor | None, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
-        if len(self.pieces) == 1 and kernels.few_rows(x, self.pieces[0]):
-            inputs, options = _rounded(x, self.pieces[0])
-            return kernels.linear_silu_mul(inputs, self.pieces[0], bias, **options)
+        piece = self.pieces[0] if len(self.pieces) == 1 else None
+        if isinstance(piece, words.WordWeight) and kernels.few_rows(x, piece):
+            inputs, options = _rounded(x, piece)
+            return kernels.linear_silu_mul(inputs, piece, bias, **options)
         return super().apply_silu_mul(x, bias, silu_mul)
 
     def memory(self) -> dict[int, int]:
-        tensors = [tensor for piece in self.pieces for tensor in piece.tensors()]
+        tensors: list[Tensor] = []
+        for piece in self.pieces:
+            tensors.extend([piece] if isinstance(piece, Tensor) else piece.tensors())
         return {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
 
 
-def _multiply(x: Tensor, w: words.WordWeight, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+def _joinable(first: Piece, second: Piece) -> bool:
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        return isinstance(first, Tensor) and isinstance(second, Tensor)
+    return words.joinable(first, second)
+
+
+def _concat(run: list[Piece]) -> Piece:
+    plain = [piece for piece in run if isinstance(piece, Tensor)]
+    packed = [piece for piece in run if isinstance(piece, words.WordWeight)]
+    return words.concat(packed) if packed else torch.cat(plain)
+
+
+def _multiply(x: Tensor, w: Piece, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    if isinstance(w, Tensor):
+        return dense.multiply(x, w, bias, out_dtype)
     multiply = kernels.linear if kernels.few_rows(x, w) else many_rows.linear
     inputs, options = _rounded(x, w)
     return multiply(inputs, w, bias, out_dtype, **options)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from quire.ops.linear.triton import few_rows, linear, linear_silu_mul
 from quire.quant.plain.dense import Dense, why_not
@@ -11,11 +12,16 @@ from quire.quant.plain.dense import Dense, why_not
 __all__ = ["METHOD", "DenseGpu", "why_not"]
 
 
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    if few_rows(x, weight):
+        return linear(x, weight, bias, out_dtype)
+    y = functional.linear(x, weight, bias)
+    return y if out_dtype is None else y.to(out_dtype)
+
+
 class DenseGpu(Dense):
     def apply(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
-        if few_rows(x, self.weight):
-            return linear(x, self.weight, bias, out_dtype)
-        return super().apply(x, bias, out_dtype)
+        return multiply(x, self.weight, bias, out_dtype)
 
     def apply_silu_mul(self, x: Tensor, bias: Tensor | None, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
         if few_rows(x, self.weight):

@@ -1,4 +1,4 @@
-"""Weights in the order that the compiled CPU kernels read, here as bfloat16; quant/gguf.py keeps 4 and 8 bits likewise.
+"""Weights in the order that the compiled CPU kernels read, here as bfloat16; quant/kept/packed.py keeps codes likewise.
 
 The same form serves a single row (read packed, at the speed of memory) and many rows (unpacked tile by tile on the way
 to the matrix unit), so nothing is kept twice.
@@ -20,11 +20,9 @@ class Packed(Method):
         self.pieces: list[linear.PackedWeight] = []  # the parts in order, neighbours of the same form joined
         self.wide_bias: Tensor | None = None  # in float32, as the kernels want it
 
-    def pack(self, tensor: RawTensor) -> linear.PackedWeight:
-        return linear.pack_dense(tensor.dense(self.dtype))
-
     def load_part(self, part_idx: int, tensor: RawTensor) -> None:
-        self.put(part_idx, self.pack(tensor))
+        values = tensor.dense(self.dtype)
+        self.put(part_idx, linear.pack_dense(values.view(-1, values.shape[-1])))
 
     def put(self, part_idx: int, packed: linear.PackedWeight) -> None:
         self.packed[part_idx] = packed
@@ -50,8 +48,35 @@ class Packed(Method):
                 return linear.linear_silu_mul(x, piece)
         return super().apply_silu_mul(x, bias, silu_mul)
 
+    def rows(self, ids: Tensor, lookup: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        (piece,) = self.pieces
+        return linear.rows(ids, piece)
+
     def memory(self) -> dict[int, int]:
         return {piece.data.data_ptr(): piece.nbytes for piece in self.pieces}
+
+
+class PackedExperts(Packed):
+    """The weights of experts, each on its own: of an expert that has two parts, gate and up, these are joined."""
+
+    def put(self, part_idx: int, packed: linear.PackedWeight) -> None:
+        self.packed[part_idx] = packed
+
+    def numbers(self) -> Tensor:
+        return torch.cat([packed.dequantize() for _, packed in sorted(self.packed.items())]).to(self.dtype)
+
+    def experts(self, num_experts: int) -> list[list[linear.PackedWeight]]:
+        """Of each expert the weights whose outputs make up its own: several, where they cannot be joined."""
+        if len(self.parts) == 1:
+            weights = [[weight] for weight in linear.split(self.packed.pop(0), num_experts)]
+        else:
+            weights = [self._joined(expert, len(self.parts) // num_experts) for expert in range(num_experts)]
+        self.pieces = [piece for pieces in weights for piece in pieces]
+        return weights
+
+    def _joined(self, expert: int, num_parts: int) -> list[linear.PackedWeight]:
+        parts = {i: self.packed.pop(expert * num_parts + i) for i in range(num_parts)}
+        return [linear.concat(run) for run in runs_of(parts, linear.joinable)]
 
 
 METHOD = Packed

@@ -1,0 +1,29 @@
+"""Compiled kernels for CPUs, one expert after another, each with its own packed weights: bfloat16, or codes."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quire.ops.moe.reference import experts
+from quire.ops.packed_linear import cpu as linear
+from quire.ops.routing.reference import route, router_logits
+from quire.quant.kept.packed import PackedExpertForms
+from quire.quant.plain.packed import PackedExperts, why_not
+
+__all__ = ["PLAIN", "QUANTIZED", "route", "router_logits", "run", "why_not"]
+
+PLAIN, QUANTIZED = PackedExperts, PackedExpertForms
+
+
+def _multiply(x: Tensor, weights: list[linear.PackedWeight] | Tensor, bias: Tensor | None) -> Tensor:
+    """A tensor: of experts whose parts are kept in different ways."""
+    if isinstance(weights, Tensor):
+        return functional.linear(x, weights, bias)
+    y = [linear.linear(x, weight) for weight in weights]
+    joined = y[0] if len(y) == 1 else torch.cat(y, -1)
+    return joined if bias is None else joined + bias
+
+
+run = partial(experts, multiply=_multiply)
