@@ -1,5 +1,7 @@
 """The mixture layer against transformers' blocks, from their own checkpoints' names, with both backends."""
 
+import importlib
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from quire.layers.experts import triton as triton_backend
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE, Routing
+from quire.ops.packed_linear import cpu as linear
 from quire.worker.choose import CANDIDATES
 from tests.attached import filled, raw, runtime
 
@@ -148,7 +151,8 @@ def test_a_bias_of_each_expert_has_its_name() -> None:
     }
 
 
-def test_asking_what_is_wanted_takes_no_memory_and_numbers_arrive_in_the_models_type() -> None:
+def test_asking_what_is_wanted_takes_no_memory_and_numbers_arrive_in_the_models_type(monkeypatch) -> None:
+    monkeypatch.setattr(linear, "supported", lambda: False)  # the plain backend
     moe = build(Routing(K), correction_bias="gate.e_score_correction_bias")
     moe.attach(runtime(dtype="bfloat16"), "mlp")
     moe.experts.attach(moe.runtime, "experts")
@@ -165,6 +169,5 @@ def test_asking_what_is_wanted_takes_no_memory_and_numbers_arrive_in_the_models_
 
 @pytest.mark.parametrize(("kind", "device"), [("cpu", "cpu"), ("gpu", "cuda")])
 def test_every_device_has_a_backend(kind: str, device: str) -> None:
-    by_name = {backend.__name__: backend for backend in (torch_backend, triton_backend)}
-    candidates = [by_name[name] for name in CANDIDATES["experts"][kind]]
+    candidates = map(importlib.import_module, CANDIDATES["experts"][kind])
     assert any(backend.why_not(torch.device(device), torch.bfloat16) is None for backend in candidates)

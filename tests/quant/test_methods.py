@@ -19,8 +19,9 @@ from quire.layers.weights import plain as plain_tensor
 from quire.models import deepseek_v3, mixtral, qwen3_moe
 from quire.ops.elementwise.reference import silu_mul
 from quire.quant.base import Choice, Joined, Part, RawTensor, Use
-from quire.quant.gguf import Blocks, quantization
+from quire.quant.gguf import quantization
 from quire.quant.kept.numbers import Numbers
+from quire.quant.kept.packed import PackedForms
 from quire.quant.plain import packed
 from quire.quant.plain.dense import Dense
 from quire.worker.build import empty
@@ -139,11 +140,12 @@ def test_blocks_of_a_gguf_file_stay_as_they_are_beside_plain_parts():
         plain_tensor(torch.randn(32, 64, generator=generator).bfloat16()),
     )
     parts = [Part(f"layer.{name}", (32, 64)) for name in ("gate", "up")]
-    kept = Blocks(parts, torch.bfloat16, cpu)
+    find = quantization({})
+    kept = find("any", Choice(Use.PRODUCT, packed.METHOD, PackedForms))(parts, torch.bfloat16, cpu)
     dense = Dense(parts, torch.bfloat16, cpu)
-    for part_idx, tensor in enumerate(tensors):
-        kept.load_part(part_idx, tensor)
-        dense.load_part(part_idx, tensor)
+    for method in (kept, dense):
+        for weight, tensor in zip(method.weights(), tensors, strict=True):
+            weight.load(tensor)
     x = torch.randn(3, 64, generator=generator).bfloat16()
     bias = torch.randn(64, generator=generator).bfloat16()
     torch.testing.assert_close(kept.numbers(), dense.numbers())
@@ -151,8 +153,7 @@ def test_blocks_of_a_gguf_file_stay_as_they_are_beside_plain_parts():
     gated = kept.apply_silu_mul(x, None, silu_mul)
     torch.testing.assert_close(gated, dense.apply_silu_mul(x, None, silu_mul), rtol=0.05, atol=0.05)
     assert sum(kept.memory().values()) < sum(dense.memory().values())
-    assert quantization({})("any", Choice(Use.PRODUCT, packed.METHOD, Numbers)) is Blocks
-    assert quantization({})("any", Choice(Use.ROWS, Dense, Numbers)) is Dense
+    assert find("any", Choice(Use.ROWS, Dense, Numbers, is_gpu=True)) is Dense
 
 
 def test_a_tensor_of_a_weight_that_is_missing_is_named(tmp_path):

@@ -7,10 +7,14 @@ they are bounded, so that matching the names of a model takes no time worth spea
 import fnmatch
 import re
 import re._parser as parser  # type: ignore[import-not-found]  # what `re` itself parses with: it has no types
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from quire.errors import BadModelFileError, UnsupportedModelError
+from quire.ops.packed_linear.forms import Form
 from quire.quant.base import PLAIN, Choice, MethodMaker, Part, Reader, Stored, Use
 
 MAX_PATTERN_CHARS = 300
@@ -117,7 +121,7 @@ def _merged_stars(name: str) -> str:
 
 
 class PlainReader(Reader):
-    """Plain numbers of a checkpoint, which `read` rounds."""
+    """Plain numbers of a checkpoint, which `round` rounds."""
 
     group: ClassVar[int] = 1  # inputs that share a scale must be whole groups
 
@@ -127,6 +131,13 @@ class PlainReader(Reader):
                 f"{part.path} has {part.shape[-1]} inputs, which groups of {self.group} do not divide"
             )
         yield Stored(part.end, part.shape, tuple(PLAIN), is_codes=True)
+
+    def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
+        return self.round(tensors[part.end].reshape(part.num_rows, -1).float())
+
+    @abstractmethod
+    def round(self, weight_NK: Tensor) -> Form:
+        """The form nearest to a weight in float32."""
 
 
 def while_loading(reader: PlainReader, head_on_cpus: bool = False) -> Callable[[str, Choice], MethodMaker]:

@@ -66,11 +66,10 @@ class Scaled(Reader):
 class Online(PlainReader):
     """Plain numbers, rounded as they are loaded."""
 
-    def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
-        weight = tensors[part.end].float()
-        largest = weight.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    def round(self, weight_NK: Tensor) -> Form:
+        largest = weight_NK.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         scales = largest / MAX_FLOAT8
-        return Float8((weight / scales).to(FLOAT8), scales.flatten(), rounds="float8 token")
+        return Float8((weight_NK / scales).to(FLOAT8), scales.flatten(), rounds="float8 token")
 
 
 def checked_scales(part: Part, scales: Tensor) -> Tensor:

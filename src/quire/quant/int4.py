@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.ops.packed_linear.forms import Affine, Form
 from quire.quant._select import PlainReader, while_loading
-from quire.quant.base import Choice, MethodMaker, Part
+from quire.quant.base import Choice, MethodMaker
 
 GROUP = 32
 
@@ -18,8 +18,8 @@ GROUP = 32
 class Online(PlainReader):
     group = GROUP
 
-    def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
-        groups = tensors[part.end].float().unflatten(1, (-1, GROUP))
+    def round(self, weight_NK: Tensor) -> Form:
+        groups = weight_NK.unflatten(1, (-1, GROUP))
         # Scales and minimums are float16, and codes are chosen for these.
         mins = groups.amin(2).clamp(max=0.0).half()
         scales = ((groups.amax(2) - mins.float()) / 15).clamp(min=2.0**-24).half()

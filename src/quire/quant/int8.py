@@ -9,15 +9,14 @@ from torch import Tensor
 
 from quire.ops.packed_linear.forms import Affine, Form
 from quire.quant._select import PlainReader, while_loading
-from quire.quant.base import Choice, MethodMaker, Part
+from quire.quant.base import Choice, MethodMaker
 
 
 @dataclass(frozen=True)
 class Online(PlainReader):
-    def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
-        weight = tensors[part.end].float()
-        scales = weight.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        codes = ((weight / scales).round().clamp(-127, 127) + 128).to(torch.uint8)
+    def round(self, weight_NK: Tensor) -> Form:
+        scales = weight_NK.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
+        codes = ((weight_NK / scales).round().clamp(-127, 127) + 128).to(torch.uint8)
         return Affine(codes, scales, 8, zero=128, rounds="int8 token")
 
 

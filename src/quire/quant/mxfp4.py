@@ -40,8 +40,8 @@ class Online(PlainReader):
 
     group = GROUP
 
-    def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
-        groups = tensors[part.end].float().unflatten(1, (-1, GROUP))
+    def round(self, weight_NK: Tensor) -> Form:
+        groups = weight_NK.unflatten(1, (-1, GROUP))
         largest = groups.abs().amax(2).clamp(min=2.0**-100)
         exponents = torch.ceil(torch.log2(largest / 6.0)).clamp(-127, 127)
         codes = nearest(groups * torch.exp2(-exponents)[..., None]).flatten(1)
