@@ -19,7 +19,8 @@ from quire.layers.self_attention import SelfAttention
 from quire.models import gemma4, qwen2_moe
 from quire.quant.base import Section, Split, Weight
 from quire.worker.build import empty
-from quire.worker.load import dummy_tensors, load_weights
+from quire.worker.dummy import dummy_tensors
+from quire.worker.load import load_weights
 from tests.attached import attached
 from tests.models.oracle import all_cases
 

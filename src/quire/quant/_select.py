@@ -124,13 +124,14 @@ class PlainReader(Reader):
     """Plain numbers of a checkpoint, which `round` rounds."""
 
     group: ClassVar[int] = 1  # inputs that share a scale must be whole groups
+    bits: ClassVar[float]  # of a number and its share of scales, once it is rounded
 
     def stored(self, part: Part) -> Iterable[Stored]:
         if part.shape[-1] % self.group:
             raise UnsupportedModelError(
                 f"{part.path} has {part.shape[-1]} inputs, which groups of {self.group} do not divide"
             )
-        yield Stored(part.end, part.shape, tuple(PLAIN), is_codes=True)
+        yield Stored(part.end, part.shape, tuple(PLAIN), is_codes=True, bits=self.bits)
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
         return self.round(tensors[part.end].reshape(part.num_rows, -1).float())

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from quire.errors import UnsupportedModelError
-from quire.ops.packed_linear.forms import Form
+from quire.ops.packed_linear.forms import Affine, Form
+from quire.quant._dummy import whole_scale, word
 from quire.quant._select import Modules, choice, group_size
 from quire.quant.base import Choice, MethodMaker, Part, Reader, Stored, Use
 from quire.quant.gptq import HALVES, affine, fields, finite
@@ -19,6 +20,7 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of each of eight outputs in their word
 @dataclass(frozen=True)
 class Awq(Reader):
     group: int  # inputs; 0: all of them
+    form = Affine
 
     def stored(self, part: Part) -> Iterable[Stored]:
         n, k = part.shape[-2:]
@@ -26,8 +28,9 @@ class Awq(Reader):
         if n % 8 or k % group:
             raise UnsupportedModelError(f"{part.path} has {n} x {k} weights: AWQ needs eights, and groups of {group}")
         yield Stored(".qweight", (k, n // 8), ("I32",), ("inputs", "outputs"), is_codes=True)
-        yield Stored(".qzeros", (k // group, n // 8), ("I32",), ("inputs", "outputs"))
-        yield Stored(".scales", (k // group, n), HALVES, ("inputs", "outputs"))
+        zeros = word(4, 7, 8)  # not all the same, as in published checkpoints
+        yield Stored(".qzeros", (k // group, n // 8), ("I32",), ("inputs", "outputs"), fill=zeros)
+        yield Stored(".scales", (k // group, n), HALVES, ("inputs", "outputs"), fill=whole_scale(4))
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
         codes_NK, zeros_NG = (_by_output(tensors[end]) for end in (".qweight", ".qzeros"))

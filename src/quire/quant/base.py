@@ -30,6 +30,7 @@ CODES = {
     "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.uint8,
 }  # fmt: skip
+Fill = float | Callable[[], Tensor]  # one value everywhere, or what makes all of them
 # What the dimensions of a plain tensor are, by their number.
 AXES = {1: ("outputs",), 2: ("outputs", "inputs"), 3: ("experts", "outputs", "inputs")}
 
@@ -130,6 +131,8 @@ class Weight:
     num_values: int | None = None  # how many numbers of the model it holds; None: as many as it has entries
     stays_packed: bool = False  # takes as many bytes in memory as in the file
     optional: bool = False  # a checkpoint may lack it
+    fill: Fill | None = None  # what a dummy of it holds; None: random numbers, or random codes
+    num_bytes: int | None = None  # that it takes in memory; None: its numbers in the model's dtype
 
     def pieces(self, rank: int, num_ranks: int) -> list[tuple[slice, ...]]:
         """Where in the whole tensor the pieces are that a rank loads."""
@@ -236,16 +239,25 @@ class Stored(NamedTuple):
 
     end: str  # of its name: what follows the part's path
     shape: tuple[int, ...]
-    types: Collection[str]  # that it may have
+    types: Sequence[str]  # that it may have, the commonest first
     axes: tuple[str | None, ...] = ()  # what its dimensions are, if not AXES of their number
     is_codes: bool = False  # holds the weight's own numbers; others hold scales and the like
     unused: bool = False  # may be there, and is not needed
+    fill: Fill | None = None  # what a dummy of it holds; None: random codes
+    bits: float | None = None  # of an entry, if it is kept in others than its type's
+
+    @property
+    def num_bytes(self) -> int:
+        """That it takes where it is kept as it is."""
+        bits = self.bits or 8 * (PLAIN | CODES)[self.types[0]].itemsize
+        return 0 if ANY in self.shape else int(math.prod(self.shape) * bits / 8)
 
 
 class Reader(ABC):
     """How checkpoints of one quantization hold a weight. Two readers that are equal read alike."""
 
     stays_packed: ClassVar[bool] = False  # its forms take as many bytes in memory as in the file
+    form: ClassVar[type[Form] | None] = None  # that it reads; None: one or another
 
     @abstractmethod
     def stored(self, part: Part) -> Iterable[Stored]:
@@ -265,6 +277,8 @@ class Reader(ABC):
 class Quantized(Method):
     """Keeps the forms of its parts. A subclass says how they are stored and multiplied."""
 
+    keeps: ClassVar[Collection[type[Form]]] = ()  # in about as many bits as files have; others become plain numbers
+
     def __init__(self, reader: Reader, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(parts, dtype, device)
         self.reader = reader
@@ -273,19 +287,21 @@ class Quantized(Method):
     def declare(self, part_idx: int, part: Part) -> Iterator[Weight]:
         stored = list(self.reader.stored(part))
         needed = {tensor.end for tensor in stored if not tensor.unused}
-        for end, shape, types, axes, is_codes, unused in stored:
-            load = _ignore if unused else partial(self.load_tensor, part_idx, end, needed)
-            num_values = math.prod(part.shape) if is_codes else 0
+        is_kept = self.reader.form in self.keeps
+        for tensor in stored:
+            load = _ignore if tensor.unused else partial(self.load_tensor, part_idx, tensor.end, needed)
             yield Weight(
-                f"{part.path}{end}",
-                shape,
+                f"{part.path}{tensor.end}",
+                tensor.shape,
                 load,
                 part.split,
-                axes,
-                types,
-                num_values,
-                self.reader.stays_packed,
-                unused,
+                tensor.axes,
+                tensor.types,
+                num_values=math.prod(part.shape) if tensor.is_codes else 0,
+                stays_packed=self.reader.stays_packed,
+                optional=tensor.unused,
+                fill=tensor.fill,
+                num_bytes=tensor.num_bytes if is_kept and not tensor.unused else None,
             )
 
     def load_tensor(self, part_idx: int, end: str, needed: Collection[str], tensor: RawTensor) -> None:

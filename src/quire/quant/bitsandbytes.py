@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.ops.packed_linear.forms import Affine, Form, Table4
+from quire.quant._dummy import whole_scale
 from quire.quant._select import Modules, choice
 from quire.quant.base import ANY, Choice, MethodMaker, Part, Reader, Stored, Use
 from quire.quant.gptq import finite
@@ -23,6 +25,7 @@ MAX_STATE_BYTES = 4096
 class FourBits(Reader):
     kind: str  # nf4 or fp4
     is_nested: bool  # scales are 8-bit codes themselves
+    form = Table4
 
     def stored(self, part: Part) -> Iterable[Stored]:
         n, k = part.shape[-2:]
@@ -30,12 +33,20 @@ class FourBits(Reader):
         if k % BLOCK:
             raise UnsupportedModelError(f"{part.path} has {k} inputs, which blocks of {BLOCK} do not divide")
         yield Stored(".weight", (n * k // 2, 1), ("U8",), (None, None), is_codes=True)
-        yield Stored(".weight.absmax", (num_blocks,), ("U8" if self.is_nested else "F32",), (None,))
-        yield Stored(".weight.quant_map", (16,), ("F32",), (None,))
-        yield Stored(self._state_end, (ANY,), ("U8",), (None,))
+        # Dummies have 16 values from -1 to 1 and, where scales are nested, the scale itself as the offset of zeros.
+        scale = 7.5 * whole_scale(4)
+        absmax_type, absmax = ("U8", 0.0) if self.is_nested else ("F32", scale)
+        yield Stored(".weight.absmax", (num_blocks,), (absmax_type,), (None,), fill=absmax)
+        yield Stored(".weight.quant_map", (16,), ("F32",), (None,), fill=partial(torch.linspace, -1, 1, 16))
+        yield Stored(self._state_end, (ANY,), ("U8",), (None,), fill=partial(self._dummy_state, n, k, scale))
         if self.is_nested:
-            yield Stored(".weight.nested_absmax", (-(-num_blocks // NESTED_BLOCK),), ("F32",), (None,))
-            yield Stored(".weight.nested_quant_map", (256,), ("F32",), (None,))
+            nested = -(-num_blocks // NESTED_BLOCK)
+            yield Stored(".weight.nested_absmax", (nested,), ("F32",), (None,), fill=1.0)
+            yield Stored(".weight.nested_quant_map", (256,), ("F32",), (None,), fill=0.0)
+
+    def _dummy_state(self, n: int, k: int, offset: float) -> Tensor:
+        state = {"quant_type": self.kind, "blocksize": BLOCK, "shape": [n, k], "nested_offset": offset}
+        return torch.tensor(list(json.dumps(state).encode()))
 
     @property
     def _state_end(self) -> str:
@@ -80,9 +91,11 @@ def _offset(part: Part, state: dict[str, Any]) -> float:
 class Int8(Reader):
     """A scale per output; activations stay in 16 bits."""
 
+    form = Affine
+
     def stored(self, part: Part) -> Iterable[Stored]:
         yield Stored(".weight", part.shape, ("I8",), is_codes=True)
-        yield Stored(".SCB", (part.shape[0],), ("F32",), ("outputs",))
+        yield Stored(".SCB", (part.shape[0],), ("F32",), ("outputs",), fill=127 * whole_scale(8))
         yield Stored(".weight_format", (), ("U8",), unused=True)
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor
 
 from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.ops.packed_linear.forms import Affine, Form, Table4
+from quire.quant._dummy import E2M1_EXPONENT, E2M1_SCALE, group_of_input, signed_scales, whole_scale, word
 from quire.quant._select import Targets, choice, group_size
-from quire.quant.base import Choice, MethodMaker, Part, Reader, Stored
+from quire.quant.base import Choice, Fill, MethodMaker, Part, Reader, Stored
 from quire.quant.fp8 import SCALES, Blocks, Scaled, checked_scales
 from quire.quant.gptq import HALVES, affine, fields, finite, group_order
 from quire.quant.mxfp4 import nibbles
@@ -20,9 +22,11 @@ from quire.quant.mxfp4 import nibbles
 class Int8(Reader):
     """A scale per output; activations are rounded with a scale per token."""
 
+    form = Affine
+
     def stored(self, part: Part) -> Iterable[Stored]:
         yield Stored(".weight", part.shape, ("I8",), is_codes=True)
-        yield Stored(".weight_scale", (part.shape[0], 1), HALVES, ("outputs", None))
+        yield Stored(".weight_scale", (part.shape[0], 1), HALVES, ("outputs", None), fill=whole_scale(8))
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
         codes = tensors[".weight"].view(torch.uint8) ^ 128
@@ -37,6 +41,7 @@ class Packed(Reader):
     group: int  # inputs; 0: all of them
     symmetric: bool
     has_order: bool
+    form = Affine
 
     def stored(self, part: Part) -> Iterable[Stored]:
         n, k = part.shape[-2:]
@@ -46,11 +51,19 @@ class Packed(Reader):
             raise UnsupportedModelError(f"{part.path} has {k} inputs, which groups of {group} do not divide")
         num_groups = k // group
         yield Stored(".weight_packed", (n, k // per_word), ("I32",), is_codes=True)
-        yield Stored(".weight_scale", (n, num_groups), HALVES)
-        yield Stored(".weight_shape", (2,), ("I64",), (None,))
+        yield Stored(".weight_scale", (n, num_groups), HALVES, fill=self._dummy_scales(n))
+        yield Stored(".weight_shape", (2,), ("I64",), (None,), fill=partial(torch.tensor, part.shape))
         if not self.symmetric:
-            yield Stored(".weight_zero_point", (-(-n // per_word), num_groups), ("I32",))
-        yield Stored(".weight_g_idx", (k,), ("I32",), ("inputs",), unused=not self.has_order)
+            middle = 2 ** (self.bits - 1)
+            zeros = word(self.bits, middle - 1, middle)  # not all the same
+            yield Stored(".weight_zero_point", (-(-n // per_word), num_groups), ("I32",), fill=zeros)
+        groups = partial(group_of_input, k, group)
+        yield Stored(".weight_g_idx", (k,), ("I32",), ("inputs",), unused=not self.has_order, fill=groups)
+
+    def _dummy_scales(self, num_outputs: int) -> Fill:
+        if self.symmetric:
+            return lambda: signed_scales(self.bits, num_outputs)[:, None]
+        return whole_scale(self.bits)
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
         if tuple(tensors[".weight_shape"].tolist()) != part.shape:
@@ -72,14 +85,15 @@ class Nvfp4(Reader):
     """Four-bit floats with a float8 scale for each 16, and one scale of the whole that divides these."""
 
     has_input_scale: bool
+    form = Table4
 
     def stored(self, part: Part) -> Iterable[Stored]:
         n, k = part.shape[-2:]
         if k % 16:
             raise UnsupportedModelError(f"{part.path} has {k} inputs, which groups of 16 do not divide")
         yield Stored(".weight_packed", (n, k // 2), ("U8",), is_codes=True)
-        yield Stored(".weight_scale", (n, k // 16), ("F8_E4M3",))
-        yield Stored(".weight_global_scale", (1,), SCALES, (None,))
+        yield Stored(".weight_scale", (n, k // 16), ("F8_E4M3",), fill=1.0)
+        yield Stored(".weight_global_scale", (1,), SCALES, (None,), fill=1 / E2M1_SCALE)
         if self.has_input_scale:
             yield Stored(".input_global_scale", (1,), SCALES, (None,), unused=True)
 
@@ -93,12 +107,14 @@ class Nvfp4(Reader):
 class Mxfp4(Reader):
     """Four-bit floats with a power of two for each 32."""
 
+    form = Table4
+
     def stored(self, part: Part) -> Iterable[Stored]:
         n, k = part.shape[-2:]
         if k % 32:
             raise UnsupportedModelError(f"{part.path} has {k} inputs, which groups of 32 do not divide")
         yield Stored(".weight_packed", (n, k // 2), ("U8",), is_codes=True)
-        yield Stored(".weight_scale", (n, k // 32), ("U8", "F8_E8M0"))
+        yield Stored(".weight_scale", (n, k // 32), ("U8", "F8_E8M0"), fill=E2M1_EXPONENT)
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
         checked_scales(part, tensors[".weight_scale"])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.errors import BadModelFileError
 from quire.ops.packed_linear.forms import FLOAT8, MAX_FLOAT8, Float8, Form, float_scales
+from quire.quant._dummy import FLOAT8_SCALE, INPUT_SCALE
 from quire.quant._select import Modules, PlainReader, choice, while_loading
 from quire.quant.base import Choice, MethodMaker, Part, Reader, Stored, Use
 
@@ -25,11 +26,12 @@ class Blocks(Reader):
 
     block: tuple[int, int]
     scale_end: str = ".weight_scale_inv"
+    form = Float8
 
     def stored(self, part: Part) -> Iterable[Stored]:
         (*_, n, k), (rows, columns) = part.shape, self.block
         yield Stored(".weight", part.shape, ("F8_E4M3",), is_codes=True)
-        yield Stored(self.scale_end, (-(-n // rows), -(-k // columns)), SCALES)
+        yield Stored(self.scale_end, (-(-n // rows), -(-k // columns)), SCALES, fill=FLOAT8_SCALE)
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
         scales = checked_scales(part, tensors[self.scale_end])
@@ -44,14 +46,16 @@ class Scaled(Reader):
     scale_shapes: str  # "tensor" ([]), "one" ([1]) or "outputs" ([N, 1])
     input_scale_end: str | None = None  # where activations have the checkpoint's scale
     rounds: bool = True  # whether activations are rounded
+    form = Float8
 
     def stored(self, part: Part) -> Iterable[Stored]:
         shape = {"tensor": (), "one": (1,), "outputs": (part.shape[0], 1)}[self.scale_shapes]
         axes = {"tensor": (), "one": (None,), "outputs": ("outputs", None)}[self.scale_shapes]
         yield Stored(".weight", part.shape, ("F8_E4M3",), is_codes=True)
-        yield Stored(self.scale_end, shape, SCALES, axes)
+        yield Stored(self.scale_end, shape, SCALES, axes, fill=FLOAT8_SCALE)
         if self.input_scale_end is not None:
-            yield Stored(self.input_scale_end, () if self.scale_shapes == "tensor" else (1,), SCALES, (None,))
+            input_shape = () if self.scale_shapes == "tensor" else (1,)
+            yield Stored(self.input_scale_end, input_shape, SCALES, (None,), fill=INPUT_SCALE)
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
         codes = tensors[".weight"]
@@ -65,6 +69,9 @@ class Scaled(Reader):
 @dataclass(frozen=True)
 class Online(PlainReader):
     """Plain numbers, rounded as they are loaded."""
+
+    form = Float8
+    bits = 8
 
     def round(self, weight_NK: Tensor) -> Form:
         largest = weight_NK.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)

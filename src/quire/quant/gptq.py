@@ -5,6 +5,7 @@ Checkpoints of AutoRound in the same packing are read here too (`auto_round.py`)
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.ops.packed_linear.forms import Affine, Form, TwoLevel
+from quire.quant._dummy import group_of_input, signed_scales, word
 from quire.quant._select import Modules, choice, group_size, pattern
 from quire.quant.base import Choice, MethodMaker, Part, Reader, Stored, Use
 
@@ -24,6 +26,7 @@ class Gptq(Reader):
     group: int  # inputs; 0: all of them
     adds_one: bool  # zero points are stored minus one
     has_order: bool  # groups are of inputs that `g_idx` names, not of neighbours
+    form = Affine
 
     def stored(self, part: Part) -> Iterable[Stored]:
         n, k = part.shape[-2:]
@@ -32,9 +35,12 @@ class Gptq(Reader):
         if n % per_word or k % per_word:
             raise UnsupportedModelError(f"{part.path} has {n} x {k} weights, which words of {per_word} do not divide")
         yield Stored(".qweight", (k // per_word, n), ("I32",), ("inputs", "outputs"), is_codes=True)
-        yield Stored(".qzeros", (num_groups, n // per_word), ("I32",), ("inputs", "outputs"))
-        yield Stored(".scales", (num_groups, n), HALVES, ("inputs", "outputs"))
-        yield Stored(".g_idx", (k,), ("I32",), ("inputs",), unused=not self.has_order)
+        zeros = word(self.bits, 2 ** (self.bits - 1) - self.adds_one)
+        yield Stored(".qzeros", (num_groups, n // per_word), ("I32",), ("inputs", "outputs"), fill=zeros)
+        scales = partial(signed_scales, self.bits, n)
+        yield Stored(".scales", (num_groups, n), HALVES, ("inputs", "outputs"), fill=scales)
+        groups = partial(group_of_input, k, k // num_groups)
+        yield Stored(".g_idx", (k,), ("I32",), ("inputs",), unused=not self.has_order, fill=groups)
 
     def _num_groups(self, part: Part) -> int:
         k = part.shape[-1]

@@ -17,6 +17,8 @@ GROUP = 32
 @dataclass(frozen=True)
 class Online(PlainReader):
     group = GROUP
+    form = Affine
+    bits = 4 + 32 / GROUP
 
     def round(self, weight_NK: Tensor) -> Form:
         groups = weight_NK.unflatten(1, (-1, GROUP))

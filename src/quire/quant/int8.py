@@ -14,6 +14,9 @@ from quire.quant.base import Choice, MethodMaker
 
 @dataclass(frozen=True)
 class Online(PlainReader):
+    form = Affine
+    bits = 8
+
     def round(self, weight_NK: Tensor) -> Form:
         scales = weight_NK.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
         codes = ((weight_NK / scales).round().clamp(-127, 127) + 128).to(torch.uint8)

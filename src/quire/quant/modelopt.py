@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quire.errors import UnsupportedModelError
 from quire.ops.packed_linear.forms import Form, Table4
+from quire.quant._dummy import E2M1_SCALE
 from quire.quant._select import Globs
 from quire.quant.base import Choice, MethodMaker, Part, Reader, Stored
 from quire.quant.fp8 import SCALES, Scaled, checked_scales
@@ -19,13 +20,15 @@ from quire.quant.mxfp4 import nibbles
 class Nvfp4(Reader):
     """Four-bit floats with a float8 scale for each 16, and one scale of the whole that multiplies these."""
 
+    form = Table4
+
     def stored(self, part: Part) -> Iterable[Stored]:
         n, k = part.shape[-2:]
         if k % 16:
             raise UnsupportedModelError(f"{part.path} has {k} inputs, which groups of 16 do not divide")
         yield Stored(".weight", (n, k // 2), ("U8",), is_codes=True)
-        yield Stored(".weight_scale", (n, k // 16), ("F8_E4M3",))
-        yield Stored(".weight_scale_2", (), SCALES)
+        yield Stored(".weight_scale", (n, k // 16), ("F8_E4M3",), fill=1.0)
+        yield Stored(".weight_scale_2", (), SCALES, fill=E2M1_SCALE)
         yield Stored(".input_scale", (), SCALES, unused=True)
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:

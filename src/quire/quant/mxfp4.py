@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.packed_linear.forms import E2M1, Form, Table4
+from quire.quant._dummy import E2M1_EXPONENT
 from quire.quant._select import PlainReader, while_loading
 from quire.quant.base import AXES, Choice, MethodMaker, Part, Reader, Stored, Use
 from quire.quant.fp8 import checked_scales
@@ -22,11 +23,13 @@ GROUP = 32
 class Blocks(Reader):
     """The weights of all experts in two tensors: 16 bytes for each 32 numbers, and their scales."""
 
+    form = Table4
+
     def stored(self, part: Part) -> Iterable[Stored]:
         *rows, columns = part.shape
         axes = AXES[len(part.shape)]
         yield Stored("_blocks", (*rows, columns // GROUP, GROUP // 2), ("U8",), (*axes, None), is_codes=True)
-        yield Stored("_scales", (*rows, columns // GROUP), ("U8",), axes)
+        yield Stored("_scales", (*rows, columns // GROUP), ("U8",), axes, fill=E2M1_EXPONENT)
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
         checked_scales(part, tensors["_scales"])
@@ -39,6 +42,8 @@ class Online(PlainReader):
     """Plain numbers, rounded as they are loaded: to the power of two at which the largest of 32 just fits."""
 
     group = GROUP
+    form = Table4
+    bits = 4 + 8 / GROUP
 
     def round(self, weight_NK: Tensor) -> Form:
         groups = weight_NK.unflatten(1, (-1, GROUP))

@@ -124,8 +124,6 @@ def _quantization(config: EngineConfig, hf_config: dict[str, Any]) -> Callable[[
             f"weights quantized with {asked!r:.40} are not supported: use the original, or a checkpoint quantized with "
             f"one of {', '.join(registry.names('quire.quant'))}"
         )
-    if settings and config.model.load_format == "dummy":
-        name = "none"  # random weights are plain numbers
     return registry.load("quire.quant", name).quantization(settings)
 
 

@@ -22,8 +22,6 @@ from quire.ops.transfer import Upload
 from quire.quant.base import ANY, CODES, PLAIN, RawTensor, Weight
 from quire.worker.build import Model
 
-DUMMY_STD = 0.02
-
 
 def load_weights(model: nn.Module, tensors: Iterator[tuple[str, RawTensor]]) -> None:
     """`tensors`: with the model's own names, as `translated` returns them."""
@@ -118,16 +116,6 @@ def uploaded(tensors: Iterator[tuple[str, RawTensor]], device: torch.device) -> 
         if tensor.type_name in (*PLAIN, *CODES):  # CODES: their layer's method decodes them
             tensor = RawTensor(tensor.type_name, upload(tensor.raw), tensor.shape)
         yield name, tensor
-
-
-def dummy_tensors(model: nn.Module, seed: int, device: torch.device) -> Iterator[tuple[str, RawTensor]]:
-    """Random normal weights for all declared tensors; vectors (norms, biases) around 1: activations must not vanish."""
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, (weight, *_) in declared_weights(model).items():
-        values = torch.empty(weight.shape, dtype=torch.bfloat16, device=device)
-        values.normal_(0.0, DUMMY_STD, generator=generator)
-        values += len(weight.shape) == 1
-        yield name, RawTensor("BF16", values.flatten().view(torch.uint8), weight.shape)
 
 
 def _bytes(view: memoryview) -> Tensor:

@@ -21,8 +21,9 @@ from quire.worker.build import build
 from quire.worker.choose import DTYPES, runs_on_triton
 from quire.worker.device import Device
 from quire.worker.drafter import NoDrafter
+from quire.worker.dummy import dummy_tensors
 from quire.worker.kv_cache import KVMemory, kv_specs
-from quire.worker.load import checkpoint_tensors, dummy_tensors, layers, load_weights, translated, uploaded
+from quire.worker.load import checkpoint_tensors, layers, load_weights, translated, uploaded
 from quire.worker.runner import Runner
 
 log = logging.getLogger(__name__)

@@ -9,6 +9,8 @@ __all__ = ["METHOD", "PackedExpertForms", "PackedForms", "why_not"]
 
 
 class PackedForms(Quantized, Packed):
+    keeps = (Affine,)
+
     def put_form(self, part_idx: int, form: Form) -> None:
         self.put(part_idx, linear.pack_form(form))
 

@@ -5,7 +5,7 @@ rounded, the weight is unpacked to 16 bits for the time of one product.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ Piece = words.WordWeight | Tensor  # a tensor: weights that the checkpoint leave
 
 
 class Words(Quantized):
+    keeps = get_args(Form)
+
     def __init__(self, reader: Reader, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(reader, parts, dtype, device)
         self.packed: dict[int, Piece] = {}  # by index of the part, until all are loaded

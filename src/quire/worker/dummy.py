@@ -1,0 +1,65 @@
+"""Random weights instead of a checkpoint's (`--load-format dummy`): every tensor that is needed, in a type it may have.
+
+Called by the worker, before `load_weights`. Drawn on the device that will hold them, one tensor at a time.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from quire.quant._dummy import FLOAT8_MASK, STD
+from quire.quant.base import CODES, PLAIN, Fill, RawTensor, Weight
+from quire.worker.load import declared_weights
+
+# How names of a router's biases end. They are zero: any other would send all tokens to the same experts.
+ROUTER_BIASES = (".gate.bias", ".router.bias", "correction_bias")
+
+
+def dummy_tensors(model: nn.Module, seed: int, device: torch.device) -> Iterator[tuple[str, RawTensor]]:
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, (weight, *_) in declared_weights(model).items():
+        if not weight.optional:
+            yield name, _drawn(weight, generator)
+
+
+def _drawn(weight: Weight, generator: torch.Generator) -> RawTensor:
+    if weight.fill is not None:
+        return _filled(weight, weight.fill, generator.device)
+    if "BF16" in weight.types:
+        return _raw("BF16", _normal(weight, generator))
+    (type_name, *_) = weight.types
+    return _raw(type_name, _random_codes(weight.shape, type_name, generator))
+
+
+def _filled(weight: Weight, fill: Fill, device: torch.device) -> RawTensor:
+    (type_name, *_) = weight.types
+    whole = fill() if callable(fill) else torch.tensor(fill, dtype=torch.float64)  # float64 has all 32-bit words
+    values = whole.to(device, (PLAIN | CODES)[type_name])
+    return _raw(type_name, values.expand(weight.shape).clone(memory_format=torch.contiguous_format))
+
+
+def _normal(weight: Weight, generator: torch.Generator) -> Tensor:
+    """Vectors (norms, biases) are around 1: activations must not vanish."""
+    values = torch.zeros(weight.shape, dtype=torch.bfloat16, device=generator.device)
+    if weight.name.endswith(ROUTER_BIASES):
+        return values
+    values.normal_(0.0, STD, generator=generator)
+    values += len(weight.shape) == 1
+    return values
+
+
+def _random_codes(shape: tuple[int, ...], type_name: str, generator: torch.Generator) -> Tensor:
+    dtype = CODES[type_name]
+    num_bytes = math.prod(shape) * dtype.itemsize
+    words = torch.empty(-(-num_bytes // 8), dtype=torch.int64, device=generator.device)
+    words.random_(-(2**63), None, generator=generator)
+    codes = words.view(torch.uint8)[:num_bytes]
+    if type_name == "F8_E4M3":
+        codes &= FLOAT8_MASK
+    return codes.view(dtype).view(shape)
+
+
+def _raw(type_name: str, values: Tensor) -> RawTensor:
+    return RawTensor(type_name, values.flatten().view(torch.uint8), tuple(values.shape))
