@@ -4,8 +4,8 @@
     python benchmarks/gpu.py --models qwen3-0.6b --workloads stream-128,mixed256 --skip-checks --json out.json
     python benchmarks/gpu.py --models qwen3-0.6b --workloads soak --skip-checks    # five minutes: does memory grow?
 
-Models have random bf16 weights of the shapes in `shapes/`. The figures of vLLM and the floors are those of
-`benchmarks/README.md`, for an H200. The exit status is 1 when a check fails or a bar is missed.
+Models are folders of `shapes/`, with random weights: bf16, or quantized as config.json says. The figures of vLLM and
+the floors are those of `benchmarks/README.md`, for an H200. The exit status is 1 when a check fails or a bar is missed.
 """
 
 import argparse

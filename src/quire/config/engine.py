@@ -36,7 +36,9 @@ class ModelConfig:
     tokenizer: str | None = knob(None, "folder or file of another tokenizer (default: the model's own)")
     revision: str | None = knob(None, "hub revision (branch, tag or commit) that every fetched file comes from")
     download_dir: str | None = knob(None, "where files from a hub are kept (default: the hub client's own cache)")
-    load_format: Literal["auto", "dummy"] = knob("auto", "dummy: random weights at the shapes of config.json")
+    load_format: Literal["auto", "dummy"] = knob(
+        "auto", "dummy: random weights at the shapes of config.json, quantized as it says"
+    )
     dtype: Literal["auto", "bfloat16", "float32"] = knob(
         "auto", "number type of weights and activations; auto: bfloat16, with quantized weights kept packed"
     )

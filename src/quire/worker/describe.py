@@ -5,7 +5,9 @@ Called by `quire info` and `quire models`, by dotted path. Returns plain numbers
 
 import json
 import math
+import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,14 +21,18 @@ from quire.checkpoint.hf_config import read_config
 from quire.checkpoint.safetensors import SafetensorsFolder
 from quire.config import EngineConfig
 from quire.kv.groups import form_layout
+from quire.layers.base import Layer
+from quire.layers.linear import LMHead
 from quire.models._parity import LARGEST_ERROR
 from quire.quant.base import Weight
-from quire.worker.build import FALLBACK, build, empty, model_module
+from quire.worker.build import FALLBACK, Model, build, empty, model_module
 from quire.worker.choose import DTYPES, Chooser
 from quire.worker.cpu.device import kv_memory_bytes
 from quire.worker.kv_cache import kv_specs
-from quire.worker.load import declared_weights
+from quire.worker.load import declared_weights, layers
 from quire.worker.worker import device_module
+
+KINDS = ("attention", "MLP", "experts", "embedding", "head", "norms and others")
 
 
 def describe(config: EngineConfig) -> dict[str, Any]:
@@ -39,16 +45,17 @@ def describe(config: EngineConfig) -> dict[str, Any]:
     model = build(config, hf_config, choose)
     specs = kv_specs(model, DTYPES[config.model.dtype])
     layout = form_layout(specs, config.cache.block_size)
-    declared = declared_weights(model)
-    weight_bytes = _weight_bytes(files, config, hf_config, declared)
+    weights = _weights(files, config, hf_config, model)
+    weight_bytes = sum(row["bytes"] for row in weights)
     return {
         "architecture": hf_config["architectures"][0],
         "model_file": _model_file(model_module(hf_config).__name__),
-        "num_parameters": sum(_num_values(weights[0]) for weights in declared.values()),
+        "num_parameters": sum(_num_values(weight) for weight, *_ in declared_weights(model).values()),
         "num_layers": hf_config["num_hidden_layers"],
         "dtype": config.model.dtype,
         "quantization": config.model.quantization,
         "weight_types": {} if config.model.load_format == "dummy" else _weight_types(files),
+        "weights": weights,
         "weight_bytes": weight_bytes,
         "kv_bytes_per_token": math.ceil(sum(spec.bytes_per_token for spec in specs.values())),
         "kv_groups": [f"{len(group.caches)} layers, {group.spec.kind}" for group in layout.groups],
@@ -114,21 +121,71 @@ def _weight_types(files: ModelFiles) -> dict[str, int]:
         return dict(Counter(tensor.dtype for tensor in folder.tensors.values()))
 
 
+# ---- what weights take, by kinds of layers ---------------------------------------------------------------------------
+
+
+def _weights(files: ModelFiles, config: EngineConfig, hf_config: dict[str, Any], model: Model) -> list[dict[str, Any]]:
+    """For each kind of layer, and each way to keep its weights: the bits that a number takes, and the bytes of all."""
+    itemsize = DTYPES[config.model.dtype].itemsize
+    in_file = _gguf_bytes(files, hf_config)
+    sums: dict[tuple[str, str], list[int]] = {}  # (kind, method) -> [numbers, bytes]
+    for kind, weight in _by_kind(model):
+        num_bytes = in_file.get(weight.name) if weight.stays_packed else weight.num_bytes
+        so_far = sums.setdefault((kind, _method(weight, config)), [0, 0])
+        so_far[0] += _num_values(weight)
+        so_far[1] += _num_values(weight) * itemsize if num_bytes is None else num_bytes
+    return [
+        {"kind": kind, "method": method, "bits": round(8 * num_bytes / num_values, 2), "bytes": num_bytes}
+        for (kind, method), (num_values, num_bytes) in sorted(sums.items(), key=lambda row: KINDS.index(row[0][0]))
+        if num_values
+    ]
+
+
+def _by_kind(model: Model) -> Iterator[tuple[str, Weight]]:
+    """What is in memory: a tensor that several layers want is there once, unless they keep it packed."""
+    seen: set[str] = set()
+    for layer in layers(model):
+        matrices = {weight.name for method in layer.methods for weight in method.weights()}
+        for weight in layer.weights():
+            if weight.stays_packed or weight.name not in seen:
+                yield _kind(layer, weight.name, weight.name in matrices), weight
+            if not weight.stays_packed:
+                seen.add(weight.name)
+
+
+def _kind(layer: Layer, name: str, is_matrix: bool) -> str:
+    if isinstance(layer, LMHead):
+        return "head"
+    if re.search(r"embed|\bwte\b|\bwpe\b", name):
+        return "embedding"
+    if not is_matrix:
+        return "norms and others"
+    if ".experts." in name:
+        return "experts"
+    return "attention" if re.search(r"attn|attention", name) else "MLP"
+
+
+def _method(weight: Weight, config: EngineConfig) -> str:
+    """The quantization's name, or the dtype; both, where quantized weights become plain numbers."""
+    if weight.stays_packed:
+        return config.model.quantization
+    if weight.num_values is None:
+        return config.model.dtype
+    is_kept = weight.num_bytes is not None or not weight.num_values
+    return config.model.quantization if is_kept else f"{config.model.quantization} as {config.model.dtype}"
+
+
 def _num_values(weight: Weight) -> int:
     return math.prod(weight.shape) if weight.num_values is None else weight.num_values
 
 
-def _weight_bytes(
-    files: ModelFiles, config: EngineConfig, hf_config: dict[str, Any], declared: dict[str, list[Weight]]
-) -> int:
-    """Packed weights take as many bytes as in the file, in each of their layers; others take their dtype, once."""
-    itemsize = DTYPES[config.model.dtype].itemsize
-    num_packed = {name: sum(weight.stays_packed for weight in weights) for name, weights in declared.items()}
-    plain = [weights[0] for name, weights in declared.items() if num_packed[name] < len(weights)]
-    total = sum(map(_num_values, plain)) * itemsize
-    if any(num_packed.values()):
-        architecture = gguf_architecture(files.gguf)
-        for tensor in files.gguf.tensors.values():
-            pieces = list(architecture.pieces(tensor.name, tensor.shape, hf_config))
-            total += sum(tensor.nbytes // len(pieces) * num_packed.get(name, 0) for name, _ in pieces)
-    return total
+def _gguf_bytes(files: ModelFiles, hf_config: dict[str, Any]) -> dict[str, int]:
+    """What a file's tensors take, by the names of what they hold."""
+    if files.kind != "gguf":
+        return {}
+    architecture = gguf_architecture(files.gguf)
+    found: dict[str, int] = {}
+    for tensor in files.gguf.tensors.values():
+        pieces = list(architecture.pieces(tensor.name, tensor.shape, hf_config))
+        found |= {name: tensor.nbytes // len(pieces) for name, _ in pieces}
+    return found

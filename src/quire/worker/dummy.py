@@ -35,9 +35,10 @@ def _drawn(weight: Weight, generator: torch.Generator) -> RawTensor:
 
 def _filled(weight: Weight, fill: Fill, device: torch.device) -> RawTensor:
     (type_name, *_) = weight.types
-    whole = fill() if callable(fill) else torch.tensor(fill, dtype=torch.float64)  # float64 has all 32-bit words
-    values = whole.to(device, (PLAIN | CODES)[type_name])
-    return _raw(type_name, values.expand(weight.shape).clone(memory_format=torch.contiguous_format))
+    dtype = (PLAIN | CODES)[type_name]
+    if not callable(fill):
+        return _raw(type_name, torch.full(weight.shape, fill, dtype=dtype, device=device))
+    return _raw(type_name, fill().to(device, dtype).expand(weight.shape).clone(memory_format=torch.contiguous_format))
 
 
 def _normal(weight: Weight, generator: torch.Generator) -> Tensor:

@@ -39,8 +39,6 @@ def run(args: Namespace) -> int:
 
 
 def _table(facts: dict[str, Any]) -> str:
-    is_packed = facts["linear"] == "packed" and facts["quantization"] == "gguf"
-    kept = "packed as in the file" if is_packed else f"as {facts['dtype']}"
     types = ", ".join(f"{name} ×{count}" for name, count in facts["weight_types"].items()) or "none (config only)"
     requests = facts["kv_tokens"] / facts["max_model_len"]
     path = facts["model_file"] or "the fallback: transformers' own layers around our attention and cache"
@@ -50,8 +48,9 @@ def _table(facts: dict[str, Any]) -> str:
         ("runs through", path),
         ("parameters", f"{facts['num_parameters'] / 1e6:,.1f} million"),
         ("checkpoint", types),
-        ("dtype", f"{facts['dtype']}, weights kept {kept}"),
-        ("resident", f"{_bytes(facts['weight_bytes'])} of weights"),
+        ("dtype", facts["dtype"]),
+        ("weights", f"{_bytes(facts['weight_bytes'])} in memory"),
+        *(("", _weights_row(**row)) for row in facts["weights"]),
         ("KV per token", f"{facts['kv_bytes_per_token']:,} bytes ({'; '.join(facts['kv_groups'])})"),
         ("KV memory", f"{_bytes(facts['kv_memory_bytes'])}: {facts['kv_tokens']:,} tokens"),
         ("fits", f"{requests:,.1f} requests of max_model_len {facts['max_model_len']:,} at once"),
@@ -59,6 +58,10 @@ def _table(facts: dict[str, Any]) -> str:
         *(("passed over", f"{name}: {why}") for name, why in facts["passed_over"].items()),
     ]
     return "\n".join(f"{name:<14} {value}" for name, value in rows)
+
+
+def _weights_row(kind: str, method: str, bits: float, bytes: int) -> str:
+    return f"{kind:<17} {method:<22} {bits:>5g} bits {_bytes(bytes):>10}"
 
 
 def _bytes(count: int) -> str:
