@@ -127,9 +127,10 @@ def _weight_types(files: ModelFiles) -> dict[str, int]:
 def _weights(files: ModelFiles, config: EngineConfig, hf_config: dict[str, Any], model: Model) -> list[dict[str, Any]]:
     """For each kind of layer, and each way to keep its weights: the bits that a number takes, and the bytes of all."""
     itemsize = DTYPES[config.model.dtype].itemsize
-    in_file = _gguf_bytes(files, hf_config)
+    weights = list(_by_kind(model))
+    in_file = _gguf_bytes(files, hf_config) if any(weight.stays_packed for _, weight in weights) else {}
     sums: dict[tuple[str, str], list[int]] = {}  # (kind, method) -> [numbers, bytes]
-    for kind, weight in _by_kind(model):
+    for kind, weight in weights:
         num_bytes = in_file.get(weight.name) if weight.stays_packed else weight.num_bytes
         so_far = sums.setdefault((kind, _method(weight, config)), [0, 0])
         so_far[0] += _num_values(weight)
@@ -181,8 +182,6 @@ def _num_values(weight: Weight) -> int:
 
 def _gguf_bytes(files: ModelFiles, hf_config: dict[str, Any]) -> dict[str, int]:
     """What a file's tensors take, by the names of what they hold."""
-    if files.kind != "gguf":
-        return {}
     architecture = gguf_architecture(files.gguf)
     found: dict[str, int] = {}
     for tensor in files.gguf.tensors.values():
