@@ -22,7 +22,7 @@ from torch.nn import functional
 from quire.checkpoint.gguf import BLOCK
 from quire.errors import UnsupportedModelError
 from quire.ops.dequantize.gguf import dequantize
-from quire.ops.packed_linear.forms import Form
+from quire.ops.packed_linear.forms import Blocks, Form
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Types of tensors that quantizations have beside the plain ones, in safetensors' names.
@@ -256,7 +256,6 @@ class Stored(NamedTuple):
 class Reader(ABC):
     """How checkpoints of one quantization hold a weight. Two readers that are equal read alike."""
 
-    stays_packed: ClassVar[bool] = False  # its forms take as many bytes in memory as in the file
     form: ClassVar[type[Form] | None] = None  # that it reads; None: one or another
 
     @abstractmethod
@@ -298,7 +297,7 @@ class Quantized(Method):
                 tensor.axes,
                 tensor.types,
                 num_values=math.prod(part.shape) if tensor.is_codes else 0,
-                stays_packed=self.reader.stays_packed,
+                stays_packed=is_kept and self.reader.form is Blocks,
                 optional=tensor.unused,
                 fill=tensor.fill,
                 num_bytes=tensor.num_bytes if is_kept and not tensor.unused else None,

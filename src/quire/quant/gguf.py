@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from quire.checkpoint.gguf import BLOCK
 from quire.ops.dequantize import gguf as codec
@@ -12,7 +12,7 @@ from quire.quant.base import Choice, MethodMaker, Part, RawTensor, Reader, Store
 
 @dataclass(frozen=True)
 class Blocks(Reader):
-    stays_packed: ClassVar[bool] = True
+    form = forms.Blocks
 
     def stored(self, part: Part) -> Iterable[Stored]:
         yield Stored(part.end, part.shape, tuple(BLOCK), is_codes=True)

@@ -42,12 +42,14 @@ def _filled(weight: Weight, fill: Fill, device: torch.device) -> RawTensor:
 
 
 def _normal(weight: Weight, generator: torch.Generator) -> Tensor:
-    """Vectors (norms, biases) are around 1: activations must not vanish."""
+    """Norms are around 1: activations must not vanish. Embeddings are large: tokens, and so their experts, differ."""
     values = torch.zeros(weight.shape, dtype=torch.bfloat16, device=generator.device)
     if weight.name.endswith(ROUTER_BIASES):
         return values
-    values.normal_(0.0, STD, generator=generator)
-    values += len(weight.shape) == 1
+    is_embedding = "embed" in weight.name and len(weight.shape) == 2
+    values.normal_(0.0, 1.0 if is_embedding else STD, generator=generator)
+    is_norm = len(weight.shape) == 1 and not weight.name.endswith("bias")
+    values += is_norm
     return values
 
 
