@@ -89,15 +89,15 @@ def make_runtime(
     """`checkpoint_path`: from a module's path in the model to its path in checkpoints."""
     choose = choose or Chooser(config)
     find_method = _quantization(config, hf_config)
-    product = choose("linear").METHOD, choose("quantized linear").METHOD
-    rows = Dense, product[1]
-    experts = choose("experts")
+    plain, quantized = choose("linear"), choose("quantized linear")
+    product = plain.METHOD, quantized.METHOD
+    rows = Dense, quantized.METHOD
     methods: dict[Use, tuple[type[Method], type[Quantized]]] = {
         Use.PRODUCT: product,
         Use.HEAD: product,
         Use.ROWS: rows,
         Use.TIED_ROWS: rows,
-        Use.EXPERTS: (experts.PLAIN, experts.QUANTIZED),
+        Use.EXPERTS: (plain.EXPERTS, quantized.EXPERTS),
         Use.NUMBERS: (Dense, Numbers),
     }
     is_gpu = choose.kind == "gpu"

@@ -9,12 +9,10 @@ from torch.nn import functional
 from quire.ops.moe.reference import experts
 from quire.ops.packed_linear import cpu as linear
 from quire.ops.routing.reference import route, router_logits
-from quire.quant.kept.packed import PackedExpertForms
-from quire.quant.plain.packed import PackedExperts, why_not
 
-__all__ = ["PLAIN", "QUANTIZED", "route", "router_logits", "run", "why_not"]
+__all__ = ["route", "router_logits", "run", "why_not"]
 
-PLAIN, QUANTIZED = PackedExperts, PackedExpertForms
+why_not = linear.why_not
 
 
 def _multiply(x: Tensor, weights: list[linear.PackedWeight] | Tensor, bias: Tensor | None) -> Tensor:

@@ -4,12 +4,8 @@ import torch
 
 from quire.ops.moe.reference import experts as run
 from quire.ops.routing.reference import route, router_logits
-from quire.quant.kept.numbers import Numbers
-from quire.quant.plain.dense import Dense
 
-__all__ = ["PLAIN", "QUANTIZED", "route", "router_logits", "run", "why_not"]
-
-PLAIN, QUANTIZED = Dense, Numbers
+__all__ = ["route", "router_logits", "run", "why_not"]
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:

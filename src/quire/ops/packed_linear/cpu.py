@@ -35,6 +35,7 @@ __all__ = [
     "rows",
     "split",
     "supported",
+    "why_not",
 ]
 
 # By bits: up to how many rows integer products are faster than unpacking to bf16 tiles (benchmarks/cpu_linear.py).
@@ -104,6 +105,13 @@ def supported() -> bool:
     Instructions for bfloat16 and AMX are used if present.
     """
     return _packer() is not None
+
+
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the compiled kernels cannot be used, if so."""
+    if dtype != torch.bfloat16:
+        return "it computes in bfloat16"
+    return None if supported() else "this CPU, or its compiler, has none of what the compiled kernels need"
 
 
 def _scales_view(scales: Scales | None, k: int) -> _Scales:

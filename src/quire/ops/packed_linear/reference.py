@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from quire.checkpoint.gguf import BLOCK as GGUF_BLOCK
 from quire.errors import ConfigError, UnsupportedModelError
 from quire.ops.dequantize.gguf import read_form
-from quire.ops.packed_linear.forms import Affine, Table4, TwoLevel, float_scales
+from quire.ops.packed_linear.forms import Affine, Plain, Table4, TwoLevel, float_scales
 
 LANES = 16  # outputs in a panel
 BLOCK = 32  # inputs in a block
@@ -218,10 +218,14 @@ def _sample(type_name: str) -> PackedWeight:
     """A panel of one block of a GGUF type: what its packed weights look like."""
     elements, num_bytes = GGUF_BLOCK[type_name]
     raw = torch.full((LANES * num_bytes,), 0x40, dtype=torch.uint8)
-    form = read_form(type_name, raw, (LANES, elements))
-    if not isinstance(form, Affine | Table4):
-        raise ConfigError(f"{type_name} is not a packed type")
-    return pack_form(form)
+    return pack_form(_read(type_name, raw, LANES, elements))
+
+
+def _read(type_name: str, raw: Tensor, n: int, k: int) -> Affine | Table4:
+    form = read_form(type_name, raw, (n, k))
+    if isinstance(form, Plain):
+        raise ConfigError(f"weights of type {type_name} are not packed")
+    return form
 
 
 def gguf_packable(type_name: str, n: int, k: int) -> bool:
@@ -262,9 +266,7 @@ def empty_dense(weight: Tensor) -> PackedWeight:
 
 def pack_gguf(type_name: str, raw: Tensor, n: int, k: int) -> PackedWeight:
     empty_gguf(type_name, raw, n, k)  # checks
-    form = read_form(type_name, raw, (n, k))
-    assert isinstance(form, Affine | Table4)
-    return pack_form(form)
+    return pack_form(_read(type_name, raw, n, k))
 
 
 def pack_dense(weight: Tensor) -> PackedWeight:

@@ -12,4 +12,4 @@ class Numbers(Quantized, Dense):
         self.put(part_idx, form.numbers().to(self.device, self.dtype))
 
 
-METHOD = Numbers
+METHOD = EXPERTS = Numbers

@@ -19,4 +19,4 @@ class PackedExpertForms(PackedForms, PackedExperts):
     pass
 
 
-METHOD = PackedForms
+METHOD, EXPERTS = PackedForms, PackedExpertForms

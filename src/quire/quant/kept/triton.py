@@ -15,6 +15,7 @@ from quire.ops.packed_linear import many_rows, words
 from quire.ops.packed_linear import triton as kernels
 from quire.ops.packed_linear.forms import Blocks, Form, Plain, weight_only
 from quire.quant.base import Part, Quantized, Reader, runs_of
+from quire.quant.kept.numbers import Numbers
 from quire.quant.plain import dense_gpu as dense
 from quire.quant.plain.dense_gpu import why_not
 
@@ -104,4 +105,4 @@ def _rounded(x: Tensor, w: words.WordWeight) -> tuple[Tensor, dict[str, Any]]:
     return codes, {"scales": scales, "dtype": x.dtype}
 
 
-METHOD = Words
+METHOD, EXPERTS = Words, Numbers

@@ -33,7 +33,7 @@ class Dense(Method):
         return self.weight
 
 
-METHOD = Dense
+METHOD = EXPERTS = Dense
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -29,4 +29,4 @@ class DenseGpu(Dense):
         return super().apply_silu_mul(x, bias, silu_mul)
 
 
-METHOD = DenseGpu
+METHOD, EXPERTS = DenseGpu, Dense

@@ -63,7 +63,8 @@ class PackedExperts(Packed):
         self.packed[part_idx] = packed
 
     def numbers(self) -> Tensor:
-        return torch.cat([packed.dequantize() for _, packed in sorted(self.packed.items())]).to(self.dtype)
+        pieces = self.pieces or [packed for _, packed in sorted(self.packed.items())]
+        return torch.cat([piece.dequantize() for piece in pieces]).to(self.dtype)
 
     def experts(self, num_experts: int) -> list[list[linear.PackedWeight]]:
         """Of each expert the weights whose outputs make up its own: several, where they cannot be joined."""
@@ -79,10 +80,5 @@ class PackedExperts(Packed):
         return [linear.concat(run) for run in runs_of(parts, linear.joinable)]
 
 
-METHOD = Packed
-
-
-def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
-    if dtype != torch.bfloat16:
-        return "it computes in bfloat16"
-    return None if linear.supported() else "this CPU, or its compiler, has none of what the compiled kernels need"
+METHOD, EXPERTS = Packed, PackedExperts
+why_not = linear.why_not
