@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import quire.quant
 from quire import LLM, SamplingParams, registry
+from quire.checkpoint.gguf import BLOCK
 from quire.config import quantization_file
 from quire.config.engine import Quantization
 from quire.errors import BadModelFileError
@@ -22,6 +23,7 @@ from quire.quant.base import Choice, Joined, Part, RawTensor, Use
 from quire.quant.gguf import quantization
 from quire.quant.kept.numbers import Numbers
 from quire.quant.kept.packed import PackedForms
+from quire.quant.kept.triton import Words
 from quire.quant.plain import packed
 from quire.quant.plain.dense import Dense
 from quire.worker.build import empty
@@ -154,6 +156,30 @@ def test_blocks_of_a_gguf_file_stay_as_they_are_beside_plain_parts():
     torch.testing.assert_close(gated, dense.apply_silu_mul(x, None, silu_mul), rtol=0.05, atol=0.05)
     assert sum(kept.memory().values()) < sum(dense.memory().values())
     assert find("any", Choice(Use.ROWS, Dense, Numbers, is_gpu=True)) is Dense
+
+
+@pytest.mark.parametrize("type_name", ["Q4_K", "Q6_K", "IQ4_XS", "MXFP4", "Q2_K", "F16"])
+def test_blocks_of_a_gguf_file_stay_packed_for_gpus(type_name):
+    """Beside a plain part: in Triton's interpreter, if there is no GPU."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    n, k = 16, 256
+    elements, num_bytes = BLOCK[type_name]
+    raw = torch.full((n * k // elements, num_bytes), 0x2F, dtype=torch.uint8)  # scales of about 0.11, as float16
+    if type_name == "MXFP4":
+        raw[:, 0] = 124
+    if type_name != "F16":
+        raw[:, num_bytes // 2] = torch.arange(len(raw)).to(torch.uint8)  # some codes
+    tensors = RawTensor(type_name, raw.flatten(), (n, k)), plain_tensor(torch.randn(n, k).bfloat16())
+    parts = [Part(f"layer.{name}", (n, k)) for name in ("gate", "up")]
+    kept = quantization({})("any", Choice(Use.PRODUCT, Dense, Words, is_gpu=True))(parts, torch.float32, device)
+    dense = Dense(parts, torch.float32, device)
+    for method in (kept, dense):
+        for weight, tensor in zip(method.weights(), tensors, strict=True):
+            weight.load(tensor)
+    torch.testing.assert_close(kept.numbers(), dense.numbers())
+    for num_rows in (1, 6):
+        x = torch.randn(num_rows, k, device=device)
+        torch.testing.assert_close(kept.apply(x, None), dense.apply(x, None), rtol=1e-4, atol=1e-3)
 
 
 def test_a_tensor_of_a_weight_that_is_missing_is_named(tmp_path):

@@ -59,7 +59,7 @@ def choose_device(asked: str, machine: Machine) -> str:
 def _quantization(model: ModelConfig, kind: str, device: str, hf_config: dict[str, Any]) -> str:
     """How weights are kept: as the checkpoint has them, or as the option says.
 
-    Those of a GGUF file stay packed on a CPU, unless another type is asked for.
+    Those of a GGUF file stay packed on a CPU, unless another type is asked for, and on a GPU if the option says so.
     """
     settings = hf_config.get("quantization_config") or {}
     if settings:
@@ -85,8 +85,6 @@ def _quantization(model: ModelConfig, kind: str, device: str, hf_config: dict[st
             raise ConfigError("quantization gguf needs a .gguf file: leave --quantization out for this model")
         if model.dtype == "float32":
             raise ConfigError("packed weights compute in bfloat16: leave out --quantization gguf or --dtype float32")
-        if device == "cuda":
-            raise ConfigError("weights stay packed on the CPU only: leave out --quantization gguf, or add --device cpu")
     return model.quantization
 
 
