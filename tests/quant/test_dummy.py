@@ -9,9 +9,11 @@ import torch
 from quire import LLM, SamplingParams
 from quire.api.cli import run
 from quire.checkpoint.find import find
+from quire.checkpoint.gguf import BLOCK
 from quire.checkpoint.hf_config import read_config
 from quire.config import EngineConfig
 from quire.config.resolve import Machine, resolve
+from quire.errors import BadModelFileError
 from quire.models import deepseek_v3, ernie4_5_moe, gpt_oss, minimax_m2, qwen3_moe
 from quire.quant.base import Method, Quantized
 from quire.quant.kept import packed as kept_packed
@@ -28,7 +30,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0, ignore_e
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
 TWINS = {
     "qwen3-8b-fp8-block": "qwen3-8b", "qwen3-8b-awq": "qwen3-8b", "qwen3-30b-a3b-fp8-block": "qwen3-30b-a3b",
-    "gpt-oss-20b-mxfp4": "gpt-oss-20b",
+    "gpt-oss-20b-mxfp4": "gpt-oss-20b", "qwen3-8b-q4_k_m": "qwen3-8b",
 }  # fmt: skip
 DYNAMIC = {"num_bits": 8, "dynamic": True}
 
@@ -106,6 +108,18 @@ def model_of(llm: LLM) -> torch.nn.Module:
 def test_codes_and_scales_of_every_form_are_weights_of_the_usual_spread(name, tmp_path):
     settings, _ = FORMS[name]
     assert check(folder(tmp_path, SIZES, quantization_config=settings)) >= 8
+
+
+@pytest.mark.parametrize("type_name", sorted(set(BLOCK) - {"F32", "F16", "BF16"}))
+def test_blocks_of_every_type_are_weights_of_the_usual_spread(type_name, tmp_path):
+    types = {r".*\.down_proj": "Q8_0", "lm_head": "F16", "model": type_name}
+    assert check(folder(tmp_path, SIZES, quantization_config={"quant_method": "gguf", "types": types})) >= 8
+
+
+def test_types_that_are_none_are_refused(tmp_path):
+    path = folder(tmp_path, SIZES, quantization_config={"quant_method": "gguf", "types": {"model": "Q9_K"}})
+    with pytest.raises(BadModelFileError, match="gives types as something else"):
+        LLM(path, load_format="dummy", **OPTIONS)
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8", "int4", "mxfp4"])
@@ -193,7 +207,8 @@ def test_shapes_of_the_benchmarks_are_quantized_as_published(name, tmp_path):
     assert config == plain
     facts = describe(resolved(str(SHAPES / name)))
     quantized = {row["kind"] for row in facts["weights"] if row["method"].startswith(method)}
-    assert quantized == ({"experts"} if method == "mxfp4" else {"attention", "experts" if "a3b" in name else "MLP"})
+    expected = {"mxfp4": {"experts"}, "gguf": {"attention", "MLP", "embedding", "head"}}
+    assert quantized == expected.get(method, {"attention", "experts" if "a3b" in name else "MLP"})
 
 
 def test_info_shows_what_each_kind_of_layer_takes(tmp_path, capsys):

@@ -128,10 +128,10 @@ def _weights(files: ModelFiles, config: EngineConfig, hf_config: dict[str, Any],
     """For each kind of layer, and each way to keep its weights: the bits that a number takes, and the bytes of all."""
     itemsize = DTYPES[config.model.dtype].itemsize
     weights = list(_by_kind(model))
-    in_file = _gguf_bytes(files, hf_config) if any(weight.stays_packed for _, weight in weights) else {}
+    in_file = _gguf_bytes(files, hf_config) if files.kind == "gguf" else {}
     sums: dict[tuple[str, str], list[int]] = {}  # (kind, method) -> [numbers, bytes]
     for kind, weight in weights:
-        num_bytes = in_file.get(weight.name) if weight.stays_packed else weight.num_bytes
+        num_bytes = in_file.get(weight.name, weight.num_bytes) if weight.stays_packed else weight.num_bytes
         so_far = sums.setdefault((kind, _method(weight, config)), [0, 0])
         so_far[0] += _num_values(weight)
         so_far[1] += _num_values(weight) * itemsize if num_bytes is None else num_bytes

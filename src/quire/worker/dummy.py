@@ -9,7 +9,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from quire.quant._dummy import FLOAT8_MASK, STD
+from quire.checkpoint.gguf import BLOCK
+from quire.ops.dequantize.gguf import dequantize
+from quire.quant._dummy import FLOAT8_MASK, STD, set_block_scales
 from quire.quant.base import CODES, PLAIN, Fill, RawTensor, Weight
 from quire.worker.load import declared_weights
 
@@ -27,9 +29,11 @@ def dummy_tensors(model: nn.Module, seed: int, device: torch.device) -> Iterator
 def _drawn(weight: Weight, generator: torch.Generator) -> RawTensor:
     if weight.fill is not None:
         return _filled(weight, weight.fill, generator.device)
-    if "BF16" in weight.types:
-        return _raw("BF16", _normal(weight, generator))
-    (type_name, *_) = weight.types
+    type_name = "BF16" if "BF16" in weight.types else next(iter(weight.types))
+    if type_name in PLAIN:
+        return _raw(type_name, _normal(weight, generator).to(PLAIN[type_name]))
+    if type_name in BLOCK:
+        return RawTensor(type_name, _random_blocks(weight.shape, type_name, generator), weight.shape)
     return _raw(type_name, _random_codes(weight.shape, type_name, generator))
 
 
@@ -62,6 +66,16 @@ def _random_codes(shape: tuple[int, ...], type_name: str, generator: torch.Gener
     if type_name == "F8_E4M3":
         codes &= FLOAT8_MASK
     return codes.view(dtype).view(shape)
+
+
+def _random_blocks(shape: tuple[int, ...], type_name: str, generator: torch.Generator) -> Tensor:
+    """Of a GGUF file: random codes and scales of groups, and in all blocks the same scales of these."""
+    elements, block_bytes = BLOCK[type_name]
+    blocks = _random_codes((math.prod(shape) // elements, block_bytes), "U8", generator)
+    set_block_scales(type_name, blocks, 1.0)
+    spread = dequantize(type_name, blocks[:64].cpu().flatten(), (64 * elements,)).std().item()
+    set_block_scales(type_name, blocks, STD / spread)
+    return blocks.flatten()
 
 
 def _raw(type_name: str, values: Tensor) -> RawTensor:
