@@ -159,13 +159,17 @@ class LLM:
                 while live:
                     outputs = client.step()
                     raise_if_interrupted()
-                    for change in client.apply_outputs(outputs, live.get):
-                        if change.error is not None:
-                            raise change.error
-                        num_tokens += change.num_tokens
-                        if change.request.finished:
-                            del live[change.request.request_id]
-                        yield change.request
+                    for delta in outputs.deltas:
+                        changed = live.get(delta.request_id)
+                        if changed is None:
+                            continue  # it ended here before the core knew
+                        error = client.apply_delta(changed, delta)
+                        if error is not None:
+                            raise error
+                        num_tokens += len(delta.token_ids)
+                        if changed.finished:
+                            del live[changed.request_id]
+                        yield changed
                     if bar is not None and num_tokens:
                         elapsed_s = max(bar.format_dict["elapsed"], 1e-9)
                         bar.set_postfix_str(f"{num_tokens / elapsed_s:.0f} tok/s", refresh=False)

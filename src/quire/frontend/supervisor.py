@@ -20,10 +20,20 @@ from quire.config import EngineConfig, ServingConfig
 from quire.errors import DeadlineError, EngineError, InternalError, PoisonError, QuireError, RequestError
 from quire.frontend.blame import MAX_DEATHS, Blame, Cause
 from quire.frontend.core_client import CoreClient, encode, end_process, start_process
-from quire.frontend.exchange import Change
 from quire.frontend.requests import RequestState
 from quire.frontend.stream import Stream
-from quire.messages import Abort, Check, Checked, EngineStats, Failed, FromCore, Ready, StepOutputs, Vocabulary
+from quire.messages import (
+    Abort,
+    Check,
+    Checked,
+    ChoiceDelta,
+    EngineStats,
+    Failed,
+    FromCore,
+    Ready,
+    StepOutputs,
+    Vocabulary,
+)
 from quire.metrics.serving import ServingMetrics
 from quire.utils.loop_share import LoopShare
 
@@ -242,31 +252,30 @@ class Supervisor:
 
     def _apply_outputs(self, core: CoreClient, outputs: StepOutputs) -> None:
         num_tokens = 0
-        for change in core.apply_outputs(outputs, self._find):
-            stream = self.live[change.request.request_id]
+        for delta in outputs.deltas:  # one call or object less here is one less for every token
+            stream = self.live.get(delta.request_id)
+            if stream is None:
+                continue  # it ended here before the core knew
             try:
-                self._apply_change(stream, change)
+                self._apply_delta(core, stream, delta)
             except Exception as error:
                 self._fail(stream, error)
-            num_tokens += change.num_tokens
+            num_tokens += len(delta.token_ids)
         self.stats = outputs.stats
         self.metrics.step(outputs.stats, outputs.step_s, num_tokens)
         self.longest_step_s = max(outputs.step_s, self.longest_step_s * STEP_DECAY)
 
-    def _find(self, request_id: str) -> RequestState | None:
-        stream = self.live.get(request_id)
-        return stream.request if stream is not None else None
-
-    def _apply_change(self, stream: Stream, change: Change) -> None:
-        if change.error is not None:
-            self._fail(stream, change.error)
+    def _apply_delta(self, core: CoreClient, stream: Stream, delta: ChoiceDelta) -> None:
+        request = stream.request
+        had_no_token = request.metrics.first_token_time is None
+        error = core.apply_delta(request, delta)
+        if error is not None:
+            self._fail(stream, error)
             return
-        request = change.request
-        if change.is_first:
+        if had_no_token and delta.token_ids:
             self.metrics.first_token(request)
-        has_progressed = change.num_tokens > 0 or request.finished
-        if has_progressed and self.blame.watches:
-            if self.blame.progressed(request.request_id):
+        if delta.token_ids or request.finished:
+            if self.blame.watches and self.blame.progressed(request.request_id):
                 self._unsent.set()
         if request.finished:
             del self.live[request.request_id]
