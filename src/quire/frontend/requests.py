@@ -54,10 +54,7 @@ class RequestState:
         stops = StopStrings(params.stop)
         self.choices = [ChoiceState(idx, params, stops, tokenizer, prompt_token_ids) for idx in range(params.n)]
         self.num_unfinished = params.n
-
-    @property
-    def finished(self) -> bool:
-        return self.num_unfinished == 0
+        self.finished = False
 
     def add_delta(self, delta: ChoiceDelta) -> Abort | None:
         """Takes a delta in; an Abort comes back when the text ended where the core could not see it."""
@@ -65,8 +62,10 @@ class RequestState:
         now = time.monotonic()
         if choice.finish_reason is not None:
             return None  # computed before the core knew that a stop string ended it
-        self.prompt_logprobs += delta.prompt_logprobs
-        self.vector = delta.vector or self.vector
+        if delta.prompt_logprobs:
+            self.prompt_logprobs += delta.prompt_logprobs
+        if delta.vector:
+            self.vector = delta.vector
         metrics = self.metrics
         if metrics.first_token_time is None:
             metrics.num_cached_tokens = delta.num_cached_tokens
@@ -78,6 +77,7 @@ class RequestState:
         if choice.finish_reason is None:
             return None
         self.num_unfinished -= 1
+        self.finished = self.num_unfinished == 0
         if self.finished:
             self.metrics.finished_time = now
         return Abort(self.request_id, delta.choice_idx) if delta.finish_reason is None else None
@@ -87,6 +87,7 @@ class RequestState:
         for choice in self.choices:
             choice.finish_reason = choice.finish_reason or reason
         self.num_unfinished = 0
+        self.finished = True
         self.metrics.finished_time = time.monotonic()
 
     def updates(self) -> list[ChoiceUpdate]:

@@ -48,9 +48,9 @@ class Stream:
         self._raise_error()
         return self.request
 
-    async def _woken(self) -> None:
+    def _woken(self) -> asyncio.Future[None]:
         self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
+        return self._waiter
 
     def _raise_error(self) -> None:
         if self.error is not None:
@@ -68,8 +68,7 @@ class Stream:
         self._timer = asyncio.get_running_loop().call_at(when, callback, self)
 
     def wake(self) -> None:
-        is_over = self.error is not None or self.request.finished
-        if self._only_end and not is_over:
+        if self._only_end and self.error is None and not self.request.finished:
             return
         self._changed = True
         waiter = self._waiter
