@@ -29,8 +29,8 @@ def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
 
-class Pieces:
-    """Token id -> bytes, for vocabularies whose text is the tokens' bytes put together: nearly all of them.
+class Pieces(dict[int, bytes]):
+    """Token id -> bytes, filled when asked, for vocabularies whose text is the tokens' bytes put together: nearly all.
 
     Two families: byte-level BPE, whose tokens write bytes as printable characters, and SentencePiece, whose tokens are
     text with ▁ for a space and <0xHH> for a byte on its own.
@@ -39,7 +39,6 @@ class Pieces:
     def __init__(self, backend: Backend, byte_level: bool, num_stripped: int) -> None:
         self._backend = backend
         self._byte_level = byte_level
-        self._cache: dict[int, bytes] = {}
         self.num_stripped = num_stripped  # spaces taken off the front of a text
         # `tokenizers` writes one U+FFFD per bad byte for <0xHH> tokens, and one per bad run for byte-level text. (It
         # also replaces good bytes next to bad <0xHH> ones; a stream has shown those by then, so we keep them.)
@@ -66,10 +65,8 @@ class Pieces:
             return None
         return cls(backend, byte_level=False, num_stripped=strip["start"])
 
-    def __getitem__(self, token_id: int) -> bytes:
-        piece = self._cache.get(token_id)
-        if piece is None:
-            piece = self._cache[token_id] = self._bytes(self._backend.id_to_token(token_id))
+    def __missing__(self, token_id: int) -> bytes:
+        piece = self[token_id] = self._bytes(self._backend.id_to_token(token_id))
         return piece
 
     def _bytes(self, token: str | None) -> bytes:
