@@ -50,7 +50,7 @@ class _Scales(ctypes.Structure):
         ("values", ctypes.c_void_p),
         ("outer", ctypes.c_void_p),
         ("kind", ctypes.c_int32),
-        ("outer_group", ctypes.c_int32),
+        ("num_outer", ctypes.c_int32),
     ]
 
 
@@ -66,6 +66,7 @@ class _Weight(ctypes.Structure):
         ("k", ctypes.c_int32),
         ("bits", ctypes.c_int32),
         ("group", ctypes.c_int32),
+        ("num_groups", ctypes.c_int32),
         ("zero", ctypes.c_int32),
         ("float_table", ctypes.c_int32),
         ("few_rows", ctypes.c_int32),
@@ -114,31 +115,27 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     return None if supported() else "this CPU, or its compiler, has none of what the compiled kernels need"
 
 
-def _scales_view(scales: Scales | None, k: int) -> _Scales:
+def _scales_view(scales: Scales | None) -> _Scales:
     if scales is None:
         return _Scales()
-    outer, outer_group = scales.outer, 0
-    if outer is not None:
-        outer_group = k // outer.shape[1]
-    return _Scales(
-        scales.values.data_ptr(),
-        0 if outer is None else outer.data_ptr(),
-        SCALE_KINDS[scales.values.dtype],
-        outer_group,
-    )
+    view = _Scales(scales.values.data_ptr(), 0, SCALE_KINDS[scales.values.dtype], 0)
+    if scales.outer is not None:
+        view.outer, view.num_outer = scales.outer.data_ptr(), scales.outer.shape[1]
+    return view
 
 
 def _view(w: PackedWeight) -> _Weight:
     has_floats = w.table is not None and w.table.dtype == torch.float32
     return _Weight(
         w.data.data_ptr(),
-        _scales_view(w.scales, w.k),
-        _scales_view(w.mins, w.k),
+        _scales_view(w.scales),
+        _scales_view(w.mins),
         0 if w.table is None else w.table.data_ptr(),
         w.n,
         w.k,
         w.bits,
         w.group,
+        w.k // w.group,
         w.zero,
         has_floats,
         FEW_ROWS[w.bits],

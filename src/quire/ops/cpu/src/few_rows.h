@@ -10,12 +10,13 @@
 
 namespace {
 
-// One block of one row of x, in the order of the packed weights: x = scale * (256 * high + low). Sums are over halves of the block for groups of 16.
+// One block of one row of x, in the order of the packed weights: x = scale * (256 * high + low).
 struct alignas(64) RowBlock {
     int8_t high[kBlock], low[kBlock];
     float scale;
-    int32_t sum[2];
-    int32_t pad[13];
+    int32_t sum[3];     // of the first half, the second, and the whole block
+    float real_sum[3];  // the same of x itself
+    int32_t pad[9];
 };
 
 void quantize_row(const uint16_t* x, int k, RowBlock* out) {
@@ -57,6 +58,8 @@ void quantize_row(const uint16_t* x, int k, RowBlock* out) {
         std::memcpy(&block.scale, &down, 4);
         block.sum[0] = _mm512_reduce_add_epi32(first);
         block.sum[1] = _mm512_reduce_add_epi32(second);
+        block.sum[2] = block.sum[0] + block.sum[1];
+        for (int i = 0; i < 3; ++i) block.real_sum[i] = block.sum[i] * block.scale;
     }
 }
 
@@ -70,11 +73,10 @@ template <int Rows>
 struct Sums {
     __m512i high[Rows], low[Rows];
 
-    inline void start(const Weight& w, const RowBlock* const* x, int b, int half) {
+    inline void start(const Weight& w, const RowBlock* const* x, int b, int part) {
         for (int r = 0; r < Rows; ++r) {
-            const int32_t* sum = x[r][b].sum;
             high[r] = _mm512_setzero_si512();
-            low[r] = _mm512_set1_epi32(-w.zero * (w.group == 16 ? sum[half] : sum[0] + sum[1]));
+            low[r] = _mm512_set1_epi32(-w.zero * x[r][b].sum[part]);
         }
     }
 
@@ -85,18 +87,15 @@ struct Sums {
         }
     }
 
-    inline void finish(const Weight& w, const RowBlock* const* x, int b, int half, const Affine& affine, __m512* total) {
+    inline void finish(const Weight& w, const RowBlock* const* x, int b, int part, const Affine& affine, __m512* total) {
         for (int r = 0; r < Rows; ++r) {
             const __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(high[r], 8), low[r]);
             const __m512 x_scale = _mm512_set1_ps(x[r][b].scale);
             total[r] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(whole), x_scale), affine.scale, total[r]);
         }
         if (!w.mins.values) return;
-        for (int r = 0; r < Rows; ++r) {
-            const RowBlock& block = x[r][b];
-            const float sum = w.group == 16 ? block.sum[half] : block.sum[0] + block.sum[1];
-            total[r] = _mm512_fmadd_ps(affine.min, _mm512_set1_ps(sum * block.scale), total[r]);
-        }
+        for (int r = 0; r < Rows; ++r)
+            total[r] = _mm512_fmadd_ps(affine.min, _mm512_set1_ps(x[r][b].real_sum[part]), total[r]);
     }
 };
 
@@ -121,7 +120,7 @@ void panel_sums(const Weight& w, const RowBlock* quantized, int first_row, int p
         for (int i = 0; i < kBlockBytes; i += 64)
             _mm_prefetch(reinterpret_cast<const char*>(data + kPrefetchBytes + i), _MM_HINT_T0);
         Sums<Rows> sums;
-        sums.start(w, x, b, 0);
+        sums.start(w, x, b, halves ? 0 : 2);
         sums.add(codes_of<Kind, 0>(data, table), x, b, 0);
         sums.add(codes_of<Kind, 1>(data, table), x, b, 4);
         sums.add(codes_of<Kind, 2>(data, table), x, b, 8);
@@ -134,7 +133,7 @@ void panel_sums(const Weight& w, const RowBlock* quantized, int first_row, int p
         sums.add(codes_of<Kind, 5>(data, table), x, b, 20);
         sums.add(codes_of<Kind, 6>(data, table), x, b, 24);
         sums.add(codes_of<Kind, 7>(data, table), x, b, 28);
-        sums.finish(w, x, b, halves, affines[step++], total);
+        sums.finish(w, x, b, halves ? 1 : 2, affines[step++], total);
     }
     std::copy(total, total + Rows, out);
 }

@@ -43,48 +43,48 @@ inline void k_nibbles(const uint8_t* qs, int j, uint8_t* q) {
 
 // Each format: bytes and weights of its block, and how to decode the j-th 32 of them. Twin: ops/dequantize/gguf.py.
 struct Q4_0 {
-    static constexpr int kBytes = 18, kWeights = 32;
+    static constexpr int kBytes = 18, kWeights = 32, kBits = 4;
     static void decode(const uint8_t* p, int, Decoded& out) { out.scale[0] = half_to_float(p), nibbles(p + 2, out.q); }
 };
 struct Q4_1 {
-    static constexpr int kBytes = 20, kWeights = 32;
+    static constexpr int kBytes = 20, kWeights = 32, kBits = 4;
     static void decode(const uint8_t* p, int, Decoded& out) {
         out.scale[0] = half_to_float(p), out.min[0] = half_to_float(p + 2), nibbles(p + 4, out.q);
     }
 };
 struct Q5_0 {
-    static constexpr int kBytes = 22, kWeights = 32;
+    static constexpr int kBytes = 22, kWeights = 32, kBits = 5;
     static void decode(const uint8_t* p, int, Decoded& out) {
         out.scale[0] = half_to_float(p), nibbles(p + 6, out.q), fifth_bits(p + 2, out.q);
     }
 };
 struct Q5_1 {
-    static constexpr int kBytes = 24, kWeights = 32;
+    static constexpr int kBytes = 24, kWeights = 32, kBits = 5;
     static void decode(const uint8_t* p, int, Decoded& out) {
         out.scale[0] = half_to_float(p), out.min[0] = half_to_float(p + 2);
         nibbles(p + 8, out.q), fifth_bits(p + 4, out.q);
     }
 };
 struct Q8_0 {
-    static constexpr int kBytes = 34, kWeights = 32;
+    static constexpr int kBytes = 34, kWeights = 32, kBits = 8;
     static void decode(const uint8_t* p, int, Decoded& out) {
         out.scale[0] = half_to_float(p);
         for (int i = 0; i < kBlock; ++i) out.q[i] = p[2 + i] ^ 0x80;  // signed to unsigned with zero point 128
     }
 };
 struct Q4_K {
-    static constexpr int kBytes = 144, kWeights = 256;
+    static constexpr int kBytes = 144, kWeights = 256, kBits = 4;
     static void decode(const uint8_t* p, int j, Decoded& out) { k_scale(p, j, out), k_nibbles(p + 16, j, out.q); }
 };
 struct Q5_K {
-    static constexpr int kBytes = 176, kWeights = 256;
+    static constexpr int kBytes = 176, kWeights = 256, kBits = 5;
     static void decode(const uint8_t* p, int j, Decoded& out) {
         k_scale(p, j, out), k_nibbles(p + 48, j, out.q);
         for (int i = 0; i < kBlock; ++i) out.q[i] |= (p[16 + i] >> j & 1) << 4;
     }
 };
 struct Q6_K {
-    static constexpr int kBytes = 210, kWeights = 256;
+    static constexpr int kBytes = 210, kWeights = 256, kBits = 6;
     static void decode(const uint8_t* p, int j, Decoded& out) {
         const int half = j / 4, part = j % 4;
         const uint8_t *low = p + 64 * half + 32 * (part % 2), *high = p + 128 + 32 * half;
@@ -94,7 +94,7 @@ struct Q6_K {
     }
 };
 struct Q2_K {
-    static constexpr int kBytes = 84, kWeights = 256;
+    static constexpr int kBytes = 84, kWeights = 256, kBits = 2;
     static void decode(const uint8_t* p, int j, Decoded& out) {
         for (int i = 0; i < kBlock; ++i) out.q[i] = p[16 + j / 4 * 32 + i] >> (j % 4 * 2) & 3;
         for (int g = 0; g < 2; ++g) out.scale[g] = p[2 * j + g] & 15, out.min[g] = p[2 * j + g] >> 4;
@@ -102,7 +102,7 @@ struct Q2_K {
     }
 };
 struct Q3_K {
-    static constexpr int kBytes = 110, kWeights = 256;
+    static constexpr int kBytes = 110, kWeights = 256, kBits = 3;
     static void decode(const uint8_t* p, int j, Decoded& out) {
         const uint8_t *low = p + 32 + j / 4 * 32, *scales = p + 96;
         for (int i = 0; i < kBlock; ++i) out.q[i] = (low[i] >> (j % 4 * 2) & 3) | (p[i] >> j & 1) << 2;
@@ -114,11 +114,11 @@ struct Q3_K {
     }
 };
 struct IQ4_NL {
-    static constexpr int kBytes = 18, kWeights = 32;
+    static constexpr int kBytes = 18, kWeights = 32, kBits = 4;
     static void decode(const uint8_t* p, int, Decoded& out) { out.scale[0] = half_to_float(p), nibbles(p + 2, out.q); }
 };
 struct IQ4_XS {
-    static constexpr int kBytes = 136, kWeights = 256;
+    static constexpr int kBytes = 136, kWeights = 256, kBits = 4;
     static void decode(const uint8_t* p, int j, Decoded& out) {
         const int high = p[2] | p[3] << 8;
         nibbles(p + 8 + 16 * j, out.q);
@@ -127,7 +127,7 @@ struct IQ4_XS {
     }
 };
 struct MXFP4 {
-    static constexpr int kBytes = 17, kWeights = 32;
+    static constexpr int kBytes = 17, kWeights = 32, kBits = 4;
     static void decode(const uint8_t* p, int, Decoded& out) { out.scale[0] = p[0], nibbles(p + 1, out.q); }
 };
 
@@ -142,24 +142,26 @@ inline void store_scale(const Scales& scales, int64_t idx, float value) {
 }
 
 // The codes of one lane in the planes drawn in linear.cpp.
+template <int Bits>
 inline void store_codes(const Weight& w, int64_t block, int lane, const uint8_t* q) {
     constexpr int kPlace[4] = {0, 2, 1, 3};
     uint8_t bytes[8][4] = {};  // of each stored vector
+#pragma GCC unroll 32
     for (int i = 0; i < kBlock; ++i) {
         const int j = i / 4, place = kPlace[i % 4], code = q[i];
-        if (w.bits == 8) {
+        if constexpr (Bits == 8) {
             bytes[j][place] = code;
-        } else if (w.bits < 4) {
+        } else if constexpr (Bits < 4) {
             bytes[j / 4][place] |= (code & 3) << (j % 4 * 2);
-            if (w.bits == 3) bytes[2][place] |= (code >> 2) << j;
+            if constexpr (Bits == 3) bytes[2][place] |= (code >> 2) << j;
         } else {
             bytes[j % 4][place] |= (code & 15) << (j / 4 * 4);
-            if (w.bits == 5) bytes[4][place] |= (code >> 4) << j;
-            if (w.bits == 6) bytes[4 + j / 4][place] |= (code >> 4) << (j % 4 * 2);
+            if constexpr (Bits == 5) bytes[4][place] |= (code >> 4) << j;
+            if constexpr (Bits == 6) bytes[4 + j / 4][place] |= (code >> 4) << (j % 4 * 2);
         }
     }
-    uint8_t* data = const_cast<uint8_t*>(w.data) + block * block_bytes(w.bits) + lane * 4;
-    for (int i = 0; i < w.bits; ++i) std::memcpy(data + i * 64, bytes[i], 4);
+    uint8_t* data = const_cast<uint8_t*>(w.data) + block * block_bytes(Bits) + lane * 4;
+    for (int i = 0; i < Bits; ++i) std::memcpy(data + i * 64, bytes[i], 4);
 }
 
 // Scales or mins of 32 inputs of one output.
@@ -167,10 +169,10 @@ inline void store_scales(const Weight& w, const Scales& scales, int panel, int b
     if (!scales.values) return;
     const int groups = kBlock / w.group;
     for (int g = 0; g < groups; ++g)
-        store_scale(scales, (int64_t(panel) * (w.k / w.group) + b * groups + g) * kLanes + lane, values[g]);
+        store_scale(scales, (int64_t(panel) * w.num_groups + b * groups + g) * kLanes + lane, values[g]);
     if (!scales.outer) return;
-    const int64_t idx = (int64_t(panel) * (w.k / scales.outer_group) + b * kBlock / scales.outer_group) * kLanes + lane;
-    const_cast<uint16_t*>(scales.outer)[idx] = _cvtss_sh(outer, 0);
+    const int64_t idx = int64_t(panel) * scales.num_outer + b * groups / (w.num_groups / scales.num_outer);
+    const_cast<uint16_t*>(scales.outer)[idx * kLanes + lane] = _cvtss_sh(outer, 0);
 }
 
 template <class Format>
@@ -185,7 +187,7 @@ void pack(const Weight& w, const uint8_t* raw) {
             for (int b = 0; b < num_blocks; ++b) {
                 Decoded d = {};  // outputs beyond n are zeros
                 if (row < w.n) Format::decode(raw + row * row_bytes + b / kParts * Format::kBytes, b % kParts, d);
-                store_codes(w, int64_t(panel) * num_blocks + b, lane, d.q);
+                store_codes<Format::kBits>(w, int64_t(panel) * num_blocks + b, lane, d.q);
                 store_scales(w, w.scales, panel, b, lane, d.scale, d.outer_scale);
                 store_scales(w, w.mins, panel, b, lane, d.min, d.outer_min);
             }

@@ -35,8 +35,8 @@ enum ScaleKind : int32_t {
 // Mirrors `_Scales` in ops/packed_linear/cpu.py.
 struct Scales {
     const void* values;     // null: none
-    const uint16_t* outer;  // float16 [panel][k / outer_group][16]; null: none
-    int32_t kind, outer_group;
+    const uint16_t* outer;  // float16 [panel][num_outer][16]; null: none
+    int32_t kind, num_outer;
 };
 
 // Mirrors `_Weight` in ops/packed_linear/cpu.py.
@@ -45,7 +45,7 @@ struct Weight {
     Scales scales, mins;
     const void* table;  // sixteen values of 4-bit codes: bytes (what is multiplied is byte - zero), or floats; null: none
     int32_t n, k, bits;
-    int32_t group;  // inputs that share a scale: 16, or a multiple of 32
+    int32_t group, num_groups;  // inputs that share a scale: 16, or a multiple of 32; how many groups a row has
     int32_t zero;
     int32_t float_table;
     int32_t few_rows;  // up to this many rows take the path for few rows
@@ -143,40 +143,57 @@ struct Affines {
 
 inline int steps_per_block(const Weight& w) { return w.group == 16 ? 2 : 1; }
 
-// Scales (or mins) of one group of a panel, whatever kind they are of.
-inline __m512 load_scales(const Weight& w, const Scales& scales, int64_t panel, int group) {
-    const int64_t idx = (panel * (w.k / w.group) + group) * kLanes;
-    const auto bytes = [&] {
-        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint8_t*>(scales.values) + idx));
-    };
+// Calls `put` with the scales (or mins) of one group of a panel after the other, from group `first` up to `end`.
+template <class Put>
+INLINE void each_group(const Weight& w, const Scales& scales, int64_t panel, int first, int end, Put put) {
+    const int64_t start = (panel * w.num_groups + first) * kLanes;
+    const int count = end - first;
+    const auto* bytes = static_cast<const uint8_t*>(scales.values) + start;
+    const auto load16 = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + i * kLanes)); };
     switch (scales.kind) {
-        case kFloat16: return load_halves(static_cast<const uint16_t*>(scales.values) + idx);
-        case kFloat32: return _mm512_loadu_ps(static_cast<const float*>(scales.values) + idx);
+        case kFloat16: {
+            const auto* halves = static_cast<const uint16_t*>(scales.values) + start;
+            for (int i = 0; i < count; ++i) put(load_halves(halves + i * kLanes));
+            return;
+        }
+        case kFloat32: {
+            const auto* floats = static_cast<const float*>(scales.values) + start;
+            for (int i = 0; i < count; ++i) put(_mm512_loadu_ps(floats + i * kLanes));
+            return;
+        }
         case kCodes: {
-            const int64_t outer = panel * (w.k / scales.outer_group) + group / (scales.outer_group / w.group);
-            const __m512 codes = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes()));
-            return _mm512_mul_ps(codes, load_halves(scales.outer + outer * kLanes));
+            const int per_outer = w.num_groups / scales.num_outer;
+            const uint16_t* outer = scales.outer + (panel * scales.num_outer + first / per_outer) * kLanes;
+            for (int i = 0, left = per_outer - first % per_outer; i < count; left = per_outer, outer += kLanes) {
+                const __m512 factor = load_halves(outer);
+                for (; left > 0 && i < count; --left, ++i)
+                    put(_mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load16(i))), factor));
+            }
+            return;
         }
-        default: {
-            const __m512i exponents = _mm512_cvtepu8_epi32(bytes());
-            const __mmask16 denormal = _mm512_cmplt_epu32_mask(exponents, _mm512_set1_epi32(2));
-            const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(exponents, _mm512_set1_epi32(1)), 23);
-            const __m512i small = _mm512_sllv_epi32(_mm512_set1_epi32(0x00200000), exponents);
-            return _mm512_castsi512_ps(_mm512_mask_mov_epi32(normal, denormal, small));
-        }
+        default:
+            for (int i = 0; i < count; ++i) {
+                const __m512i exponents = _mm512_cvtepu8_epi32(load16(i));
+                const __mmask16 denormal = _mm512_cmplt_epu32_mask(exponents, _mm512_set1_epi32(2));
+                const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(exponents, _mm512_set1_epi32(1)), 23);
+                const __m512i small = _mm512_sllv_epi32(_mm512_set1_epi32(0x00200000), exponents);
+                put(_mm512_castsi512_ps(_mm512_mask_mov_epi32(normal, denormal, small)));
+            }
     }
 }
 
 // Brings the scales and mins of some blocks of a panel into one simple form, in scratch memory.
 __attribute__((noinline)) Affines expand(const Weight& w, int panel, Range blocks, Scratch& scratch) {
-    const int per_block = steps_per_block(w), group_steps = std::max(1, w.group / kBlock);
+    const int per_block = steps_per_block(w), group_steps = w.group <= kBlock ? 1 : w.group / kBlock;
     const int begin = blocks.begin * per_block, end = blocks.end * per_block;
+    const int first = begin / group_steps, last = (end + group_steps - 1) / group_steps;
     auto* memory = static_cast<__m512*>(scratch.get((2 * (end - begin) + 1) * sizeof(__m512)));
     const auto fill = [&](const Scales& scales, __m512* to) {
-        for (int step = begin; step < end;) {
-            const int group = step / group_steps, last = std::min(end, (group + 1) * group_steps);
-            for (const __m512 value = load_scales(w, scales, panel, group); step < last; ++step) *to++ = value;
-        }
+        int step = begin, next = (first + 1) * group_steps;  // where the next group begins
+        each_group(w, scales, panel, first, last, [&](__m512 value) __attribute__((always_inline)) {
+            for (const int stop = std::min(next, end); step < stop; ++step) *to++ = value;
+            next += group_steps;
+        });
     };
     fill(w.scales, memory);
     if (!w.mins.values) return {memory, nullptr};
