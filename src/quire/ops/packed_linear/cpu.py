@@ -143,14 +143,14 @@ def _view(w: PackedWeight) -> _Weight:
 
 
 def _shift(w: PackedWeight) -> int:
-    """The power of two that brings the largest weight just below float16's limit, for src/unpack.h."""
+    """The power of two that keeps the largest weight just below float16's limit, for src/unpack.h."""
     if w.scales is None:
         return 0
     codes = [0, 2**w.bits - 1] if w.table is None else w.table.tolist()
-    largest = w.scales.float().abs() * max(abs(code - w.zero) for code in codes)
+    largest = w.scales.bound() * max(abs(code - w.zero) for code in codes)
     if w.mins is not None:
-        largest += w.mins.float().abs()
-    _, exponent = math.frexp(largest.max().item())
+        largest += w.mins.bound()
+    _, exponent = math.frexp(largest)
     return max(-14, min(15 - exponent, 15))
 
 

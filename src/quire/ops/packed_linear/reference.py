@@ -37,7 +37,7 @@ class Scales:
     values: Tensor  # [P, groups, 16] float16 or float32; int8, which `outer` multiplies; uint8: 2 ** (value - 128)
     outer: Tensor | None = None  # float16 [P, outer groups, 16]
 
-    def float(self) -> Tensor:
+    def in_float32(self) -> Tensor:
         """[outputs, groups, 1]"""
         values = self.values.float()
         if self.values.dtype == torch.uint8:
@@ -46,9 +46,21 @@ class Scales:
             values = values * self.outer.float().repeat_interleave(values.shape[1] // self.outer.shape[1], 1)
         return values.transpose(1, 2).reshape(-1, values.shape[1], 1)
 
+    def bound(self) -> float:
+        """No scale is larger."""
+        largest = _largest(self.values)
+        if self.values.dtype == torch.uint8:
+            return 2.0 ** (largest - 128)
+        return largest if self.outer is None else largest * _largest(self.outer)
+
     @property
     def tensors(self) -> list[Tensor]:
         return [self.values] if self.outer is None else [self.values, self.outer]
+
+
+def _largest(values: Tensor) -> float:
+    low, high = torch.aminmax(values)
+    return max(-low.item(), high.item())
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,9 +102,9 @@ class PackedWeight:
         vectors = _from_planes(self.data.view(P, B, self.bits, LANES, 4), self.bits)
         codes = vectors[..., BYTE_ORDER].permute(0, 3, 1, 2, 4).reshape(P * LANES, -1, self.group)
         values = codes.float() if self.table is None else self.table.float()[codes.int()]
-        weight = (values - self.zero) * self.scales.float()
+        weight = (values - self.zero) * self.scales.in_float32()
         if self.mins is not None:
-            weight = weight + self.mins.float()
+            weight = weight + self.mins.in_float32()
         weight = weight.view(P * LANES, self.k)[: self.n]
         if self.order is None:
             return weight
