@@ -12,7 +12,7 @@ TYPES = sorted(BLOCK)
 # Where in a block its float16 scales lie; everything else may be any byte.
 HALVES = {
     "F16": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0],
-    "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208],
+    "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0],
 }  # fmt: skip
 EXTREMES = np.array([0.0, -0.0, 6e-8, -6e-8, 6.1e-5, 1.0, -1.0, 65504.0, -65504.0], np.float16)
 
@@ -28,6 +28,8 @@ def random_blocks(type_name: str, num_blocks: int, scales: np.ndarray | None = N
         else:
             half = rng.choice(scales, half.shape)
         blocks[:, start : start + 2] = half.view(np.uint8)
+    if type_name == "MXFP4":
+        blocks[:, 0] = np.minimum(blocks[:, 0], 254)  # 255 is no number
     return blocks
 
 

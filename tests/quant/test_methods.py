@@ -158,6 +158,16 @@ def test_blocks_of_a_gguf_file_stay_as_they_are_beside_plain_parts():
     assert find("any", Choice(Use.ROWS, Dense, Numbers, is_gpu=True)) is Dense
 
 
+@pytest.mark.parametrize(("type_name", "place", "value"), [("Q8_0", 1, 0x7C), ("Q6_K", 209, 0x7E), ("MXFP4", 0, 255)])
+def test_a_scale_of_a_gguf_file_that_is_no_number_is_refused(type_name, place, value):
+    raw = torch.zeros(16 * 256 // BLOCK[type_name][0], BLOCK[type_name][1], dtype=torch.uint8)
+    raw[3, place] = value
+    make = quantization({})("any", Choice(Use.PRODUCT, packed.METHOD, PackedForms))
+    method = make([Part("layer.up", (16, 256))], torch.bfloat16, torch.device("cpu"))
+    with pytest.raises(BadModelFileError, match="a scale of layer.up is not a finite number"):
+        next(method.weights()).load(RawTensor(type_name, raw.flatten(), (16, 256)))
+
+
 @pytest.mark.parametrize("type_name", ["Q4_K", "Q6_K", "IQ4_XS", "MXFP4", "Q2_K", "F16"])
 def test_blocks_of_a_gguf_file_stay_packed_for_gpus(type_name):
     """Beside a plain part: in Triton's interpreter, if there is no GPU."""

@@ -9,6 +9,7 @@ from statistics import pstdev
 import torch
 from torch import Tensor
 
+from quire.ops.dequantize.gguf import HALVES
 from quire.ops.packed_linear.forms import E2M1
 
 STD = 0.02  # of dummy weights
@@ -44,12 +45,8 @@ def group_of_input(num_inputs: int, group: int) -> Tensor:
     return torch.arange(num_inputs) // group
 
 
-# Where a block of a GGUF type has its float16 scale, and beside it the minimum, with how much larger that must be for
-# values around zero.
-_BLOCK_SCALES = {
-    "Q4_1": (0, -7.5), "Q5_1": (0, -15.5), "Q2_K": (80, 1.5), "Q4_K": (0, 7.5), "Q5_K": (0, 15.5),
-    "Q3_K": (108, None), "Q6_K": (208, None),
-}  # fmt: skip
+# How much larger than scales the minimums of a GGUF type must be, for values around zero.
+_MINIMUMS = {"Q4_1": -7.5, "Q5_1": -15.5, "Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}
 
 
 def set_block_scales(type_name: str, blocks: Tensor, scale: float) -> None:
@@ -57,9 +54,8 @@ def set_block_scales(type_name: str, blocks: Tensor, scale: float) -> None:
     if type_name == "MXFP4":
         blocks[:, 0] = 127 + round(math.log2(scale))
         return
-    place, ratio = _BLOCK_SCALES.get(type_name, (0, None))
-    values = [scale] if ratio is None else [scale, scale * ratio]
     # Codes are not quite around zero: every other block is negated, so that all numbers are.
     for first, sign in enumerate((1.0, -1.0)):
-        halves = (sign * torch.tensor(values)).half().view(torch.uint8)
-        blocks[first::2, place : place + len(halves)] = halves.to(blocks.device)
+        for place, ratio in zip(HALVES[type_name], (1.0, _MINIMUMS.get(type_name, 0.0))):
+            half = torch.tensor([sign * scale * ratio]).half().view(torch.uint8)
+            blocks[first::2, place : place + 2] = half.to(blocks.device)

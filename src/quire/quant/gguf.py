@@ -34,6 +34,8 @@ class Blocks(Reader):
 
     def read_raw(self, part: Part, tensors: dict[str, RawTensor]) -> forms.Form:
         tensor = tensors[part.end]
+        if not codec.has_finite_scales(tensor.type_name, tensor.raw):
+            raise BadModelFileError(f"a scale of {part.path} is not a finite number")
         return forms.Blocks(tensor.type_name, tensor.raw, (part.num_rows, part.shape[-1]), codec)
 
 

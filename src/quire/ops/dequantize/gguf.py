@@ -65,6 +65,13 @@ def read_form(type_name: str, raw: Tensor, shape: tuple[int, int]) -> Affine | T
     return replace(form, codes_NK=codes_NK, scales_NG=scales_NG, mins_NG=mins_NG)
 
 
+def has_finite_scales(type_name: str, raw: Tensor) -> bool:
+    blocks = raw.reshape(-1, BLOCK[type_name][1])
+    if type_name == "MXFP4":
+        return not bool((blocks[:, 0] == 255).any())
+    return all(bool(_half(blocks, place).isfinite().all()) for place in HALVES.get(type_name, ()))
+
+
 def _by_row(scales: Tensor | TwoLevel, n: int) -> Tensor | TwoLevel:
     if isinstance(scales, Tensor):
         return scales.reshape(n, -1)
@@ -190,10 +197,16 @@ def _iq4_xs(blocks: Tensor) -> Table4:
 
 
 def _mxfp4(blocks: Tensor) -> Table4:
-    return Table4(_nibbles(blocks[:, 1:]), blocks[:, :1], E2M1)
+    return Table4(_nibbles(blocks[:, 1:]), blocks[:, :1], tuple(value + 0.0 for value in E2M1))  # -0.0 is 0.0 here
 
 
 IQ4 = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
+
+# Where a block has its float16 numbers: a scale, and beside it a minimum. MXFP4 begins with a power of two instead.
+HALVES: dict[str, tuple[int, ...]] = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,),
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+}  # fmt: skip
 
 _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "F32": lambda blocks: blocks.view(torch.float32),
