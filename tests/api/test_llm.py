@@ -376,11 +376,11 @@ import torch, quire.worker.worker as w
 def status(key): return int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 model = ModelInfo.open(EngineConfig.from_kwargs(dtype=sys.argv[1], max_model_len=512))
 __import__("quire.ops.packed_linear.cpu", fromlist=["x"]).supported()  # compiled before memory is counted
-before, peak, done = status("VmRSS"), 0, threading.Event()
+before, peak, done = status("RssAnon"), 0, threading.Event()
 def watch():
     global peak
     while not done.is_set():
-        peak = max(peak, status("VmRSS")); done.wait(0.002)
+        peak = max(peak, status("RssAnon")); done.wait(0.002)
 thread = threading.Thread(target=watch); thread.start()
 worker = w.Worker(model.config)
 done.set(); thread.join()
