@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.elementwise.reference import silu_mul
-from quire.ops.packed_linear import many_rows, words
+from quire.ops.packed_linear import many_rows, rows, tiles, words
 from quire.ops.packed_linear import triton as ops
 from quire.ops.packed_linear.forms import FLOAT8, Affine, Float8, Form, Table4
 
@@ -85,7 +85,7 @@ def inputs(w: words.WordWeight, num_rows: int, dtype: torch.dtype) -> tuple[Tens
     x = random(num_rows, w.k).to(DEVICE, dtype)
     if w.rounds is None:
         return x, x, {}
-    rounded, scales = many_rows.round_rows(x, w.rounds, w.input_scale)
+    rounded, scales = rows.round_rows(x, w.rounds, w.input_scale)
     expected, expected_scales = words.round_rows(x, w.rounds, w.input_scale)
     # The device divides by a row's largest number differently in the last bit: a code may be its neighbour.
     torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0)
@@ -130,18 +130,28 @@ def test_many_rows_equal_the_twin(name, num_rows):
     check(many_rows.linear(given, w, bias, **options), words.linear(x, w, bias))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", MANY_ROWS if HAS_GPU else (5,))
+@pytest.mark.parametrize("name", FORMS)
+def test_tiles_equal_the_twin(name, num_rows, dtype):
+    w = packed(name, n=256 if HAS_GPU else 20, k=480 if HAS_GPU else 192)
+    x, given, options = inputs(w, num_rows, dtype)
+    bias = random(w.n).to(DEVICE, dtype)
+    check(tiles.linear(given, w, bias, **options), words.linear(x, w, bias))
+
+
 def test_a_rows_rounding_does_not_depend_on_other_rows():
     x = random(4, 192).to(DEVICE)
     for rounds in ("float8 token", "float8 group", "int8 token"):
-        together, scales = many_rows.round_rows(x, rounds)
-        alone, scale = many_rows.round_rows(x[2:3].contiguous(), rounds)
+        together, scales = rows.round_rows(x, rounds)
+        alone, scale = rows.round_rows(x[2:3].contiguous(), rounds)
         assert torch.equal(together[2:3].float(), alone.float()) and torch.equal(scales[2:3], scale)
 
 
 def test_rounding_is_to_the_nearest_float8():
     values = torch.cat((torch.linspace(-448, 448, 1531), torch.linspace(-0.03, 0.03, 1733), torch.tensor([448.0])))
     values = values.to(DEVICE)[None]
-    found, scales = many_rows.round_rows(values, "float8 token")
+    found, scales = rows.round_rows(values, "float8 token")
     assert scales.item() == 1.0
     assert torch.equal(found.float(), values.to(FLOAT8).float())
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.ops.launch import capability, has_little_shared_memory, options, pdl, wait_turn
-from quire.ops.moe.triton_few import Tile, down_few, gate_up_few, gated, load_tile
+from quire.ops.moe.activation import gated
+from quire.ops.moe.triton_few import Tile, down_few, gate_up_few, load_tile
 
 # Bytes of weights that a program of few rows has in flight, in each of the two products.
 GATE_UP_BYTES, DOWN_BYTES = 16 << 10, 32 << 10

@@ -1,6 +1,6 @@
 """Experts for few rows: every assignment reads its own weights, as fast as memory allows.
 
-Called by `triton.py`, whose kernels for more rows share `gated` and `load_tile`. All weights of a program are being
+Called by `triton.py`, whose kernels for more rows share `load_tile`. All weights of a program are being
 loaded before its first product. Letters: as in `triton.py`.
 """
 
@@ -11,9 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.launch import wait_turn
-from quire.ops.moe import reference as twin
-
-ALPHA, LIMIT = tl.constexpr(twin.ALPHA), tl.constexpr(twin.LIMIT)
+from quire.ops.moe.activation import gated
 
 
 class Tile(NamedTuple):
@@ -89,20 +87,6 @@ def load_tile(ptrs, input_1K, J: tl.constexpr, BLOCK_K: tl.constexpr):
         return tl.load(ptrs)
     else:
         return tl.load(ptrs, input_1K < J, 0.0)
-
-
-@triton.jit
-def gated(gate, up, ACTIVATION: tl.constexpr):
-    """activation(gate) * up, in float32."""
-    if ACTIVATION == "silu":
-        return gate * tl.sigmoid(gate) * up
-    elif ACTIVATION == "gelu_pytorch_tanh":
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)  # sqrt(2 / pi)
-        return gate * tl.sigmoid(2.0 * inner) * up  # (1 + tanh(x)) / 2 is sigmoid(2 x)
-    else:
-        tl.static_assert(ACTIVATION == "clamped_swiglu")
-        gate = tl.minimum(gate, LIMIT)
-        return gate * tl.sigmoid(gate * ALPHA) * (tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0)
 
 
 @triton.jit

@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from quire.ops.launch import options, pdl, wait_turn
 from quire.ops.packed_linear.forms import FLOAT8
+from quire.ops.packed_linear.rows import rescale
 from quire.ops.packed_linear.triton import group_scale, power
-from quire.ops.packed_linear.words import GROUP_INPUTS, RUN, TINY, WordWeight, as_bytes
+from quire.ops.packed_linear.words import GROUP_INPUTS, RUN, WordWeight, as_bytes
 
-TINY_INPUT = tl.constexpr(TINY)
 INT8_MIN_ROWS = 17  # the library multiplies no fewer
 
 
@@ -77,137 +77,6 @@ def _block_product(codes_MK: Tensor, scales_MG: Tensor, w: WordWeight) -> Tensor
         raise ValueError("a weight without scales of blocks")
     by_column = scales_MG.T.contiguous().T
     return torch._scaled_mm(codes_MK, w.codes.T, by_column, block_scales.T, out_dtype=torch.bfloat16)[:M]
-
-
-# ---- rounding activations --------------------------------------------------------------------------------------------
-
-
-def round_rows(x_MK: Tensor, rounds: str, input_scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """As the twin: codes, and their scales [M, 1] or [M, groups]."""
-    M, K = x_MK.shape
-    is_int8 = rounds == "int8 token"
-    codes = torch.empty(M, K, dtype=torch.int8 if is_int8 else FLOAT8, device=x_MK.device)
-    block = GROUP_INPUTS if rounds == "float8 group" else triton.next_power_of_2(K)
-    num_groups = triton.cdiv(K, block)
-    scales = torch.empty(M, num_groups, dtype=torch.float32, device=x_MK.device)
-    dependent = pdl(x_MK)
-    _round_kernel[M, num_groups](
-        as_bytes(codes),
-        scales,
-        x_MK,
-        input_scale if rounds == "float8 static" else None,
-        x_MK.stride(0),
-        K=K,
-        IS_INT8=is_int8,
-        BLOCK=block,
-        PDL=dependent,
-        num_warps=min(16, max(1, block // 512)),
-        **options(dependent),
-    )
-    return codes, scales
-
-
-@triton.jit
-def _round_kernel(
-    codes_ptr,
-    scales_ptr,
-    x_ptr,
-    input_scale,
-    x_stride,
-    K: tl.constexpr,
-    IS_INT8: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """A program rounds a row, or a group of it."""
-    LARGEST: tl.constexpr = 127.0 if IS_INT8 else 448.0
-    wait_turn(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
-    if input_scale is None:
-        largest = tl.maximum(tl.max(tl.abs(x), 0), TINY_INPUT)
-    else:
-        largest = input_scale * LARGEST
-    scaled = x * tl.div_rn(LARGEST, largest)
-    scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
-    # Adding 1.5 * 2 ** 23 units leaves whole units, halves rounded to even.
-    if IS_INT8:
-        tl.store(codes_ptr + row * K + k, ((scaled + 12582912.0) - 12582912.0).to(tl.int8), mask=k < K)
-    else:
-        tl.store(codes_ptr + row * K + k, float8_bits(scaled), mask=k < K)
-    tl.store(scales_ptr + row * tl.num_programs(1) + tl.program_id(1), tl.div_rn(largest, LARGEST))
-
-
-@triton.jit
-def float8_bits(x):
-    """The bytes of the float8 (E4M3) nearest to each number, halves to even; Triton's interpreter would cut them."""
-    bits = x.to(tl.int32, bitcast=True)
-    sign = (bits >> 24) & 128
-    # Three bits of the mantissa remain; exponents begin 120 later.
-    normal = (bits & 0x7FFFFFFF) + 0x7FFFF + ((bits >> 20) & 1)
-    normal = (normal >> 20) - (120 << 3)
-    # Below 2 ** -6 the unit is 2 ** -9: adding 1.5 * 2 ** 23 units leaves whole ones.
-    small = ((tl.abs(x) + 24576.0).to(tl.int32, bitcast=True)) & 15
-    return (sign | tl.where(tl.abs(x) < 0.015625, small, normal)).to(tl.uint8)
-
-
-# ---- scales after the product ----------------------------------------------------------------------------------------
-
-
-def rescale(
-    y_MN: Tensor,
-    sums_MN: Tensor,
-    scales_M: Tensor | None,
-    outer_N: Tensor | None,
-    bias_N: Tensor | None,
-    dtype: torch.dtype,
-) -> None:
-    """y = sums * scales of rows * scales of outputs + bias, rounded to `dtype`, then converted to y's."""
-    M, N = y_MN.shape
-    block = min(1024, triton.next_power_of_2(N))
-    dependent = pdl(y_MN)
-    _rescale_kernel[M, triton.cdiv(N, block)](
-        y_MN,
-        sums_MN,
-        scales_M,
-        outer_N,
-        bias_N,
-        N=N,
-        IS_FLOAT32=dtype == torch.float32,
-        BLOCK=block,
-        PDL=dependent,
-        num_warps=4,
-        **options(dependent),
-    )
-
-
-@triton.jit
-def _rescale_kernel(
-    y_ptr,
-    sums_ptr,
-    scales_ptr,
-    outer_ptr,
-    bias_ptr,
-    N: tl.constexpr,
-    IS_FLOAT32: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    wait_turn(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = n < N
-    y = tl.load(sums_ptr + row * N + n, mask=inside, other=0).to(tl.float32)
-    if outer_ptr is not None:
-        y *= tl.load(outer_ptr + n, mask=inside, other=0.0)
-    if scales_ptr is not None:
-        y *= tl.load(scales_ptr + row)
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)
-    if not IS_FLOAT32:
-        y = y.to(tl.bfloat16)
-    tl.store(y_ptr + row * N + n, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 # ---- unpacking -------------------------------------------------------------------------------------------------------

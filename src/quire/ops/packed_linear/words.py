@@ -1,16 +1,18 @@
 """Packed weights for GPUs in plain torch: their layout, how forms are brought into it, and the product.
 
-Twin of `ops/packed_linear/triton.py` and `many_rows.py`. Called by tests, as the oracle, and by `quant/kept/triton.py`
-for packing. Knows forms and tensors only.
+Twin of `triton.py`, `tiles.py` and `many_rows.py`. Called by tests, as the oracle, and by `quant/kept/triton.py` for
+packing. Knows forms and tensors only.
 
 Codes are stored in one of two ways. Where activations are rounded to 8 bits too, codes are bytes in order of inputs, as
-the library's products want them. Otherwise they are 32-bit words of several planes: with 4 bits, 32 inputs are 4
-words, whose lowest four bits (plane 0) are inputs 0 to 3, the next four bits (plane 1) inputs 4 to 7, and so on. So a
-plane of four words, which one thread loads at once, multiplies four neighbouring inputs: nothing is interleaved.
+the library's products want them. Otherwise they are 32-bit words of several planes: with 4 bits, 128 inputs are a run
+of 16 words, whose lowest four bits (plane 0) are inputs 0 to 15, the next four bits (plane 1) inputs 16 to 31, and so
+on. So a plane of four words, which one thread loads at once, multiplies four neighbouring inputs; and a plane of a
+run, as it lies in registers, is what tensor cores take for 16 inputs. The last run is filled up with zeros.
 
 Shape letters: M rows, N outputs, K inputs, G groups of inputs that share a scale, W words (or bytes) of a row.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,7 +30,7 @@ from quire.ops.packed_linear.forms import (
     float_scales,
 )
 
-RUN = 4  # neighbouring words, and neighbouring inputs of one plane
+RUN = 16  # neighbouring words, and neighbouring inputs of one plane
 TINY = 1e-30  # the least that a row's largest number counts as, so that a row of zeros has a scale
 GROUP_INPUTS = 128  # that share a scale of activations, with the rounding "float8 group"
 
@@ -63,6 +65,12 @@ class WordWeight:
         """Codes of a word; 1: codes are bytes."""
         return 32 // self.bits if self.codes.dtype == torch.int32 else 1
 
+    @property
+    def set_inputs(self) -> int:
+        """Of a run's inputs, so many neighbours at least have one scale."""
+        run_inputs = RUN * self.planes
+        return run_inputs if self.group >= self.k else math.gcd(run_inputs, self.group)
+
     def codes_NK(self) -> Tensor:
         """The codes in the order of columns, one per element."""
         if self.kind == "int8":
@@ -71,7 +79,7 @@ class WordWeight:
             return self.codes
         shifts = torch.arange(0, 32, self.bits, dtype=torch.int32, device=self.codes.device)
         fields = self.codes.view(self.n, -1, 1, RUN) >> shifts[:, None]
-        codes = (fields & 2**self.bits - 1).to(torch.uint8).reshape(self.n, self.k)
+        codes = (fields & 2**self.bits - 1).to(torch.uint8).reshape(self.n, -1)[:, : self.k].contiguous()
         return codes.view(FLOAT8) if self.kind == "e4m3" else codes
 
     def numbers(self) -> Tensor:
@@ -152,11 +160,11 @@ def _one_level(scales: Tensor | TwoLevel) -> Tensor:
 def _words(codes_NK: Tensor, bits: int) -> Tensor:
     """Codes in words, plane by plane."""
     n, k = codes_NK.shape
-    planes = codes_NK.view(n, -1, 32 // bits, RUN).int()
+    planes = functional.pad(codes_NK, (0, -k % (RUN * 32 // bits))).view(n, -1, 32 // bits, RUN)
     words = torch.zeros(n, planes.shape[1], RUN, dtype=torch.int32, device=codes_NK.device)
     for plane in range(32 // bits):
-        words |= planes[:, :, plane] << bits * plane
-    return words.view(n, k * bits // 32)
+        words |= planes[:, :, plane].int() << bits * plane
+    return words.view(n, -1)
 
 
 def joinable(first: WordWeight, second: WordWeight) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import UnsupportedModelError
-from quire.ops.packed_linear import many_rows, words
+from quire.ops.packed_linear import many_rows, rows, words
 from quire.ops.packed_linear import triton as kernels
 from quire.ops.packed_linear.forms import Blocks, Form, Plain, weight_only
 from quire.quant.base import Part, Quantized, Reader, runs_of
@@ -101,7 +101,7 @@ def _rounded(x: Tensor, w: words.WordWeight) -> tuple[Tensor, dict[str, Any]]:
     """The inputs as the weight wants them, and what else its product needs to know of them."""
     if w.rounds is None:
         return x, {}
-    codes, scales = many_rows.round_rows(x, w.rounds, w.input_scale)
+    codes, scales = rows.round_rows(x, w.rounds, w.input_scale)
     return codes, {"scales": scales, "dtype": x.dtype}
 
 

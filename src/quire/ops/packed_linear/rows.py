@@ -1,0 +1,194 @@
+"""What rows go through before and after products with packed weights on GPUs, in Triton.
+
+Called by `quant/kept/triton.py`, `tiles.py` and `many_rows.py`; twin of the rounding: `words.py`. Knows tensors only.
+
+Shape letters: M rows, N outputs, K inputs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.launch import options, pdl, wait_turn
+from quire.ops.packed_linear.forms import FLOAT8
+from quire.ops.packed_linear.words import GROUP_INPUTS, TINY, as_bytes
+
+TINY_INPUT = tl.constexpr(TINY)
+
+
+# ---- rounding activations --------------------------------------------------------------------------------------------
+
+
+def round_rows(x_MK: Tensor, rounds: str, input_scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """As the twin: codes, and their scales [M, 1] or [M, groups]."""
+    M, K = x_MK.shape
+    is_int8 = rounds == "int8 token"
+    codes = torch.empty(M, K, dtype=torch.int8 if is_int8 else FLOAT8, device=x_MK.device)
+    block = GROUP_INPUTS if rounds == "float8 group" else triton.next_power_of_2(K)
+    num_groups = triton.cdiv(K, block)
+    scales = torch.empty(M, num_groups, dtype=torch.float32, device=x_MK.device)
+    dependent = pdl(x_MK)
+    _round_kernel[M, num_groups](
+        as_bytes(codes),
+        scales,
+        x_MK,
+        input_scale if rounds == "float8 static" else None,
+        x_MK.stride(0),
+        K=K,
+        IS_INT8=is_int8,
+        BLOCK=block,
+        PDL=dependent,
+        num_warps=min(16, max(1, block // 512)),
+        **options(dependent),
+    )
+    return codes, scales
+
+
+@triton.jit
+def _round_kernel(
+    codes_ptr,
+    scales_ptr,
+    x_ptr,
+    input_scale,
+    x_stride,
+    K: tl.constexpr,
+    IS_INT8: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program rounds a row, or a group of it."""
+    LARGEST: tl.constexpr = 127.0 if IS_INT8 else 448.0
+    wait_turn(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
+    if input_scale is None:
+        largest = tl.maximum(tl.max(tl.abs(x), 0), TINY_INPUT)
+    else:
+        largest = input_scale * LARGEST
+    scaled = x * tl.div_rn(LARGEST, largest)
+    scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
+    # Adding 1.5 * 2 ** 23 units leaves whole units, halves rounded to even.
+    if IS_INT8:
+        tl.store(codes_ptr + row * K + k, ((scaled + 12582912.0) - 12582912.0).to(tl.int8), mask=k < K)
+    else:
+        tl.store(codes_ptr + row * K + k, float8_bits(scaled), mask=k < K)
+    tl.store(scales_ptr + row * tl.num_programs(1) + tl.program_id(1), tl.div_rn(largest, LARGEST))
+
+
+@triton.jit
+def float8_bits(x):
+    """The bytes of the float8 (E4M3) nearest to each number, halves to even; Triton's interpreter would cut them."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 128
+    # Three bits of the mantissa remain; exponents begin 120 later.
+    normal = (bits & 0x7FFFFFFF) + 0x7FFFF + ((bits >> 20) & 1)
+    normal = (normal >> 20) - (120 << 3)
+    # Below 2 ** -6 the unit is 2 ** -9: adding 1.5 * 2 ** 23 units leaves whole ones.
+    small = ((tl.abs(x) + 24576.0).to(tl.int32, bitcast=True)) & 15
+    return (sign | tl.where(tl.abs(x) < 0.015625, small, normal)).to(tl.uint8)
+
+
+# ---- sums of inputs --------------------------------------------------------------------------------------------------
+
+
+def sum_sets(x_MK: Tensor, set_inputs: int) -> Tensor:
+    """float32 [M, sets]: the sum of every `set_inputs` neighbouring inputs, a power of two."""
+    M, K = x_MK.shape
+    num_sets = triton.cdiv(K, set_inputs)
+    sums = torch.empty(M, num_sets, dtype=torch.float32, device=x_MK.device)
+    block = max(set_inputs, min(2048, triton.next_power_of_2(K)))
+    dependent = pdl(x_MK)
+    _sums_kernel[M, triton.cdiv(K, block)](
+        sums,
+        x_MK,
+        K=K,
+        NUM_SETS=num_sets,
+        SET=set_inputs,
+        BLOCK=block,
+        PDL=dependent,
+        num_warps=4,
+        **options(dependent),
+    )
+    return sums
+
+
+@triton.jit
+def _sums_kernel(
+    sums_ptr, x_ptr, K: tl.constexpr, NUM_SETS: tl.constexpr, SET: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    wait_turn(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+    sums = tl.sum(tl.reshape(x, (BLOCK // SET, SET)), 1)
+    place = tl.program_id(1) * (BLOCK // SET) + tl.arange(0, BLOCK // SET)
+    tl.store(sums_ptr + row * NUM_SETS + place, sums, mask=place < NUM_SETS)
+
+
+# ---- scales after the product ----------------------------------------------------------------------------------------
+
+
+def rescale(
+    y_MN: Tensor,
+    sums_MN: Tensor,
+    scales_M: Tensor | None,
+    outer_N: Tensor | None,
+    bias_N: Tensor | None,
+    dtype: torch.dtype,
+) -> None:
+    """y = sums * scales of rows * scales of outputs + bias, rounded to `dtype`, then converted to y's.
+
+    Sums may be of parts, [P, M, N], which are added up first.
+    """
+    M, N = y_MN.shape
+    block = min(1024, triton.next_power_of_2(N))
+    dependent = pdl(y_MN)
+    _rescale_kernel[M, triton.cdiv(N, block)](
+        y_MN,
+        sums_MN,
+        scales_M,
+        outer_N,
+        bias_N,
+        M,
+        N=N,
+        PARTS=sums_MN.shape[0] if sums_MN.dim() == 3 else 1,
+        IS_FLOAT32=dtype == torch.float32,
+        BLOCK=block,
+        PDL=dependent,
+        num_warps=4,
+        **options(dependent),
+    )
+
+
+@triton.jit
+def _rescale_kernel(
+    y_ptr,
+    sums_ptr,
+    scales_ptr,
+    outer_ptr,
+    bias_ptr,
+    M,
+    N: tl.constexpr,
+    PARTS: tl.constexpr,
+    IS_FLOAT32: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_turn(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < N
+    y = tl.load(sums_ptr + row * N + n, mask=inside, other=0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        y += tl.load(sums_ptr + (part * M + row) * N + n, mask=inside, other=0.0)
+    if outer_ptr is not None:
+        y *= tl.load(outer_ptr + n, mask=inside, other=0.0)
+    if scales_ptr is not None:
+        y *= tl.load(scales_ptr + row)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)
+    if not IS_FLOAT32:
+        y = y.to(tl.bfloat16)
+    tl.store(y_ptr + row * N + n, y.to(y_ptr.dtype.element_ty), mask=inside)

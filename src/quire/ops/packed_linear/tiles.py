@@ -1,0 +1,370 @@
+"""Products of packed weights with more than a few rows on GPUs, in tiles, on tensor cores; twin: `words.py`.
+
+Called by `quant/kept/triton.py` for linear layers and by `ops/moe/triton.py` for experts, whose rows were sorted by
+expert before. Knows tensors only. Weights are decoded in registers and are the left operand, of which tensor cores
+want 64 rows. Scales multiply the sums of a group, not weights; what a group's minimum and the code of zero contribute
+is taken from the sum of its inputs (`sum_sets`). Few outputs with many inputs are cut along their inputs, too, and the
+parts added up in order by `rescale`.
+
+Shape letters: M rows, N outputs, K inputs, G groups, W words (or bytes) of a row of codes, S inputs that share a scale.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops.launch import INTERPRETED, has_little_shared_memory, num_multiprocessors, options, pdl, wait_turn
+from quire.ops.moe.activation import gated
+from quire.ops.packed_linear.decode import decode, joined
+from quire.ops.packed_linear.rows import rescale, sum_sets
+from quire.ops.packed_linear.triton import group_scale
+from quire.ops.packed_linear.words import GROUP_INPUTS, RUN, WordWeight, as_bytes
+
+BYTES = 128  # codes of a row that are multiplied at once, if codes are bytes
+MAX_SPLITS = 8
+
+
+class Tile(NamedTuple):
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+class Rows(NamedTuple):
+    """Which rows of x an expert multiplies: tiles of rows sorted by expert (`Plan` of `ops/moe/triton.py`)."""
+
+    order: Tensor
+    tiles: Tensor
+    max_tiles: int
+    top_k: int
+    reads_tokens: bool  # rows of x are tokens, those of y sorted; otherwise the reverse
+
+
+def cut(num_rows: int, dtype: torch.dtype, is_gated: bool = False) -> Tile:
+    """For so many rows of a weight."""
+    if dtype == torch.float32:  # for exactness: no tensor cores, speed does not matter
+        return Tile(16, 32, 4, 2)
+    largest = 64 if has_little_shared_memory() else 128
+    block_m = min(max(16, triton.next_power_of_2(num_rows)), largest)
+    if block_m == 128:
+        return Tile(128, 64 if is_gated else 128, 8, 3)
+    return Tile(block_m, 64, 4, 4)
+
+
+def linear(
+    x_MK: Tensor,
+    w: WordWeight,
+    bias_N: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """As `triton.linear`."""
+    dtype = dtype or x_MK.dtype
+    if w.order_K is not None:
+        x_MK = x_MK.index_select(1, w.order_K)
+    tile = tile or cut(len(x_MK), dtype)
+    y_MN = torch.empty(len(x_MK), w.n, dtype=out_dtype or dtype, device=x_MK.device)
+    splits = _num_splits(x_MK, w, tile)
+    if splits == 1:
+        multiply(y_MN, x_MK, scales, w, bias_N, tile, dtype=dtype)
+        return y_MN
+    sums_SMN = torch.empty(splits, *y_MN.shape, dtype=torch.float32, device=x_MK.device)
+    multiply(sums_SMN, x_MK, scales, w, None, tile, dtype=dtype, splits=splits)
+    row_scales = scales if scales is not None and scales.shape[1] == 1 else None
+    rescale(y_MN, sums_SMN, row_scales, w.outer_N, bias_N, dtype)
+    return y_MN
+
+
+def _num_splits(x_MK: Tensor, w: WordWeight, tile: Tile) -> int:
+    """Enough for two programs on each multiprocessor, each with a few thousand inputs' worth of work."""
+    num_tiles = triton.cdiv(len(x_MK), tile.block_m) * triton.cdiv(w.n, tile.block_n)
+    wanted = 2 * num_multiprocessors(x_MK) // num_tiles
+    return max(1, min(MAX_SPLITS, wanted, w.k // 1024))
+
+
+def multiply(
+    y: Tensor,
+    x: Tensor,
+    scales: Tensor | None,
+    w: WordWeight,
+    bias: Tensor | None,
+    tile: Tile,
+    *,
+    dtype: torch.dtype,
+    rows: Rows | None = None,
+    num_experts: int = 1,
+    activation: str | None = None,
+    splits: int = 1,
+) -> None:
+    """One product. With `activation` the two halves of a weight's (or of an expert's) outputs are gate and up.
+
+    With `splits` y are the sums of each part of the inputs, without what `rescale` multiplies and adds.
+    """
+    M = y.shape[-2]
+    N = w.n // num_experts // (2 if activation else 1)
+    num_tiles = triton.cdiv(M, tile.block_m) if rows is None else rows.max_tiles
+    on_card = x.is_cuda or not INTERPRETED
+    set_inputs = w.set_inputs if w.planes > 1 else min(w.group, BYTES)
+    dependent = pdl(x)
+    _tiles_kernel[num_tiles * triton.cdiv(N, tile.block_n), splits](
+        y,
+        as_bytes(x),
+        scales,
+        sum_sets(x, set_inputs) if w.kind == "affine" else None,
+        as_bytes(w.codes),
+        w.scales_NG,
+        w.mins_NG,
+        w.outer_N,
+        w.table,
+        bias,
+        None if rows is None else rows.order,
+        None if rows is None else rows.tiles,
+        M,
+        N=N,
+        K=w.k,
+        W=w.codes.shape[1],
+        KIND=w.kind,
+        BITS=w.bits,
+        PLANES=w.planes,
+        SET=set_inputs,
+        GROUP=w.group,
+        ROWS=w.rows,
+        OFFSET=w.zero + (128 if w.bits == 4 else 0),
+        X_GROUPS=0 if scales is None else scales.shape[1],
+        X_GROUP=GROUP_INPUTS,
+        TOP_K=rows.top_k if rows else 1,
+        READS_TOKENS=rows is not None and rows.reads_tokens,
+        ACTIVATION=activation,
+        IS_FLOAT32=dtype == torch.float32,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        RUN=RUN if w.planes > 1 else BYTES,
+        ON_CARD=on_card and dtype != torch.float32,
+        PDL=dependent,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **options(dependent),
+    )
+
+
+@triton.jit
+def _tiles_kernel(  # noqa: C901
+    y_ptr,
+    x_ptr,
+    x_scales_ptr,
+    x_sums_ptr,
+    codes_ptr,
+    scales_ptr,
+    mins_ptr,
+    outer_ptr,
+    table_ptr,
+    bias_ptr,
+    order_ptr,
+    tiles_ptr,
+    M,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    W: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    PLANES: tl.constexpr,
+    SET: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    X_GROUPS: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    TOP_K: tl.constexpr,
+    READS_TOKENS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    IS_FLOAT32: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    RUN: tl.constexpr,
+    ON_CARD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program has BLOCK_N outputs of one tile's rows, of all inputs or one part of them."""
+    COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    HALVES: tl.constexpr = 1 if ACTIVATION is None else 2
+    SETS: tl.constexpr = RUN * PLANES // SET
+    NUM_RUNS: tl.constexpr = (W + RUN - 1) // RUN
+    G: tl.constexpr = (K + GROUP - 1) // GROUP
+    SCALED: tl.constexpr = scales_ptr is not None or X_GROUPS > 1
+    wait_turn(PDL)
+    expert = tl.zeros((), tl.int64)
+    if order_ptr is None:
+        num_tiles = (M + BLOCK_M - 1) // BLOCK_M  # neighbours have the same weights
+        column = tl.program_id(0) // num_tiles
+        place_M = tl.program_id(0) % num_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+        inside_M = place_M < M
+        place_M = tl.minimum(place_M, M - 1).to(tl.int64)
+        from_M = place_M
+        to_M = place_M
+    else:  # neighbours have the same rows
+        tile = tl.program_id(0) // COLUMNS
+        column = tl.program_id(0) % COLUMNS
+        if tile >= tl.load(tiles_ptr):
+            return
+        expert = tl.load(tiles_ptr + 1 + 3 * tile).to(tl.int64)
+        place_M = tl.load(tiles_ptr + 2 + 3 * tile) + tl.arange(0, BLOCK_M)
+        end = tl.load(tiles_ptr + 3 + 3 * tile)
+        inside_M = place_M < end
+        place_M = tl.minimum(place_M, end - 1)
+        assignment_M = tl.load(order_ptr + place_M)
+        from_M = (assignment_M // TOP_K if READS_TOKENS else place_M).to(tl.int64)
+        to_M = (place_M if READS_TOKENS else assignment_M).to(tl.int64)
+    n_N = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_N = expert * (HALVES * N) + tl.minimum(n_N, N - 1)  # past the end the last one again: no mask is needed
+    runs = (NUM_RUNS + tl.num_programs(1) - 1) // tl.num_programs(1)
+    first = tl.program_id(1) * runs
+    w_W = tl.arange(0, RUN)
+    k_S = tl.arange(0, SET)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.int32 if KIND == "int8" else tl.float32)
+    acc_up = acc
+    for run in range(first, tl.minimum(first + runs, NUM_RUNS)):
+        words = _load_codes(codes_ptr + row_N[:, None] * W, run * RUN + w_W[None, :], W, RUN)
+        planes = _values(words, table_ptr, KIND, BITS, PLANES, ON_CARD)
+        if HALVES == 2:
+            words_up = _load_codes(codes_ptr + (row_N + N)[:, None] * W, run * RUN + w_W[None, :], W, RUN)
+            planes_up = _values(words_up, table_ptr, KIND, BITS, PLANES, ON_CARD)
+        for set in tl.static_range(SETS):
+            first_input = run * (RUN * PLANES) + set * SET
+            x_MS = _load_inputs(x_ptr + from_M[:, None] * K, first_input + k_S[None, :], K, RUN * PLANES)
+            x_MS = _as_operand(x_MS, KIND, PLANES, ON_CARD, IS_FLOAT32)
+            input = tl.minimum(first_input, K - 1)
+            x_scale_M = 1.0
+            if X_GROUPS > 1:
+                x_scale_M = tl.load(x_scales_ptr + from_M * X_GROUPS + input // X_GROUP)
+            sums_M = 0.0
+            if x_sums_ptr is not None:
+                is_there_M = (from_M >= 0) & (first_input < K)
+                sums_M = tl.load(x_sums_ptr + from_M * ((K + SET - 1) // SET) + input // SET, is_there_M, 0.0)
+            values = _set_values(planes, set, SETS, PLANES, ON_CARD, IS_FLOAT32)
+            acc = _add(acc, values, x_MS, x_scale_M, sums_M, scales_ptr, mins_ptr, row_N // ROWS * G + input // GROUP,
+                       KIND, OFFSET, SCALED, X_GROUPS)  # fmt: skip
+            if HALVES == 2:
+                values = _set_values(planes_up, set, SETS, PLANES, ON_CARD, IS_FLOAT32)
+                place_N = (row_N + N) // ROWS * G + input // GROUP
+                acc_up = _add(acc_up, values, x_MS, x_scale_M, sums_M, scales_ptr, mins_ptr, place_N,
+                              KIND, OFFSET, SCALED, X_GROUPS)  # fmt: skip
+
+    inside_MN = inside_M[:, None] & (n_N < N)[None, :]
+    if tl.num_programs(1) > 1:  # parts, in float32
+        part_ptr = y_ptr + tl.program_id(1).to(tl.int64) * M * N
+        tl.store(part_ptr + to_M[:, None] * N + n_N[None, :], tl.trans(acc.to(tl.float32)), inside_MN)
+    else:
+        x_scale_M = 1.0
+        if X_GROUPS == 1:
+            x_scale_M = tl.load(x_scales_ptr + from_M)
+        y_NM = _finish(acc, x_scale_M, outer_ptr, bias_ptr, row_N, X_GROUPS)
+        if HALVES == 2:
+            up_NM = _finish(acc_up, x_scale_M, outer_ptr, bias_ptr, row_N + N, X_GROUPS)
+            y_NM = gated(y_NM, up_NM, ACTIVATION)
+        if not IS_FLOAT32:
+            y_NM = y_NM.to(tl.bfloat16)
+        tl.store(y_ptr + to_M[:, None] * N + n_N[None, :], tl.trans(y_NM).to(y_ptr.dtype.element_ty), inside_MN)
+
+
+@triton.jit
+def _load_codes(row_ptrs, w_1W, W: tl.constexpr, RUN: tl.constexpr):
+    if W % RUN == 0:
+        return tl.load(row_ptrs + w_1W)
+    else:
+        return tl.load(row_ptrs + w_1W, mask=w_1W < W, other=0)
+
+
+@triton.jit
+def _load_inputs(row_ptrs, k_1S, K: tl.constexpr, RUN_INPUTS: tl.constexpr):
+    if K % RUN_INPUTS == 0:
+        return tl.load(row_ptrs + k_1S)
+    else:
+        return tl.load(row_ptrs + k_1S, mask=k_1S < K, other=0)
+
+
+@triton.jit
+def _values(codes, table_ptr, KIND: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, ON_CARD: tl.constexpr):
+    """The planes of a tile of words; bytes are one plane, and stay as they are."""
+    if PLANES == 1:
+        return (_as_operand(codes, KIND, PLANES, ON_CARD, False),)
+    else:
+        return decode(codes, table_ptr, KIND, BITS, ON_CARD)
+
+
+@triton.jit
+def _as_operand(x, KIND: tl.constexpr, PLANES: tl.constexpr, ON_CARD: tl.constexpr, IS_FLOAT32: tl.constexpr):
+    """Codes in bytes as the numbers that they are; the interpreter multiplies them in float32. Others unchanged."""
+    if PLANES == 1 and KIND == "e4m3":
+        x = x.to(tl.float8e4nv, bitcast=True)
+    elif PLANES == 1:
+        x = x.to(tl.int8, bitcast=True)
+    if not ON_CARD and not (PLANES == 1 and KIND == "int8"):
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def _set_values(
+    planes, set: tl.constexpr, SETS: tl.constexpr, PLANES: tl.constexpr, ON_CARD: tl.constexpr, IS_FLOAT32: tl.constexpr
+):
+    if PLANES == 1:
+        return planes[0]
+    else:
+        values = joined(planes, set * (PLANES // SETS), PLANES // SETS)
+        if ON_CARD:
+            values = values.to(tl.bfloat16)
+        return values
+
+
+@triton.jit
+def _add(
+    acc,
+    values_NS,
+    x_MS,
+    x_scale_M,
+    sums_M,
+    scales_ptr,
+    mins_ptr,
+    place_N,
+    KIND: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SCALED: tl.constexpr,
+    X_GROUPS: tl.constexpr,
+):
+    """acc and the product of a set: codes times inputs, scaled; and what zero's code and minimums contribute."""
+    if KIND == "int8":
+        return tl.dot(values_NS, tl.trans(x_MS), acc, out_dtype=tl.int32)
+    elif not SCALED and KIND != "affine" and KIND != "e4m3":
+        return tl.dot(values_NS, tl.trans(x_MS), acc, input_precision="ieee")
+    else:
+        # Sums of float8 on tensor cores are kept short, since they are added with fewer bits.
+        part = tl.dot(values_NS, tl.trans(x_MS), input_precision="ieee")
+        scale_N = tl.full(place_N.shape, 1.0, tl.float32) if scales_ptr is None else group_scale(scales_ptr + place_N)
+        if X_GROUPS > 1:
+            part *= x_scale_M[None, :]
+        acc += scale_N[:, None] * part
+        if KIND == "affine":
+            shift_N = -OFFSET * scale_N
+            if mins_ptr is not None:
+                shift_N += tl.load(mins_ptr + place_N)
+            acc += shift_N[:, None] * sums_M[None, :]
+        return acc
+
+
+@triton.jit
+def _finish(acc, x_scale_M, outer_ptr, bias_ptr, row_N, X_GROUPS: tl.constexpr):
+    y_NM = acc.to(tl.float32)
+    if outer_ptr is not None:
+        y_NM *= tl.load(outer_ptr + row_N)[:, None]
+    if X_GROUPS == 1:
+        y_NM *= x_scale_M[None, :]
+    if bias_ptr is not None:
+        y_NM += tl.load(bias_ptr + row_N).to(tl.float32)[:, None]
+    return y_NM
