@@ -7,7 +7,6 @@ import torch
 from tests.ops.test_offsets import FAR, NO_RESERVE, Rows
 from torch import Tensor
 
-from quire.ops.launch import options, pdl
 from quire.ops.moe import reference as twin
 from quire.ops.moe import triton as moe
 from quire.ops.moe.triton import Config, Tile
@@ -256,9 +255,8 @@ def test_experts_past_2_to_the_31_elements_are_found(few: bool) -> None:
         tile = Tile(64, 64, 4, 2)
         plan.tiles[1::3] += num_experts - 2
         h, y = x.new_empty(2, F), x.new_empty(2, D)
-        constants = dict(ACTIVATION="silu", TOP_K=2, PDL=pdl(x), **options(pdl(x)))
-        moe._grouped(h, x, gate_up, None, plan, tile, GATED=True, **constants)
-        moe._grouped(y, h, down, None, plan, tile, GATED=False, **constants)
+        moe._grouped(h, x, gate_up, None, plan, tile, 2, "silu")
+        moe._grouped(y, h, down, None, plan, tile, 2)
         found = (weights @ y.float()).to(x.dtype)
     expected = twin.experts(x, weights, ids, last_gate_up, last_down)
     tolerance = TOLERANCE[DTYPES[1]]

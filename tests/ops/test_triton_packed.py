@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from quire.ops.elementwise.reference import silu_mul
+from quire.ops.moe import reference as experts_twin
+from quire.ops.moe import triton as moe
 from quire.ops.packed_linear import many_rows, rows, tiles, words
 from quire.ops.packed_linear import triton as ops
 from quire.ops.packed_linear.forms import FLOAT8, Affine, Float8, Form, Table4
@@ -23,6 +25,7 @@ def random(*shape: int) -> Tensor:
 
 
 GENERATOR = torch.Generator().manual_seed(0)
+TABLE = tuple(random(16).tolist())
 
 
 def codes(n: int, k: int, bits: int) -> Tensor:
@@ -53,7 +56,7 @@ FORMS = {
     "int8 for int8": lambda n, k: Affine(codes(n, k, 8), small_scales(n, 1), 8, 128, rounds="int8 token"),
     "mxfp4": lambda n, k: Table4(codes(n, k, 4), codes(n, k // 32, 2) + 118),
     "nvfp4": lambda n, k: Table4(codes(n, k, 4), random(n, k // 16).abs().to(FLOAT8), outer_N=random(n).abs()),
-    "a table": lambda n, k: Table4(codes(n, k, 4), random(n, k // 64).abs(), tuple(random(16).tolist())),
+    "a table": lambda n, k: Table4(codes(n, k, 4), random(n, k // 64).abs(), TABLE),
     "float8": lambda n, k: float8(n, k, None),
     "float8 for float8": lambda n, k: float8(n, k, "float8 token"),
     "float8, static": lambda n, k: float8(n, k, "float8 static"),
@@ -77,7 +80,7 @@ def few_programs(monkeypatch):
     """The interpreter takes long for each program."""
     cut = ops.cut
     if not HAS_GPU:
-        monkeypatch.setattr(ops, "cut", lambda *args: (16, *cut(*args)[1:]))
+        monkeypatch.setattr(ops, "cut", lambda *args: (64, *cut(*args)[1:]))
 
 
 def inputs(w: words.WordWeight, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict]:
@@ -138,6 +141,29 @@ def test_tiles_equal_the_twin(name, num_rows, dtype):
     x, given, options = inputs(w, num_rows, dtype)
     bias = random(w.n).to(DEVICE, dtype)
     check(tiles.linear(given, w, bias, **options), words.linear(x, w, bias))
+
+
+@pytest.mark.parametrize("num_rows", [2, 9])
+@pytest.mark.parametrize("name", [name for name in FORMS if name != "4 bits, ordered"])
+def test_experts_equal_the_twin(name, num_rows, few_programs):
+    """Few rows read weights for each of their experts, more are sorted by expert first."""
+    num_experts, top_k = 4, 2
+    D, F = (256, 128) if "blocks" in name else (192, 64)
+    gate_up = [packed(name, 2 * F, D) for _ in range(num_experts)]
+    down = [packed(name, D, F) for _ in range(num_experts)]
+    x = random(num_rows, D).to(DEVICE)
+    ids = torch.stack([torch.randperm(num_experts, generator=GENERATOR)[:top_k] for _ in range(num_rows)])
+    weights = random(num_rows, top_k).abs().to(DEVICE)
+    options = {
+        "activation": "clamped_swiglu",
+        "gate_up_bias_E2F": random(num_experts, 2 * F).to(DEVICE),
+        "down_bias_ED": random(num_experts, D).to(DEVICE),
+        "added_TD": random(num_rows, D).to(DEVICE),
+    }
+    given = [words.ExpertWords(words.concat(matrices), num_experts) for matrices in (gate_up, down)]
+    found = moe.experts(x, weights, ids.int().to(DEVICE), *given, **options)
+    expected = experts_twin.experts(x, weights, ids.to(DEVICE), gate_up, down, multiply=words.linear, **options)
+    check(found, expected)
 
 
 def test_a_rows_rounding_does_not_depend_on_other_rows():

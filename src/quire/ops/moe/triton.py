@@ -5,14 +5,15 @@ alone, so that a step can be recorded. No sum is made with atomics: the same inp
 
 An assignment is a pair of a token and one of its experts. With few rows, every assignment reads its own weights, as
 fast as memory allows, in two launches. With more, assignments are sorted by expert, each expert's rows are multiplied
-in tiles of `block_m`, and the results of a token's experts are added up, in their order.
+in tiles of `block_m`, and the results of a token's experts are added up, in their order. Packed weights have kernels of
+their own for the products (`ops/packed_linear`).
 
 Shape letters: T tokens, K experts of a token, A = T * K assignments (a is of token a // K, to its expert number a % K),
 E experts, D hidden size, F width of an expert; of one product M rows, N outputs, J inputs; in the sorting kernels B
 bins (E rounded up to a power of two), C assignments at a time, P parts.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,6 +24,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.ops.launch import capability, has_little_shared_memory, options, pdl, wait_turn
 from quire.ops.moe.activation import gated
 from quire.ops.moe.triton_few import Tile, down_few, gate_up_few, load_tile
+from quire.ops.packed_linear import tiles
+from quire.ops.packed_linear.rows import round_inputs
+from quire.ops.packed_linear.triton import Assigned, down_experts, gate_up_experts
+from quire.ops.packed_linear.words import ExpertWords
 
 # Bytes of weights that a program of few rows has in flight, in each of the two products.
 GATE_UP_BYTES, DOWN_BYTES = 16 << 10, 32 << 10
@@ -83,8 +88,8 @@ def experts(
     x_TD: Tensor,
     weights_TK: Tensor,
     expert_ids_TK: Tensor,
-    gate_up_E2FD: Tensor,
-    down_EDF: Tensor,
+    gate_up_E2FD: Tensor | ExpertWords,
+    down_EDF: Tensor | ExpertWords,
     *,
     activation: str = "silu",
     gate_up_bias_E2F: Tensor | None = None,
@@ -93,27 +98,71 @@ def experts(
     cut: Config | None = None,
 ) -> Tensor:
     """As the twin. All tensors are contiguous."""
-    (T, D), K, (E, _, F) = x_TD.shape, weights_TK.shape[1], down_EDF.shape
-    out_TD = torch.empty(T, D, dtype=x_TD.dtype, device=x_TD.device)
+    (T, D), K = x_TD.shape, weights_TK.shape[1]
     if not T:
-        return out_TD
+        return torch.empty_like(x_TD)
+    if isinstance(gate_up_E2FD, ExpertWords):
+        E, F = gate_up_E2FD.num_experts, gate_up_E2FD.num_outputs // 2
+    else:
+        E, F = gate_up_E2FD.shape[0], gate_up_E2FD.shape[1] // 2
     cut = cut or config(T, K, E, D, F, x_TD.dtype)
-    h_AF = torch.empty(T * K, F, dtype=x_TD.dtype, device=x_TD.device)
-    common = dict(TOP_K=K, PDL=pdl(x_TD), **options(pdl(x_TD)))
     if not cut.block_m:
-        flags = {"ACTIVATION": activation, **common}
-        gate_up_few(h_AF, x_TD, expert_ids_TK, gate_up_E2FD, gate_up_bias_E2F, cut.gate_up, **flags)
-        down_few(out_TD, h_AF, weights_TK, expert_ids_TK, down_EDF, down_bias_ED, added_TD, cut.down, **common)
-        return out_TD
+        to = Assigned(expert_ids_TK, weights_TK, E)
+        h_AF = _gate_up_few(x_TD, gate_up_E2FD, gate_up_bias_E2F, to, activation, cut.gate_up)
+        return _down_few(h_AF, down_EDF, down_bias_ED, to, added_TD, cut.down)
     plan = sort_by_expert(expert_ids_TK, E, cut.block_m)
+    h_AF = torch.empty(T * K, F, dtype=x_TD.dtype, device=x_TD.device)
+    _grouped(h_AF, x_TD, gate_up_E2FD, gate_up_bias_E2F, plan, cut.gate_up, K, activation)
     y_AD = torch.empty(T * K, D, dtype=x_TD.dtype, device=x_TD.device)
-    _grouped(h_AF, x_TD, gate_up_E2FD, gate_up_bias_E2F, plan, cut.gate_up, GATED=True, ACTIVATION=activation, **common)
-    _grouped(y_AD, h_AF, down_EDF, down_bias_ED, plan, cut.down, GATED=False, ACTIVATION=activation, **common)
+    _grouped(y_AD, h_AF, down_EDF, down_bias_ED, plan, cut.down, K)
+    out_TD = torch.empty_like(x_TD)
     block = min(triton.next_power_of_2(D), 1024)
+    dependent = pdl(x_TD)
     _add_up_kernel[T, triton.cdiv(D, block)](
-        out_TD, y_AD, weights_TK, added_TD, D=D, BLOCK=block, num_warps=4, **common
+        out_TD, y_AD, weights_TK, added_TD, D=D, TOP_K=K, BLOCK=block, PDL=dependent, num_warps=4, **options(dependent)
     )
     return out_TD
+
+
+# ---- few rows --------------------------------------------------------------------------------------------------------
+
+
+def _gate_up_few(
+    x_TD: Tensor,
+    weight: Tensor | ExpertWords,
+    bias_E2F: Tensor | None,
+    to: Assigned,
+    activation: str,
+    tile: Tile,
+) -> Tensor:
+    """[A, F]"""
+    if isinstance(weight, ExpertWords):
+        inputs, scales = round_inputs(x_TD, weight.weight)
+        return gate_up_experts(inputs, scales, weight.weight, bias_E2F, to, activation, x_TD.dtype)
+    h_AF = torch.empty(to.expert_ids.numel(), weight.shape[1] // 2, dtype=x_TD.dtype, device=x_TD.device)
+    gate_up_few(h_AF, x_TD, to.expert_ids, weight, bias_E2F, tile, ACTIVATION=activation, **_common(x_TD, to))
+    return h_AF
+
+
+def _down_few(
+    h_AF: Tensor,
+    weight: Tensor | ExpertWords,
+    bias_ED: Tensor | None,
+    to: Assigned,
+    added_TD: Tensor | None,
+    tile: Tile,
+) -> Tensor:
+    """[T, D]"""
+    if isinstance(weight, ExpertWords):
+        inputs, scales = round_inputs(h_AF, weight.weight)
+        return down_experts(inputs, scales, weight.weight, bias_ED, to, added_TD, h_AF.dtype)
+    out_TD = torch.empty(len(to.expert_ids), weight.shape[1], dtype=h_AF.dtype, device=h_AF.device)
+    down_few(out_TD, h_AF, to.weights, to.expert_ids, weight, bias_ED, added_TD, tile, **_common(h_AF, to))
+    return out_TD
+
+
+def _common(x: Tensor, to: Assigned) -> dict[str, Any]:
+    return dict(TOP_K=to.expert_ids.shape[1], PDL=pdl(x), **options(pdl(x)))
 
 
 # ---- many rows: sort, multiply, multiply, add up ----
@@ -221,13 +270,40 @@ def _sort_kernel(
         first += tl.sum(mine_C, 0)
 
 
-def _grouped(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, tile: Tile, **constants) -> None:
+def _grouped(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor | ExpertWords,
+    bias: Tensor | None,
+    plan: Plan,
+    tile: Tile,
+    top_k: int,
+    activation: str | None = None,
+) -> None:
     """One product of every expert with its rows.
 
     The gated one reads rows in the order of tokens and writes them sorted by expert; the other one the reverse.
     """
+    is_gated = activation is not None
+    if isinstance(weight, ExpertWords):
+        inputs, scales = round_inputs(x, weight.weight)
+        packed_tile = tiles.cut(plan.block_m, x.dtype, is_gated)
+        tiles.multiply(
+            out,
+            inputs,
+            scales,
+            weight.weight,
+            bias,
+            packed_tile._replace(block_m=plan.block_m),
+            dtype=x.dtype,
+            rows=tiles.Rows(plan.order_A, plan.tiles, plan.max_tiles, top_k, reads_tokens=is_gated),
+            num_experts=weight.num_experts,
+            activation=activation,
+        )
+        return
     N, J = out.shape[1], x.shape[1]
     bulk = TensorDescriptor.from_tensor(weight.view(-1, J), [tile.block_n, tile.block_k]) if tile.bulk else None
+    dependent = pdl(x)
     _grouped_kernel[(plan.max_tiles * triton.cdiv(N, tile.block_n),)](
         out,
         x,
@@ -238,13 +314,16 @@ def _grouped(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, plan: 
         plan.tiles,
         N=N,
         J=J,
+        TOP_K=top_k,
+        ACTIVATION=activation,
         BLOCK_M=plan.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         SWAP=tile.swap,
+        PDL=dependent,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **constants,
+        **options(dependent),
     )
 
 
@@ -260,7 +339,6 @@ def _grouped_kernel(
     N: tl.constexpr,
     J: tl.constexpr,
     TOP_K: tl.constexpr,
-    GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -273,6 +351,7 @@ def _grouped_kernel(
     The programs of a tile are neighbours and share its rows in the cache.
     """
     COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    GATED: tl.constexpr = ACTIVATION is not None
     wait_turn(PDL)
     tile, column = tl.program_id(0) // COLUMNS, tl.program_id(0) % COLUMNS
     if tile >= tl.load(tiles_ptr):

@@ -69,7 +69,6 @@ def _e4m3() -> str:
 
 
 AFFINE4, E2M1, AFFINE8, E4M3 = (tl.constexpr(make()) for make in (_affine4, _e2m1, _affine8, _e4m3))
-BF16 = tl.constexpr(tl.bfloat16)
 
 
 @triton.jit
@@ -85,7 +84,7 @@ def decode(words, table_ptr, KIND: tl.constexpr, BITS: tl.constexpr, ON_CARD: tl
             AFFINE4 if KIND == "affine" else E2M1,
             "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
             [words],
-            dtype=(BF16, BF16, BF16, BF16, BF16, BF16, BF16, BF16),
+            dtype=(tl.bfloat16,) * 8,
             is_pure=True,
             pack=2,
         )
@@ -94,7 +93,7 @@ def decode(words, table_ptr, KIND: tl.constexpr, BITS: tl.constexpr, ON_CARD: tl
             AFFINE8 if KIND == "affine" else E4M3,
             "=r,=r,=r,=r,r,r",
             [words],
-            dtype=(BF16, BF16, BF16, BF16),
+            dtype=(tl.bfloat16,) * 4,
             is_pure=True,
             pack=2,
         )

@@ -31,7 +31,8 @@ def linear(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """As `triton.linear`."""
-    if scales is None or dtype is None:
+    dtype = dtype or x_MK.dtype
+    if scales is None:
         ordered_MK = x_MK if w.order_K is None else x_MK.index_select(1, w.order_K)
         y_MN = functional.linear(ordered_MK, unpack(w, x_MK.dtype), bias_N)
         return y_MN if out_dtype is None else y_MN.to(out_dtype)
@@ -75,8 +76,8 @@ def _block_product(codes_MK: Tensor, scales_MG: Tensor, w: WordWeight) -> Tensor
     block_scales = w.scales_NG
     if block_scales is None:
         raise ValueError("a weight without scales of blocks")
-    by_column = scales_MG.T.contiguous().T
-    return torch._scaled_mm(codes_MK, w.codes.T, by_column, block_scales.T, out_dtype=torch.bfloat16)[:M]
+    columns_MG = scales_MG.T.contiguous().T
+    return torch._scaled_mm(codes_MK, w.codes.T, columns_MG, block_scales.T, out_dtype=torch.bfloat16)[:M]
 
 
 # ---- unpacking -------------------------------------------------------------------------------------------------------

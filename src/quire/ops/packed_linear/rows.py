@@ -12,22 +12,28 @@ from torch import Tensor
 
 from quire.ops.launch import options, pdl, wait_turn
 from quire.ops.packed_linear.forms import FLOAT8
-from quire.ops.packed_linear.words import GROUP_INPUTS, TINY, as_bytes
+from quire.ops.packed_linear.words import GROUP_INPUTS, TINY, WordWeight, as_bytes
 
 TINY_INPUT = tl.constexpr(TINY)
+ROWS_PAST_END = 128
 
 
 # ---- rounding activations --------------------------------------------------------------------------------------------
 
 
+def round_inputs(x_MK: Tensor, w: WordWeight) -> tuple[Tensor, Tensor | None]:
+    """The inputs as the weight wants them, and their scales if they are rounded."""
+    return (x_MK, None) if w.rounds is None else round_rows(x_MK, w.rounds, w.input_scale)
+
+
 def round_rows(x_MK: Tensor, rounds: str, input_scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """As the twin: codes, and their scales [M, 1] or [M, groups]."""
+    """As the twin: codes, and their scales [M, 1] or [M, groups], those of neighbouring rows side by side."""
     M, K = x_MK.shape
     is_int8 = rounds == "int8 token"
     codes = torch.empty(M, K, dtype=torch.int8 if is_int8 else FLOAT8, device=x_MK.device)
     block = GROUP_INPUTS if rounds == "float8 group" else triton.next_power_of_2(K)
     num_groups = triton.cdiv(K, block)
-    scales = torch.empty(M, num_groups, dtype=torch.float32, device=x_MK.device)
+    scales = by_column(M, num_groups, x_MK.device)
     dependent = pdl(x_MK)
     _round_kernel[M, num_groups](
         as_bytes(codes),
@@ -35,6 +41,7 @@ def round_rows(x_MK: Tensor, rounds: str, input_scale: float | None = None) -> t
         x_MK,
         input_scale if rounds == "float8 static" else None,
         x_MK.stride(0),
+        scales.stride(1),
         K=K,
         IS_INT8=is_int8,
         BLOCK=block,
@@ -52,6 +59,7 @@ def _round_kernel(
     x_ptr,
     input_scale,
     x_stride,
+    scales_stride,
     K: tl.constexpr,
     IS_INT8: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -74,7 +82,7 @@ def _round_kernel(
         tl.store(codes_ptr + row * K + k, ((scaled + 12582912.0) - 12582912.0).to(tl.int8), mask=k < K)
     else:
         tl.store(codes_ptr + row * K + k, float8_bits(scaled), mask=k < K)
-    tl.store(scales_ptr + row * tl.num_programs(1) + tl.program_id(1), tl.div_rn(largest, LARGEST))
+    tl.store(scales_ptr + tl.program_id(1) * scales_stride + row, tl.div_rn(largest, LARGEST))
 
 
 @triton.jit
@@ -93,16 +101,18 @@ def float8_bits(x):
 # ---- sums of inputs --------------------------------------------------------------------------------------------------
 
 
-def sum_sets(x_MK: Tensor, set_inputs: int) -> Tensor:
-    """float32 [M, sets]: the sum of every `set_inputs` neighbouring inputs, a power of two."""
+def sum_sets(x_MK: Tensor, set_inputs: int, run_inputs: int) -> Tensor:
+    """float32 [M, sets]: the sum of every `set_inputs` neighbouring inputs, a power of two; zero past the last ones,
+    up to a multiple of `run_inputs`. As scales are, sums of neighbouring rows are side by side."""
     M, K = x_MK.shape
-    num_sets = triton.cdiv(K, set_inputs)
-    sums = torch.empty(M, num_sets, dtype=torch.float32, device=x_MK.device)
+    num_sets = triton.cdiv(K, run_inputs) * run_inputs // set_inputs
+    sums = by_column(M, num_sets, x_MK.device)
     block = max(set_inputs, min(2048, triton.next_power_of_2(K)))
     dependent = pdl(x_MK)
-    _sums_kernel[M, triton.cdiv(K, block)](
+    _sums_kernel[M, triton.cdiv(num_sets * set_inputs, block)](
         sums,
         x_MK,
+        sums.stride(1),
         K=K,
         NUM_SETS=num_sets,
         SET=set_inputs,
@@ -114,9 +124,22 @@ def sum_sets(x_MK: Tensor, set_inputs: int) -> Tensor:
     return sums
 
 
+def by_column(num_rows: int, num_columns: int, device: torch.device) -> Tensor:
+    """A new float32 tensor, column after column; behind the last one is room to read on to the end of a tile."""
+    memory = torch.empty(num_rows * num_columns + ROWS_PAST_END, dtype=torch.float32, device=device)
+    return memory[: num_rows * num_columns].view(num_columns, num_rows).T
+
+
 @triton.jit
 def _sums_kernel(
-    sums_ptr, x_ptr, K: tl.constexpr, NUM_SETS: tl.constexpr, SET: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    sums_ptr,
+    x_ptr,
+    sums_stride,
+    K: tl.constexpr,
+    NUM_SETS: tl.constexpr,
+    SET: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     wait_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -124,7 +147,7 @@ def _sums_kernel(
     x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
     sums = tl.sum(tl.reshape(x, (BLOCK // SET, SET)), 1)
     place = tl.program_id(1) * (BLOCK // SET) + tl.arange(0, BLOCK // SET)
-    tl.store(sums_ptr + row * NUM_SETS + place, sums, mask=place < NUM_SETS)
+    tl.store(sums_ptr + place * sums_stride + row, sums, mask=place < NUM_SETS)
 
 
 # ---- scales after the product ----------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from quire.ops.packed_linear.words import GROUP_INPUTS, RUN, WordWeight, as_byte
 
 BYTES = 128  # codes of a row that are multiplied at once, if codes are bytes
 MAX_SPLITS = 8
+MIN_ROWS, MAX_ROWS = 5, 256
 
 
 class Tile(NamedTuple):
@@ -42,6 +43,11 @@ class Rows(NamedTuple):
     max_tiles: int
     top_k: int
     reads_tokens: bool  # rows of x are tokens, those of y sorted; otherwise the reverse
+
+
+def fits(x_MK: Tensor, w: WordWeight) -> bool:
+    """Whether tiles are faster than unpacking the weight, or the library's products of bytes."""
+    return w.planes > 1 and MIN_ROWS <= len(x_MK) <= MAX_ROWS and x_MK.dtype == torch.bfloat16 and x_MK.is_contiguous()
 
 
 def cut(num_rows: int, dtype: torch.dtype, is_gated: bool = False) -> Tile:
@@ -111,13 +117,14 @@ def multiply(
     N = w.n // num_experts // (2 if activation else 1)
     num_tiles = triton.cdiv(M, tile.block_m) if rows is None else rows.max_tiles
     on_card = x.is_cuda or not INTERPRETED
-    set_inputs = w.set_inputs if w.planes > 1 else min(w.group, BYTES)
+    set_inputs = w.set_inputs if w.planes > 1 else BYTES
+    sums = sum_sets(x, set_inputs, RUN * w.planes) if w.kind == "affine" else None
     dependent = pdl(x)
     _tiles_kernel[num_tiles * triton.cdiv(N, tile.block_n), splits](
         y,
         as_bytes(x),
         scales,
-        sum_sets(x, set_inputs) if w.kind == "affine" else None,
+        sums,
         as_bytes(w.codes),
         w.scales_NG,
         w.mins_NG,
@@ -126,6 +133,8 @@ def multiply(
         bias,
         None if rows is None else rows.order,
         None if rows is None else rows.tiles,
+        0 if scales is None else scales.stride(1),
+        0 if sums is None else sums.stride(1),
         M,
         N=N,
         K=w.k,
@@ -168,6 +177,8 @@ def _tiles_kernel(  # noqa: C901
     bias_ptr,
     order_ptr,
     tiles_ptr,
+    x_scales_stride,
+    x_sums_stride,
     M,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -205,9 +216,9 @@ def _tiles_kernel(  # noqa: C901
         column = tl.program_id(0) // num_tiles
         place_M = tl.program_id(0) % num_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
         inside_M = place_M < M
-        place_M = tl.minimum(place_M, M - 1).to(tl.int64)
-        from_M = place_M
-        to_M = place_M
+        from_M = tl.minimum(place_M, M - 1)
+        to_M = from_M
+        column_M = place_M  # of sums and scales, which there are for rows past the end, too
     else:  # neighbours have the same rows
         tile = tl.program_id(0) // COLUMNS
         column = tl.program_id(0) % COLUMNS
@@ -219,8 +230,9 @@ def _tiles_kernel(  # noqa: C901
         inside_M = place_M < end
         place_M = tl.minimum(place_M, end - 1)
         assignment_M = tl.load(order_ptr + place_M)
-        from_M = (assignment_M // TOP_K if READS_TOKENS else place_M).to(tl.int64)
-        to_M = (place_M if READS_TOKENS else assignment_M).to(tl.int64)
+        from_M = assignment_M // TOP_K if READS_TOKENS else place_M
+        to_M = place_M if READS_TOKENS else assignment_M
+        column_M = from_M
     n_N = column * BLOCK_N + tl.arange(0, BLOCK_N)
     row_N = expert * (HALVES * N) + tl.minimum(n_N, N - 1)  # past the end the last one again: no mask is needed
     runs = (NUM_RUNS + tl.num_programs(1) - 1) // tl.num_programs(1)
@@ -237,16 +249,15 @@ def _tiles_kernel(  # noqa: C901
             planes_up = _values(words_up, table_ptr, KIND, BITS, PLANES, ON_CARD)
         for set in tl.static_range(SETS):
             first_input = run * (RUN * PLANES) + set * SET
-            x_MS = _load_inputs(x_ptr + from_M[:, None] * K, first_input + k_S[None, :], K, RUN * PLANES)
+            x_MS = _load_inputs(x_ptr + from_M.to(tl.int64)[:, None] * K, first_input + k_S[None, :], K, RUN * PLANES)
             x_MS = _as_operand(x_MS, KIND, PLANES, ON_CARD, IS_FLOAT32)
             input = tl.minimum(first_input, K - 1)
             x_scale_M = 1.0
             if X_GROUPS > 1:
-                x_scale_M = tl.load(x_scales_ptr + from_M * X_GROUPS + input // X_GROUP)
+                x_scale_M = tl.load(x_scales_ptr + input // X_GROUP * x_scales_stride + column_M)
             sums_M = 0.0
             if x_sums_ptr is not None:
-                is_there_M = (from_M >= 0) & (first_input < K)
-                sums_M = tl.load(x_sums_ptr + from_M * ((K + SET - 1) // SET) + input // SET, is_there_M, 0.0)
+                sums_M = tl.load(x_sums_ptr + (first_input // SET) * x_sums_stride + column_M)
             values = _set_values(planes, set, SETS, PLANES, ON_CARD, IS_FLOAT32)
             acc = _add(acc, values, x_MS, x_scale_M, sums_M, scales_ptr, mins_ptr, row_N // ROWS * G + input // GROUP,
                        KIND, OFFSET, SCALED, X_GROUPS)  # fmt: skip
@@ -259,18 +270,20 @@ def _tiles_kernel(  # noqa: C901
     inside_MN = inside_M[:, None] & (n_N < N)[None, :]
     if tl.num_programs(1) > 1:  # parts, in float32
         part_ptr = y_ptr + tl.program_id(1).to(tl.int64) * M * N
-        tl.store(part_ptr + to_M[:, None] * N + n_N[None, :], tl.trans(acc.to(tl.float32)), inside_MN)
+        tl.store(part_ptr + to_M.to(tl.int64)[:, None] * N + n_N[None, :], tl.trans(acc.to(tl.float32)), inside_MN)
     else:
         x_scale_M = 1.0
         if X_GROUPS == 1:
-            x_scale_M = tl.load(x_scales_ptr + from_M)
+            x_scale_M = tl.load(x_scales_ptr + column_M)
         y_NM = _finish(acc, x_scale_M, outer_ptr, bias_ptr, row_N, X_GROUPS)
         if HALVES == 2:
             up_NM = _finish(acc_up, x_scale_M, outer_ptr, bias_ptr, row_N + N, X_GROUPS)
             y_NM = gated(y_NM, up_NM, ACTIVATION)
         if not IS_FLOAT32:
             y_NM = y_NM.to(tl.bfloat16)
-        tl.store(y_ptr + to_M[:, None] * N + n_N[None, :], tl.trans(y_NM).to(y_ptr.dtype.element_ty), inside_MN)
+        tl.store(
+            y_ptr + to_M.to(tl.int64)[:, None] * N + n_N[None, :], tl.trans(y_NM).to(y_ptr.dtype.element_ty), inside_MN
+        )
 
 
 @triton.jit

@@ -153,6 +153,7 @@ def _launch(
         None if to is None else to.expert_ids,
         None if to is None else to.weights,
         y,
+        0 if scales is None else scales.stride(1),
         N,
         M=M,
         K=w.k,
@@ -194,6 +195,7 @@ def _words_kernel(  # noqa: C901
     ids_ptr,
     weights_ptr,
     y_ptr,
+    x_scales_stride,
     N,
     M: tl.constexpr,
     K: tl.constexpr,
@@ -286,7 +288,7 @@ def _words_kernel(  # noqa: C901
                         if mins_ptr is not None:
                             part_NR += minimum * products[2 * m + 1]
                         if X_GROUPS > 1:
-                            x_scale = tl.load(x_scales_ptr + (x_row + m) * X_GROUPS + input_1R // ROUND_GROUP)
+                            x_scale = tl.load(x_scales_ptr + input_1R // ROUND_GROUP * x_scales_stride + x_row + m)
                             part_NR *= x_scale
                         added += (sums[m] + part_NR,)
                     sums = added

@@ -14,6 +14,7 @@ Shape letters: M rows, N outputs, K inputs, G groups of inputs that share a scal
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,6 +101,18 @@ class WordWeight:
 
     def tensors(self) -> list[Tensor]:
         return [value for value in vars(self).values() if isinstance(value, Tensor)]
+
+
+class ExpertWords(NamedTuple):
+    """The weights of a mixture's experts, the rows of one after those of another."""
+
+    weight: WordWeight
+    num_experts: int
+
+    @property
+    def num_outputs(self) -> int:
+        """Of one expert."""
+        return self.weight.n // self.num_experts
 
 
 # ---- packing ---------------------------------------------------------------------------------------------------------

@@ -5,17 +5,16 @@ rounded, the weight is unpacked to 16 bits for the time of one product.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from quire.errors import UnsupportedModelError
-from quire.ops.packed_linear import many_rows, rows, words
+from quire.ops.packed_linear import many_rows, rows, tiles, words
 from quire.ops.packed_linear import triton as kernels
 from quire.ops.packed_linear.forms import Blocks, Form, Plain, weight_only
 from quire.quant.base import Part, Quantized, Reader, runs_of
-from quire.quant.kept.numbers import Numbers
 from quire.quant.plain import dense_gpu as dense
 from quire.quant.plain.dense_gpu import why_not
 
@@ -66,8 +65,8 @@ class Words(Quantized):
     def apply_silu_mul(self, x: Tensor, bias: Tensor | None, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
         piece = self.pieces[0] if len(self.pieces) == 1 else None
         if isinstance(piece, words.WordWeight) and kernels.few_rows(x, piece):
-            inputs, options = _rounded(x, piece)
-            return kernels.linear_silu_mul(inputs, piece, bias, **options)
+            inputs, scales = rows.round_inputs(x, piece)
+            return kernels.linear_silu_mul(inputs, piece, bias, scales=scales, dtype=x.dtype)
         return super().apply_silu_mul(x, bias, silu_mul)
 
     def memory(self) -> dict[int, int]:
@@ -93,16 +92,21 @@ def _multiply(x: Tensor, w: Piece, bias: Tensor | None, out_dtype: torch.dtype |
     if isinstance(w, Tensor):
         return dense.multiply(x, w, bias, out_dtype)
     multiply = kernels.linear if kernels.few_rows(x, w) else many_rows.linear
-    inputs, options = _rounded(x, w)
-    return multiply(inputs, w, bias, out_dtype, **options)
+    if tiles.fits(x, w):
+        multiply = tiles.linear
+    inputs, scales = rows.round_inputs(x, w)
+    return multiply(inputs, w, bias, out_dtype, scales=scales, dtype=x.dtype)
 
 
-def _rounded(x: Tensor, w: words.WordWeight) -> tuple[Tensor, dict[str, Any]]:
-    """The inputs as the weight wants them, and what else its product needs to know of them."""
-    if w.rounds is None:
-        return x, {}
-    codes, scales = rows.round_rows(x, w.rounds, w.input_scale)
-    return codes, {"scales": scales, "dtype": x.dtype}
+class ExpertForms(Words):
+    def experts(self, num_experts: int) -> words.ExpertWords | Tensor:
+        """Plain numbers, where the parts cannot be joined or have their inputs in an order of their own."""
+        piece = self.pieces[0] if len(self.pieces) == 1 else None
+        if isinstance(piece, words.WordWeight) and piece.order_K is None:
+            return words.ExpertWords(piece, num_experts)
+        numbers = super().experts(num_experts)
+        self.pieces = [numbers]
+        return numbers
 
 
-METHOD, EXPERTS = Words, Numbers
+METHOD, EXPERTS = Words, ExpertForms
