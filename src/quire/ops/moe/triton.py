@@ -137,8 +137,7 @@ def _gate_up_few(
 ) -> Tensor:
     """[A, F]"""
     if isinstance(weight, ExpertWords):
-        inputs, scales = round_inputs(x_TD, weight.weight)
-        return gate_up_experts(inputs, scales, weight.weight, bias_E2F, to, activation, x_TD.dtype)
+        return gate_up_experts(x_TD, weight.weight, bias_E2F, to, activation)
     h_AF = torch.empty(to.expert_ids.numel(), weight.shape[1] // 2, dtype=x_TD.dtype, device=x_TD.device)
     gate_up_few(h_AF, x_TD, to.expert_ids, weight, bias_E2F, tile, ACTIVATION=activation, **_common(x_TD, to))
     return h_AF
@@ -154,8 +153,7 @@ def _down_few(
 ) -> Tensor:
     """[T, D]"""
     if isinstance(weight, ExpertWords):
-        inputs, scales = round_inputs(h_AF, weight.weight)
-        return down_experts(inputs, scales, weight.weight, bias_ED, to, added_TD, h_AF.dtype)
+        return down_experts(h_AF, weight.weight, bias_ED, to, added_TD)
     out_TD = torch.empty(len(to.expert_ids), weight.shape[1], dtype=h_AF.dtype, device=h_AF.device)
     down_few(out_TD, h_AF, to.weights, to.expert_ids, weight, bias_ED, added_TD, tile, **_common(h_AF, to))
     return out_TD

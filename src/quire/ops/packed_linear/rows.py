@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.ops.launch import options, pdl, wait_turn
 from quire.ops.packed_linear.forms import FLOAT8
+from quire.ops.packed_linear.triton import float8_bits, to_code
 from quire.ops.packed_linear.words import GROUP_INPUTS, TINY, WordWeight, as_bytes
 
 TINY_INPUT = tl.constexpr(TINY)
@@ -77,25 +78,11 @@ def _round_kernel(
         largest = input_scale * LARGEST
     scaled = x * tl.div_rn(LARGEST, largest)
     scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
-    # Adding 1.5 * 2 ** 23 units leaves whole units, halves rounded to even.
     if IS_INT8:
-        tl.store(codes_ptr + row * K + k, ((scaled + 12582912.0) - 12582912.0).to(tl.int8), mask=k < K)
+        tl.store(codes_ptr + row * K + k, to_code(scaled, "int8", True), mask=k < K)
     else:
         tl.store(codes_ptr + row * K + k, float8_bits(scaled), mask=k < K)
     tl.store(scales_ptr + tl.program_id(1) * scales_stride + row, tl.div_rn(largest, LARGEST))
-
-
-@triton.jit
-def float8_bits(x):
-    """The bytes of the float8 (E4M3) nearest to each number, halves to even; Triton's interpreter would cut them."""
-    bits = x.to(tl.int32, bitcast=True)
-    sign = (bits >> 24) & 128
-    # Three bits of the mantissa remain; exponents begin 120 later.
-    normal = (bits & 0x7FFFFFFF) + 0x7FFFF + ((bits >> 20) & 1)
-    normal = (normal >> 20) - (120 << 3)
-    # Below 2 ** -6 the unit is 2 ** -9: adding 1.5 * 2 ** 23 units leaves whole ones.
-    small = ((tl.abs(x) + 24576.0).to(tl.int32, bitcast=True)) & 15
-    return (sign | tl.where(tl.abs(x) < 0.015625, small, normal)).to(tl.uint8)
 
 
 # ---- sums of inputs --------------------------------------------------------------------------------------------------

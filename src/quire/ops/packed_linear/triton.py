@@ -17,15 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.launch import options, pdl
+from quire.ops.launch import INTERPRETED, options, pdl
 from quire.ops.moe.activation import gated
-from quire.ops.packed_linear.words import GROUP_INPUTS, RUN, WordWeight, as_bytes
+from quire.ops.packed_linear.words import GROUP_INPUTS, RUN, TINY, WordWeight, as_bytes
 
 MAX_ROWS = 4
 MULTIPROCESSORS = 132
 TILE_BYTES = 16 << 10  # of weights that a program has in flight
 LANE_BYTES = 16  # of a row, that a thread loads at once
-ROUND_GROUP = tl.constexpr(GROUP_INPUTS)
+TINY_INPUT = tl.constexpr(TINY)
 ROUNDED_SILU = "rounded silu"  # an activation: as two operations of the model's dtype round
 INPUT_EXPONENT = tl.constexpr(100)  # inputs times 2 ** 100: largest ones of 2 ** 27 still fit
 
@@ -48,37 +48,17 @@ def cut(w: WordWeight, num_rows: int, num_outputs: int, num_matrices: int) -> tu
     return 1 << block_n.bit_length() - 1, block_w, warps
 
 
-def linear(
-    x_MK: Tensor,
-    w: WordWeight,
-    bias_N: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    *,
-    scales: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """x W^T + b, summed in float32, rounded to x's dtype, then converted to `out_dtype`.
-
-    Of a weight for which activations are rounded, `x_MK` are codes, `scales` theirs, and `dtype` is the model's.
-    """
-    dtype = dtype or x_MK.dtype
-    y_MN = torch.empty(len(x_MK), w.n, dtype=out_dtype or dtype, device=x_MK.device)
-    _launch(x_MK, scales, w, bias_N, y_MN, dtype)
+def linear(x_MK: Tensor, w: WordWeight, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x W^T + b, summed in float32, rounded to x's dtype, then converted to `out_dtype`."""
+    y_MN = torch.empty(len(x_MK), w.n, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
+    _launch(y_MN, x_MK, w, bias_N)
     return y_MN
 
 
-def linear_silu_mul(
-    x_MK: Tensor,
-    w: WordWeight,
-    bias_N: Tensor | None = None,
-    *,
-    scales: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def linear_silu_mul(x_MK: Tensor, w: WordWeight, bias_N: Tensor | None = None) -> Tensor:
     """silu(gate) * up; gate is the first half of the outputs, up the second."""
-    dtype = dtype or x_MK.dtype
-    y_MF = torch.empty(len(x_MK), w.n // 2, dtype=dtype, device=x_MK.device)
-    _launch(x_MK, scales, w, bias_N, y_MF, dtype, halves=2, activation=ROUNDED_SILU)
+    y_MF = torch.empty(len(x_MK), w.n // 2, dtype=x_MK.dtype, device=x_MK.device)
+    _launch(y_MF, x_MK, w, bias_N, halves=2, activation=ROUNDED_SILU)
     return y_MF
 
 
@@ -90,44 +70,26 @@ class Assigned(NamedTuple):
     num_experts: int
 
 
-def gate_up_experts(
-    x_TD: Tensor,
-    scales: Tensor | None,
-    w: WordWeight,
-    bias: Tensor | None,
-    to: Assigned,
-    activation: str,
-    dtype: torch.dtype,
-) -> Tensor:
+def gate_up_experts(x_TD: Tensor, w: WordWeight, bias: Tensor | None, to: Assigned, activation: str) -> Tensor:
     """activation(gate) * up of every assignment, [A, F]; each reads its expert's weights by itself."""
-    h_AF = torch.empty(to.expert_ids.numel(), w.n // to.num_experts // 2, dtype=dtype, device=x_TD.device)
-    _launch(x_TD, scales, w, bias, h_AF, dtype, halves=2, activation=activation, to=to)
+    h_AF = torch.empty(to.expert_ids.numel(), w.n // to.num_experts // 2, dtype=x_TD.dtype, device=x_TD.device)
+    _launch(h_AF, x_TD, w, bias, halves=2, activation=activation, to=to)
     return h_AF
 
 
-def down_experts(
-    h_AF: Tensor,
-    scales: Tensor | None,
-    w: WordWeight,
-    bias: Tensor | None,
-    to: Assigned,
-    added_TD: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+def down_experts(h_AF: Tensor, w: WordWeight, bias: Tensor | None, to: Assigned, added_TD: Tensor | None) -> Tensor:
     """The weighted sum of the products of each token's assignments, [T, D]."""
     T, top_k = to.expert_ids.shape
-    y_TD = torch.empty(T, w.n // to.num_experts, dtype=dtype, device=h_AF.device)
-    _launch(h_AF, scales, w, bias, y_TD, dtype, terms=top_k, to=to, added=added_TD)
+    y_TD = torch.empty(T, w.n // to.num_experts, dtype=h_AF.dtype, device=h_AF.device)
+    _launch(y_TD, h_AF, w, bias, terms=top_k, to=to, added=added_TD)
     return y_TD
 
 
 def _launch(
+    y: Tensor,
     x: Tensor,
-    scales: Tensor | None,
     w: WordWeight,
     bias: Tensor | None,
-    y: Tensor,
-    dtype: torch.dtype,
     *,
     halves: int = 1,
     terms: int = 1,
@@ -141,8 +103,7 @@ def _launch(
     block_n, block_w, warps = cut(w, M, N, halves * terms)
     dependent = pdl(x)
     _words_kernel[triton.cdiv(N, block_n), len(y) if to else 1](
-        as_bytes(x),
-        scales,
+        x,
         as_bytes(w.codes),
         w.scales_NG,
         w.mins_NG,
@@ -153,7 +114,7 @@ def _launch(
         None if to is None else to.expert_ids,
         None if to is None else to.weights,
         y,
-        0 if scales is None else scales.stride(1),
+        w.input_scale if w.rounds == "float8 static" else None,
         N,
         M=M,
         K=w.k,
@@ -166,15 +127,16 @@ def _launch(
         GROUP=w.group,
         ROWS=w.rows,
         ZERO=w.zero,
-        X_GROUPS=0 if scales is None else scales.shape[1],
+        X_GROUP=GROUP_INPUTS if w.rounds == "float8 group" else None,
         TOP_K=to.expert_ids.shape[1] if to else 1,
         TERMS=terms,
         HALVES=halves,
         ACTIVATION=activation,
-        IS_FLOAT32=dtype == torch.float32,
+        IS_FLOAT32=x.dtype == torch.float32,
         BLOCK_N=block_n,
         BLOCK_W=block_w,
         LANE=LANE_BYTES // w.codes.element_size(),
+        ON_CARD=not INTERPRETED,
         PDL=dependent,
         num_warps=warps,
         **options(dependent),
@@ -184,7 +146,6 @@ def _launch(
 @triton.jit
 def _words_kernel(  # noqa: C901
     x_ptr,
-    x_scales_ptr,
     codes_ptr,
     scales_ptr,
     mins_ptr,
@@ -195,7 +156,7 @@ def _words_kernel(  # noqa: C901
     ids_ptr,
     weights_ptr,
     y_ptr,
-    x_scales_stride,
+    input_scale,
     N,
     M: tl.constexpr,
     K: tl.constexpr,
@@ -208,7 +169,7 @@ def _words_kernel(  # noqa: C901
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     ZERO: tl.constexpr,
-    X_GROUPS: tl.constexpr,
+    X_GROUP: tl.constexpr,
     TOP_K: tl.constexpr,
     TERMS: tl.constexpr,
     HALVES: tl.constexpr,
@@ -217,6 +178,7 @@ def _words_kernel(  # noqa: C901
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
     LANE: tl.constexpr,
+    ON_CARD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program computes BLOCK_N outputs of every row; of a gated layer (two halves), so many gates and so many ups.
@@ -250,6 +212,15 @@ def _words_kernel(  # noqa: C901
     if PDL:
         if ids_ptr is None:
             tl.extra.cuda.gdc_wait()
+    rounded: tl.tuple = ()  # inputs, for codes in bytes: chunk by chunk, of one row of x after the other, of one term …
+    x_scales: tl.tuple = ()  # of the same chunks, by lane
+    if PLANES == 1:
+        for term in tl.static_range(TERMS):
+            x_row = ((row * TERMS + term) // (TOP_K // TERMS)).to(tl.int64)
+            for m in tl.static_range(M):
+                found = _round(x_ptr + (x_row + m) * K, input_scale, K, KIND, X_GROUP, CHUNKS, BLOCK_W, LANE, ON_CARD)
+                rounded += found[0]
+                x_scales += found[1]
     gates: tl.tuple = ()
     for half in tl.static_range(HALVES):
         totals: tl.tuple = ()  # of each row of x
@@ -273,8 +244,8 @@ def _words_kernel(  # noqa: C901
                     if PLANES == 1:
                         input_1R = tl.minimum(lane_1R * LANE, K - 1)
                     products = _products(
-                        codes[(term * HALVES + half) * CHUNKS + c], x_ptr + x_row * K, table_ptr,
-                        c, set, M, K, KIND, BITS, PLANES, RUN, SETS, BLOCK_W, LANE,
+                        codes[(term * HALVES + half) * CHUNKS + c], rounded, term * M * CHUNKS + c, CHUNKS,
+                        x_ptr + x_row * K, table_ptr, c, set, M, K, KIND, BITS, PLANES, RUN, SETS, BLOCK_W, LANE,
                     )  # fmt: skip
                     place_NR = row_N[:, None] // ROWS * G + input_1R // GROUP
                     scale = 1.0 if scales_ptr is None else group_scale(scales_ptr + place_NR)
@@ -287,9 +258,8 @@ def _words_kernel(  # noqa: C901
                         part_NR *= scale
                         if mins_ptr is not None:
                             part_NR += minimum * products[2 * m + 1]
-                        if X_GROUPS > 1:
-                            x_scale = tl.load(x_scales_ptr + input_1R // ROUND_GROUP * x_scales_stride + x_row + m)
-                            part_NR *= x_scale
+                        if PLANES == 1:
+                            part_NR *= x_scales[(term * M + m) * CHUNKS + c]
                         added += (sums[m] + part_NR,)
                     sums = added
             more: tl.tuple = ()
@@ -298,8 +268,6 @@ def _words_kernel(  # noqa: C901
                 factor_N = tl.full((BLOCK_N,), 1.0, tl.float32) * weight
                 if outer_ptr is not None:
                     factor_N *= tl.load(outer_ptr + row_N)
-                if X_GROUPS == 1:
-                    factor_N *= tl.load(x_scales_ptr + x_row + m)
                 more += (totals[m] + factor_N[:, None] * sums[m],)
                 constant_N = constants[m]
                 if bias_ptr is not None:
@@ -336,6 +304,78 @@ def _rounded_silu_mul(gate, up, IS_FLOAT32: tl.constexpr):
 
 
 @triton.jit
+def _round(
+    row_ptr,
+    input_scale,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    LANE: tl.constexpr,
+    ON_CARD: tl.constexpr,
+):
+    """(chunks of a row of inputs as codes [1, BLOCK_W], chunk by chunk the scales of their lanes [1, lanes])."""
+    LARGEST: tl.constexpr = 127.0 if KIND == "int8" else 448.0
+    R: tl.constexpr = BLOCK_W // LANE
+    chunks: tl.tuple = ()
+    bounds: tl.tuple = ()  # the largest number that shares a scale, by lane
+    for c in tl.static_range(CHUNKS):
+        k_1W = c * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
+        x = _load(row_ptr, k_1W, K, BLOCK_W).to(tl.float32)
+        lanes_1R = tl.max(tl.reshape(tl.abs(x), (1, R, LANE)), 2)
+        if X_GROUP is not None:
+            LANES: tl.constexpr = X_GROUP // LANE
+            groups = tl.max(tl.reshape(lanes_1R, (R // LANES, LANES)), 1)
+            lanes_1R = tl.reshape(tl.broadcast_to(groups[:, None], (R // LANES, LANES)), (1, R))
+        chunks += (x,)
+        bounds += (lanes_1R,)
+    if X_GROUP is None:
+        largest = tl.max(bounds[0])
+        for c in tl.static_range(1, CHUNKS):
+            largest = tl.maximum(largest, tl.max(bounds[c]))
+        if input_scale is not None:
+            largest = input_scale * LARGEST
+    codes: tl.tuple = ()
+    scales: tl.tuple = ()
+    for c in tl.static_range(CHUNKS):
+        if X_GROUP is None:
+            bound_1R = tl.maximum(tl.full((1, R), 1.0, tl.float32) * largest, TINY_INPUT)
+        else:
+            bound_1R = tl.maximum(bounds[c], TINY_INPUT)
+        inverse = tl.reshape(tl.broadcast_to(tl.div_rn(LARGEST, bound_1R)[:, :, None], (1, R, LANE)), (1, BLOCK_W))
+        scaled = tl.minimum(tl.maximum(chunks[c] * inverse, -LARGEST), LARGEST)
+        codes += (to_code(scaled, KIND, ON_CARD),)
+        scales += (tl.div_rn(bound_1R, LARGEST),)
+    return codes, scales
+
+
+@triton.jit
+def to_code(scaled, KIND: tl.constexpr, ON_CARD: tl.constexpr):
+    """The nearest int8 or float8, halves to even; numbers are in range. Triton's interpreter would cut a float8."""
+    if KIND == "int8":
+        # Adding 1.5 * 2 ** 23 units leaves whole units.
+        return ((scaled + 12582912.0) - 12582912.0).to(tl.int8)
+    elif ON_CARD:
+        return scaled.to(tl.float8e4nv)
+    else:
+        return float8_bits(scaled).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def float8_bits(x):
+    """The bytes of the float8 (E4M3) nearest to each number, halves to even."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 128
+    # Three bits of the mantissa remain; exponents begin 120 later.
+    normal = (bits & 0x7FFFFFFF) + 0x7FFFF + ((bits >> 20) & 1)
+    normal = (normal >> 20) - (120 << 3)
+    # Below 2 ** -6 the unit is 2 ** -9: adding 1.5 * 2 ** 23 units leaves whole ones.
+    small = ((tl.abs(x) + 24576.0).to(tl.int32, bitcast=True)) & 15
+    return (sign | tl.where(tl.abs(x) < 0.015625, small, normal)).to(tl.uint8)
+
+
+@triton.jit
 def _load(row_ptrs, w_1W, W: tl.constexpr, BLOCK_W: tl.constexpr):
     if W % BLOCK_W == 0:
         return tl.load(row_ptrs + w_1W)
@@ -346,6 +386,9 @@ def _load(row_ptrs, w_1W, W: tl.constexpr, BLOCK_W: tl.constexpr):
 @triton.jit
 def _products(
     codes,
+    rounded,
+    first: tl.constexpr,
+    STRIDE: tl.constexpr,
     x_ptr,
     table_ptr,
     c: tl.constexpr,
@@ -362,7 +405,8 @@ def _products(
 ):
     """For each row of x: a chunk's codes of one set of planes times inputs, and these inputs, both summed over lanes.
 
-    Of kinds without an offset or minimums, the sums of inputs are zero.
+    Of kinds without an offset or minimums, the sums of inputs are zero. Codes in bytes multiply inputs from `rounded`,
+    those of row m of x at `first + m * STRIDE`.
     """
     R: tl.constexpr = BLOCK_W // LANE
     N: tl.constexpr = codes.shape[0]
@@ -377,10 +421,10 @@ def _products(
         values = _decode(codes, table_ptr, plane, KIND, BITS, PLANES)
         added: tl.tuple = ()
         for m in tl.static_range(M):
-            x = _load(x_ptr + m * K, k_1W, K, PLANES * BLOCK_W)
-            if KIND == "e4m3" and PLANES == 1:
-                x = x.to(tl.float8e4nv, bitcast=True)
-            x = x.to(tl.float32)
+            if PLANES == 1:
+                x = rounded[first + m * STRIDE].to(tl.float32)
+            else:
+                x = _load(x_ptr + m * K, k_1W, K, PLANES * BLOCK_W).to(tl.float32)
             if PLANES == 1:
                 product = found[2 * m] + tl.sum(tl.reshape(values * x, (N, R, LANE)), 2)
             elif KIND == "affine":

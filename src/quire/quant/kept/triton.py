@@ -65,8 +65,7 @@ class Words(Quantized):
     def apply_silu_mul(self, x: Tensor, bias: Tensor | None, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
         piece = self.pieces[0] if len(self.pieces) == 1 else None
         if isinstance(piece, words.WordWeight) and kernels.few_rows(x, piece):
-            inputs, scales = rows.round_inputs(x, piece)
-            return kernels.linear_silu_mul(inputs, piece, bias, scales=scales, dtype=x.dtype)
+            return kernels.linear_silu_mul(x, piece, bias)
         return super().apply_silu_mul(x, bias, silu_mul)
 
     def memory(self) -> dict[int, int]:
@@ -91,9 +90,9 @@ def _concat(run: list[Piece]) -> Piece:
 def _multiply(x: Tensor, w: Piece, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
     if isinstance(w, Tensor):
         return dense.multiply(x, w, bias, out_dtype)
-    multiply = kernels.linear if kernels.few_rows(x, w) else many_rows.linear
-    if tiles.fits(x, w):
-        multiply = tiles.linear
+    if kernels.few_rows(x, w):
+        return kernels.linear(x, w, bias, out_dtype)
+    multiply = tiles.linear if tiles.fits(x, w) else many_rows.linear
     inputs, scales = rows.round_inputs(x, w)
     return multiply(inputs, w, bias, out_dtype, scales=scales, dtype=x.dtype)
 
