@@ -21,6 +21,9 @@ from quire.ops.attention import triton as attention
 from quire.ops.attention.reference import AttentionTables
 from quire.ops.mla import triton as mla
 from quire.ops.moe import triton as moe
+from quire.ops.packed_linear import rows, tiles, words
+from quire.ops.packed_linear import triton as few
+from quire.ops.packed_linear.forms import FLOAT8, Affine, Float8, Table4
 from quire.ops.routing import triton as routing
 from quire.ops.routing.reference import Routing
 
@@ -58,6 +61,43 @@ def experts() -> None:
             )
 
 
+def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def forms(n: int, k: int) -> dict[str, Affine | Float8 | Table4]:
+    float8 = zeros(n, k).view(FLOAT8)
+    mins = zeros(n, k // 128, dtype=torch.float32)
+    block_scales = zeros(-(-n // 128), -(-k // 128), dtype=torch.float32)
+    return {
+        "awq": Affine(zeros(n, k), mins.half(), 4, mins_NG=mins),
+        "q8_0": Affine(zeros(n, k), zeros(n, k // 32, dtype=torch.float16), 8, 128),
+        "mxfp4": Table4(zeros(n, k), zeros(n, k // 32)),
+        "float8 words": Float8(float8, zeros(n, dtype=torch.float32)),
+        "float8": Float8(float8, zeros(n, dtype=torch.float32), rounds="float8 token"),
+        "float8 blocks": Float8(float8, block_scales, (128, 128), rounds="float8 group"),
+        "int8": Affine(zeros(n, k), zeros(n, 1, dtype=torch.float32), 8, 128, rounds="int8 token"),
+    }
+
+
+def packed() -> None:
+    for form in forms(256, 1024).values():
+        w = words.pack(form)
+        few.linear_silu_mul(bf16(1, 1024), w)
+        inputs, scales = rows.round_inputs(bf16(64, 1024), w)
+        tiles.linear(inputs, w, scales=scales, dtype=torch.bfloat16)
+
+
+def packed_experts() -> None:
+    K, E, D, F = 4, 4, 768, 384
+    for name in ("mxfp4", "float8 blocks"):
+        gate_up, down = (words.pack(forms(E * n, k)[name]) for n, k in ((2 * F, D), (D, F)))
+        for T in (1, 16):
+            ids = torch.empty(T, K, dtype=torch.int32)
+            given = words.ExpertWords(gate_up, E), words.ExpertWords(down, E)
+            moe.experts(bf16(T, D), torch.empty(T, K), ids, *given)
+
+
 def routers() -> None:
     for E, D, rule in ROUTERS.values():
         for T, dtype in ((1, torch.bfloat16), (64, torch.bfloat16), (64, torch.float32), (8192, torch.bfloat16)):
@@ -92,7 +132,7 @@ def latents() -> None:
             mla.latent_attention(q_latent, q_rope, cache, tables(2, num_queries, 4096), scale=0.1)
 
 
-GROUPS = {group.__name__: group for group in (experts, routers, attentions, latents)}
+GROUPS = {group.__name__: group for group in (experts, packed, packed_experts, routers, attentions, latents)}
 
 
 class Driver:
@@ -134,7 +174,7 @@ def main() -> None:
         "num_multiprocessors": lambda x: NUM_MULTIPROCESSORS,
         "capability": lambda: (major, minor),
     }
-    for module in (launch, attention, mla, moe, routing):
+    for module in (launch, attention, mla, moe, routing, few, rows, tiles):
         for name, answer in answers.items():
             if hasattr(module, name):
                 setattr(module, name, answer)

@@ -24,6 +24,8 @@ KERNELS = {
         "_grouped_kernel",
         "_add_up_kernel",
     },
+    "packed": {"_words_kernel", "_tiles_kernel", "_round_kernel", "_sums_kernel"},
+    "packed_experts": {"_words_kernel", "_sort_kernel", "_tiles_kernel", "_round_kernel", "_add_up_kernel"},
     "routers": {"_logits_kernel", "_route_kernel"},
     "attentions": {"_attention"},
     "latents": {"_latent_attention"},

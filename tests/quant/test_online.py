@@ -64,11 +64,13 @@ def test_weights_of_products_are_rounded_and_no_others(name, folder, plain):
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="takes minutes in the interpreter: tests/ops checks its kernels"
 )
-@pytest.mark.parametrize("name", ["fp8", "int4"])
-def test_kernels_of_gpus_give_what_the_rounded_numbers_give(name, folder):
-    with LLM(str(folder), quantization=name, **OPTIONS) as llm:
+@pytest.mark.parametrize("kind", ["linear", "experts", "biased experts"])
+@pytest.mark.parametrize("name", STEPS)
+def test_kernels_of_gpus_give_what_the_rounded_numbers_give(name, kind, tmp_path):
+    oracle(ALL[kind], tmp_path)
+    with LLM(str(tmp_path), quantization=name, **OPTIONS) as llm:
         tokens, logprobs = run(llm)
-    with LLM(str(folder), quantization=name, **{**OPTIONS, "device": "cuda"}) as llm:
+    with LLM(str(tmp_path), quantization=name, **{**OPTIONS, "device": "cuda"}) as llm:
         found_tokens, found_logprobs = run(llm)
     assert found_tokens == tokens
     torch.testing.assert_close(found_logprobs, logprobs, rtol=0, atol=2e-4)

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.launch import options, pdl, wait_turn
+from quire.ops.launch import INTERPRETED, options, pdl, wait_turn
 from quire.ops.packed_linear.forms import FLOAT8
-from quire.ops.packed_linear.triton import float8_bits, to_code
+from quire.ops.packed_linear.triton import to_code
 from quire.ops.packed_linear.words import GROUP_INPUTS, TINY, WordWeight, as_bytes
 
 TINY_INPUT = tl.constexpr(TINY)
@@ -46,6 +46,7 @@ def round_rows(x_MK: Tensor, rounds: str, input_scale: float | None = None) -> t
         K=K,
         IS_INT8=is_int8,
         BLOCK=block,
+        ON_CARD=not INTERPRETED,
         PDL=dependent,
         num_warps=min(16, max(1, block // 512)),
         **options(dependent),
@@ -64,6 +65,7 @@ def _round_kernel(
     K: tl.constexpr,
     IS_INT8: tl.constexpr,
     BLOCK: tl.constexpr,
+    ON_CARD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program rounds a row, or a group of it."""
@@ -76,12 +78,8 @@ def _round_kernel(
         largest = tl.maximum(tl.max(tl.abs(x), 0), TINY_INPUT)
     else:
         largest = input_scale * LARGEST
-    scaled = x * tl.div_rn(LARGEST, largest)
-    scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
-    if IS_INT8:
-        tl.store(codes_ptr + row * K + k, to_code(scaled, "int8", True), mask=k < K)
-    else:
-        tl.store(codes_ptr + row * K + k, float8_bits(scaled), mask=k < K)
+    code = to_code(x * tl.div_rn(LARGEST, largest), "int8" if IS_INT8 else "e4m3", ON_CARD)
+    tl.store(codes_ptr + row * K + k, code if IS_INT8 else code.to(tl.uint8, bitcast=True), mask=k < K)
     tl.store(scales_ptr + tl.program_id(1) * scales_stride + row, tl.div_rn(largest, LARGEST))
 
 

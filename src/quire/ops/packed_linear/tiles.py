@@ -116,7 +116,6 @@ def multiply(
     M = y.shape[-2]
     N = w.n // num_experts // (2 if activation else 1)
     num_tiles = triton.cdiv(M, tile.block_m) if rows is None else rows.max_tiles
-    on_card = x.is_cuda or not INTERPRETED
     set_inputs = w.set_inputs if w.planes > 1 else BYTES
     sums = sum_sets(x, set_inputs, RUN * w.planes) if w.kind == "affine" else None
     dependent = pdl(x)
@@ -155,7 +154,7 @@ def multiply(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         RUN=RUN if w.planes > 1 else BYTES,
-        ON_CARD=on_card and dtype != torch.float32,
+        ON_CARD=not INTERPRETED and dtype != torch.float32,
         PDL=dependent,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -325,9 +325,8 @@ def _round(
         x = _load(row_ptr, k_1W, K, BLOCK_W).to(tl.float32)
         lanes_1R = tl.max(tl.reshape(tl.abs(x), (1, R, LANE)), 2)
         if X_GROUP is not None:
-            LANES: tl.constexpr = X_GROUP // LANE
-            groups = tl.max(tl.reshape(lanes_1R, (R // LANES, LANES)), 1)
-            lanes_1R = tl.reshape(tl.broadcast_to(groups[:, None], (R // LANES, LANES)), (1, R))
+            groups = tl.max(tl.reshape(lanes_1R, (R * LANE // X_GROUP, X_GROUP // LANE)), 1)
+            lanes_1R = tl.reshape(tl.broadcast_to(groups[:, None], (R * LANE // X_GROUP, X_GROUP // LANE)), (1, R))
         chunks += (x,)
         bounds += (lanes_1R,)
     if X_GROUP is None:
@@ -344,22 +343,21 @@ def _round(
         else:
             bound_1R = tl.maximum(bounds[c], TINY_INPUT)
         inverse = tl.reshape(tl.broadcast_to(tl.div_rn(LARGEST, bound_1R)[:, :, None], (1, R, LANE)), (1, BLOCK_W))
-        scaled = tl.minimum(tl.maximum(chunks[c] * inverse, -LARGEST), LARGEST)
-        codes += (to_code(scaled, KIND, ON_CARD),)
+        codes += (to_code(chunks[c] * inverse, KIND, ON_CARD),)
         scales += (tl.div_rn(bound_1R, LARGEST),)
     return codes, scales
 
 
 @triton.jit
 def to_code(scaled, KIND: tl.constexpr, ON_CARD: tl.constexpr):
-    """The nearest int8 or float8, halves to even; numbers are in range. Triton's interpreter would cut a float8."""
+    """The nearest int8 (from -127) or float8, halves to even. Triton's interpreter would cut a float8."""
     if KIND == "int8":
-        # Adding 1.5 * 2 ** 23 units leaves whole units.
-        return ((scaled + 12582912.0) - 12582912.0).to(tl.int8)
+        scaled = tl.minimum(tl.maximum(scaled, -127.0), 127.0)
+        return ((scaled + 12582912.0) - 12582912.0).to(tl.int8)  # adding 1.5 * 2 ** 23 units leaves whole units
     elif ON_CARD:
-        return scaled.to(tl.float8e4nv)
+        return scaled.to(tl.float8e4nv)  # the largest, if it is larger
     else:
-        return float8_bits(scaled).to(tl.float8e4nv, bitcast=True)
+        return float8_bits(tl.minimum(tl.maximum(scaled, -448.0), 448.0)).to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit
