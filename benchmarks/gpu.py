@@ -4,7 +4,8 @@
     python benchmarks/gpu.py --models qwen3-0.6b --workloads stream-128,mixed256 --skip-checks --json out.json
     python benchmarks/gpu.py --models qwen3-0.6b --workloads soak --skip-checks    # five minutes: does memory grow?
 
-Models are folders of `shapes/`, with random weights: bf16, or quantized as config.json says. The figures of vLLM and
+Models are folders of `shapes/`, with random weights: bf16, or quantized as config.json says; `qwen3-8b:fp8` is one
+quantized by `--quantization fp8`. Of models with experts it prints how many of them a step uses. The figures of vLLM and
 the floors are those of `benchmarks/README.md`, for an H200. The exit status is 1 when a check fails or a bar is missed.
 """
 
@@ -85,6 +86,20 @@ FIGURES = {
     ("qwen3-30b-a3b", "stream-8192", "tpot_ms"): (4.50, 1.6, None),
     ("qwen3-30b-a3b", "mixed256", "out_tok_s"): (5_540, None, 6_600),
     ("qwen3-30b-a3b", "p1024d128", "req_s"): (29.0, None, 32),
+    ("qwen3-8b:fp8", "startup", "first_token_s"): (None, None, 8),
+    ("qwen3-8b:fp8", "stream-128", "tpot_ms"): (3.70, 1.9, 2.5),
+    ("qwen3-8b:fp8", "stream-8192", "ttft_ms"): (149.7, 126, 145),
+    ("qwen3-8b:fp8", "mixed256", "out_tok_s"): (11_200, 17_900, 12_800),
+    ("qwen3-8b:fp8", "p1024d128", "req_s"): (40.3, 63, 45),
+    ("qwen3-8b-awq", "stream-128", "tpot_ms"): (4.48, 1.13, 1.8),
+    ("qwen3-8b-awq", "mixed256", "out_tok_s"): (9_320, 14_200, 10_000),
+    ("qwen3-8b-awq", "p1024d128", "req_s"): (32.1, 38.5, 32.5),
+    ("qwen3-8b-q4_k_m:gguf", "stream-128", "tpot_ms"): (None, 1.1, 2.0),
+    ("qwen3-30b-a3b-fp8-block", "stream-128", "tpot_ms"): (None, 0.8, 1.9),
+    ("qwen3-30b-a3b-fp8-block", "mixed256", "out_tok_s"): (None, 13_700, 9_500),
+    ("gpt-oss-20b-mxfp4", "stream-128", "tpot_ms"): (3.05, 0.86, 1.5),
+    ("gpt-oss-20b-mxfp4", "mixed256", "out_tok_s"): (10_350, 28_600, 16_000),
+    ("gpt-oss-20b-mxfp4", "p1024d128", "req_s"): (46.1, 96, 58),
     ("decode attention", "256 x 1000", "copy_share"): (None, 1.0, 0.95),
     ("qwen3-0.6b", "soak", "growth_mib"): (None, None, 8),
 }
@@ -211,9 +226,11 @@ def time_model(model: str, names: list[str]) -> list[tuple[str, str, float]]:
     work = [workloads.build(name, "cuda") for name in names if name not in ("startup", "soak")]
     longest = max([w.max_model_len for w in work], default=2048)
     started = time.perf_counter()
+    folder, _, quantization = model.partition(":")
     with LLM(
-        str(ROOT / "benchmarks" / "shapes" / model),
+        str(ROOT / "benchmarks" / "shapes" / folder),
         load_format="dummy",
+        quantization=quantization or "auto",
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         max_model_len=longest,
@@ -230,9 +247,36 @@ def time_model(model: str, names: list[str]) -> list[tuple[str, str, float]]:
             rows += [(workload.name, metric, found[metric]) for metric in metrics]
             figures = ", ".join(f"{metric} {found[metric]:.2f}" for metric in metrics)
             print(f"  {workload.name}: {figures}", file=sys.stderr, flush=True)
+        print_experts_used(llm)
         if "soak" in names:
             rows.append(("soak", "growth_mib", memory_growth_mib(generator(llm, 0.6, show=False))))
     return rows
+
+
+def print_experts_used(llm) -> None:
+    """How many experts each layer uses for the 256 tokens of a prompt, in a step that is not recorded."""
+    import random
+
+    from quire import SamplingParams
+    from quire.layers.experts import triton as backend
+
+    route, used = backend.route, []
+
+    def counting(*args):
+        weights, expert_ids = route(*args)
+        used.append(len(expert_ids.unique()))
+        return weights, expert_ids
+
+    backend.route = counting
+    prompt = [random.Random(0).randint(10, 10_000) for _ in range(256)]
+    # Steps with prompt logprobs are launched kernel by kernel.
+    llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    backend.route = route
+    if used:
+        mean = sum(used) / len(used)
+        print(
+            f"  experts used by 256 tokens: {mean:.1f} of a layer's, {min(used)} at least", file=sys.stderr, flush=True
+        )
 
 
 def memory_growth_mib(generate) -> float:
