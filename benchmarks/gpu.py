@@ -5,8 +5,9 @@
     python benchmarks/gpu.py --models qwen3-0.6b --workloads soak --skip-checks    # five minutes: does memory grow?
 
 Models are folders of `shapes/`, with random weights: bf16, or quantized as config.json says; `qwen3-8b:fp8` is one
-quantized by `--quantization fp8`. Of models with experts it prints how many of them a step uses. The figures of vLLM and
-the floors are those of `benchmarks/README.md`, for an H200. The exit status is 1 when a check fails or a bar is missed.
+quantized by `--quantization fp8`. Of models with experts it prints how many of them a step uses. The figures of vLLM
+and the floors are those of `benchmarks/README.md`, for an H200. The exit status is 1 when a check fails or a bar is
+missed.
 """
 
 import argparse

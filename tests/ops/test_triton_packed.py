@@ -11,7 +11,7 @@ from quire.ops.moe import reference as experts_twin
 from quire.ops.moe import triton as moe
 from quire.ops.packed_linear import many_rows, rows, tiles, words
 from quire.ops.packed_linear import triton as ops
-from quire.ops.packed_linear.forms import FLOAT8, Affine, Float8, Form, Table4
+from quire.ops.packed_linear.forms import FLOAT8, Affine, Float8, Form, Table4, TwoLevel
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -45,12 +45,25 @@ def small_scales(n: int, groups: int) -> Tensor:
     return (random(n, groups).abs() * 0.01).half()
 
 
+def two_levels(n: int, groups: int) -> TwoLevel:
+    return TwoLevel(codes(n, groups, 6), small_scales(n, groups // 2))
+
+
+def zero_points(n: int, k: int) -> Affine:
+    scales = small_scales(n, k // 64)
+    return Affine(codes(n, k, 4), scales, 4, 0, TwoLevel(codes(n, k // 64, 4), -scales))
+
+
 FORMS = {
     "4 bits, minimums": lambda n, k: Affine(codes(n, k, 4), small_scales(n, k // 32), 4, 0, -random(n, k // 32).abs()),
     "4 bits, large groups": lambda n, k: Affine(codes(n, k, 4), small_scales(n, k // 64), 4, 8),
     "4 bits, ordered": lambda n, k: Affine(
         codes(n, k, 4), small_scales(n, k // 32), 4, 8, order_K=torch.randperm(k, generator=GENERATOR).int()
     ),
+    "4 bits, two levels": lambda n, k: Affine(
+        codes(n, k, 4), two_levels(n, k // 32), 4, 0, TwoLevel(codes(n, k // 32, 6), -small_scales(n, k // 64))
+    ),
+    "4 bits, zero points": lambda n, k: zero_points(n, k),
     "6 bits": lambda n, k: Affine(codes(n, k, 6), small_scales(n, k // 16), 6, 32),
     "8 bits": lambda n, k: Affine(codes(n, k, 8), small_scales(n, 1), 8, 128),
     "int8 for int8": lambda n, k: Affine(codes(n, k, 8), small_scales(n, 1), 8, 128, rounds="int8 token"),
@@ -64,11 +77,17 @@ FORMS = {
 }
 
 
+def moved(form):
+    """The same with all its tensors on the device."""
+    values = {field.name: getattr(form, field.name) for field in fields(form)}
+    changes = {key: value.to(DEVICE) for key, value in values.items() if isinstance(value, Tensor)}
+    changes |= {key: moved(value) for key, value in values.items() if isinstance(value, TwoLevel)}
+    return replace(form, **changes)
+
+
 def packed(name: str, n: int = 20, k: int = 192) -> words.WordWeight:
     form: Form = FORMS[name](n, k)
-    tensors = {field.name: getattr(form, field.name) for field in fields(form)}
-    moved = {key: value.to(DEVICE) for key, value in tensors.items() if isinstance(value, Tensor)}
-    form = replace(form, **moved)
+    form = moved(form)
     found = words.pack(form)
     assert found is not None
     torch.testing.assert_close(found.numbers(), form.numbers(), rtol=1e-6, atol=0)

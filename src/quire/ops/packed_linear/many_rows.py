@@ -92,7 +92,9 @@ def unpack(w: WordWeight, dtype: torch.dtype) -> Tensor:
         out_NK,
         as_bytes(w.codes),
         w.scales_NG,
+        w.scales_NS,
         w.mins_NG,
+        w.mins_NS,
         w.outer_N,
         w.table,
         K=w.k,
@@ -102,6 +104,8 @@ def unpack(w: WordWeight, dtype: torch.dtype) -> Tensor:
         PLANES=w.planes,
         RUN=RUN,
         GROUP=w.group,
+        SCALES_GROUPS=w.groups_of(w.scales_NS),
+        MINS_GROUPS=w.groups_of(w.mins_NS),
         ROWS=w.rows,
         ZERO=w.zero,
         BLOCK=block,
@@ -117,7 +121,9 @@ def _unpack_kernel(
     out_ptr,
     codes_ptr,
     scales_ptr,
+    scales_outer_ptr,
     mins_ptr,
+    mins_outer_ptr,
     outer_ptr,
     table_ptr,
     K: tl.constexpr,
@@ -127,6 +133,8 @@ def _unpack_kernel(
     PLANES: tl.constexpr,
     RUN: tl.constexpr,
     GROUP: tl.constexpr,
+    SCALES_GROUPS: tl.constexpr,
+    MINS_GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     ZERO: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -155,9 +163,9 @@ def _unpack_kernel(
         values = code.to(tl.float32) - ZERO
     place = n // ROWS * G + tl.minimum(k, K - 1) // GROUP
     if scales_ptr is not None:
-        values *= group_scale(scales_ptr + place)
+        values *= group_scale(scales_ptr, scales_outer_ptr, place, SCALES_GROUPS)
     if mins_ptr is not None:
-        values += tl.load(mins_ptr + place)
+        values += group_scale(mins_ptr, mins_outer_ptr, place, MINS_GROUPS)
     if outer_ptr is not None:
         values *= tl.load(outer_ptr + n)
     tl.store(out_ptr + n * K + k, values.to(out_ptr.dtype.element_ty), mask=inside)

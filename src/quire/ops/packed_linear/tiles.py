@@ -126,7 +126,9 @@ def multiply(
         sums,
         as_bytes(w.codes),
         w.scales_NG,
+        w.scales_NS,
         w.mins_NG,
+        w.mins_NS,
         w.outer_N,
         w.table,
         bias,
@@ -143,6 +145,8 @@ def multiply(
         PLANES=w.planes,
         SET=set_inputs,
         GROUP=w.group,
+        SCALES_GROUPS=w.groups_of(w.scales_NS),
+        MINS_GROUPS=w.groups_of(w.mins_NS),
         ROWS=w.rows,
         OFFSET=w.zero + (128 if w.bits == 4 else 0),
         X_GROUPS=0 if scales is None else scales.shape[1],
@@ -170,7 +174,9 @@ def _tiles_kernel(  # noqa: C901
     x_sums_ptr,
     codes_ptr,
     scales_ptr,
+    scales_outer_ptr,
     mins_ptr,
+    mins_outer_ptr,
     outer_ptr,
     table_ptr,
     bias_ptr,
@@ -187,6 +193,8 @@ def _tiles_kernel(  # noqa: C901
     PLANES: tl.constexpr,
     SET: tl.constexpr,
     GROUP: tl.constexpr,
+    SCALES_GROUPS: tl.constexpr,
+    MINS_GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     OFFSET: tl.constexpr,
     X_GROUPS: tl.constexpr,
@@ -249,7 +257,7 @@ def _tiles_kernel(  # noqa: C901
         for set in tl.static_range(SETS):
             first_input = run * (RUN * PLANES) + set * SET
             x_MS = _load_inputs(x_ptr + from_M.to(tl.int64)[:, None] * K, first_input + k_S[None, :], K, RUN * PLANES)
-            x_MS = _as_operand(x_MS, KIND, PLANES, ON_CARD, IS_FLOAT32)
+            x_MS = _as_operand(x_MS, KIND, PLANES, ON_CARD)
             input = tl.minimum(first_input, K - 1)
             x_scale_M = 1.0
             if X_GROUPS > 1:
@@ -257,14 +265,19 @@ def _tiles_kernel(  # noqa: C901
             sums_M = 0.0
             if x_sums_ptr is not None:
                 sums_M = tl.load(x_sums_ptr + (first_input // SET) * x_sums_stride + column_M)
-            values = _set_values(planes, set, SETS, PLANES, ON_CARD, IS_FLOAT32)
-            acc = _add(acc, values, x_MS, x_scale_M, sums_M, scales_ptr, mins_ptr, row_N // ROWS * G + input // GROUP,
-                       KIND, OFFSET, SCALED, X_GROUPS)  # fmt: skip
+            factors = _factors(
+                scales_ptr, scales_outer_ptr, mins_ptr, mins_outer_ptr, row_N // ROWS * G + input // GROUP,
+                KIND, OFFSET, SCALES_GROUPS, MINS_GROUPS,
+            )  # fmt: skip
+            values = _set_values(planes, set, SETS, PLANES, ON_CARD)
+            acc = _add(acc, values, x_MS, factors, x_scale_M, sums_M, KIND, SCALED, X_GROUPS)
             if HALVES == 2:
-                values = _set_values(planes_up, set, SETS, PLANES, ON_CARD, IS_FLOAT32)
-                place_N = (row_N + N) // ROWS * G + input // GROUP
-                acc_up = _add(acc_up, values, x_MS, x_scale_M, sums_M, scales_ptr, mins_ptr, place_N,
-                              KIND, OFFSET, SCALED, X_GROUPS)  # fmt: skip
+                factors = _factors(
+                    scales_ptr, scales_outer_ptr, mins_ptr, mins_outer_ptr, (row_N + N) // ROWS * G + input // GROUP,
+                    KIND, OFFSET, SCALES_GROUPS, MINS_GROUPS,
+                )  # fmt: skip
+                values = _set_values(planes_up, set, SETS, PLANES, ON_CARD)
+                acc_up = _add(acc_up, values, x_MS, factors, x_scale_M, sums_M, KIND, SCALED, X_GROUPS)
 
     inside_MN = inside_M[:, None] & (n_N < N)[None, :]
     if tl.num_programs(1) > 1:  # parts, in float32
@@ -305,13 +318,13 @@ def _load_inputs(row_ptrs, k_1S, K: tl.constexpr, RUN_INPUTS: tl.constexpr):
 def _values(codes, table_ptr, KIND: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, ON_CARD: tl.constexpr):
     """The planes of a tile of words; bytes are one plane, and stay as they are."""
     if PLANES == 1:
-        return (_as_operand(codes, KIND, PLANES, ON_CARD, False),)
+        return (_as_operand(codes, KIND, PLANES, ON_CARD),)
     else:
         return decode(codes, table_ptr, KIND, BITS, ON_CARD)
 
 
 @triton.jit
-def _as_operand(x, KIND: tl.constexpr, PLANES: tl.constexpr, ON_CARD: tl.constexpr, IS_FLOAT32: tl.constexpr):
+def _as_operand(x, KIND: tl.constexpr, PLANES: tl.constexpr, ON_CARD: tl.constexpr):
     """Codes in bytes as the numbers that they are; the interpreter multiplies them in float32. Others unchanged."""
     if PLANES == 1 and KIND == "e4m3":
         x = x.to(tl.float8e4nv, bitcast=True)
@@ -323,9 +336,7 @@ def _as_operand(x, KIND: tl.constexpr, PLANES: tl.constexpr, ON_CARD: tl.constex
 
 
 @triton.jit
-def _set_values(
-    planes, set: tl.constexpr, SETS: tl.constexpr, PLANES: tl.constexpr, ON_CARD: tl.constexpr, IS_FLOAT32: tl.constexpr
-):
+def _set_values(planes, set: tl.constexpr, SETS: tl.constexpr, PLANES: tl.constexpr, ON_CARD: tl.constexpr):
     if PLANES == 1:
         return planes[0]
     else:
@@ -336,19 +347,30 @@ def _set_values(
 
 
 @triton.jit
-def _add(
-    acc,
-    values_NS,
-    x_MS,
-    x_scale_M,
-    sums_M,
+def _factors(
     scales_ptr,
+    scales_outer_ptr,
     mins_ptr,
+    mins_outer_ptr,
     place_N,
     KIND: tl.constexpr,
     OFFSET: tl.constexpr,
-    SCALED: tl.constexpr,
-    X_GROUPS: tl.constexpr,
+    SCALES_GROUPS: tl.constexpr,
+    MINS_GROUPS: tl.constexpr,
+):
+    """What multiplies a group's sum of products, and what the sum of its inputs."""
+    scale_N = tl.full(place_N.shape, 1.0, tl.float32)
+    if scales_ptr is not None:
+        scale_N = group_scale(scales_ptr, scales_outer_ptr, place_N, SCALES_GROUPS)
+    shift_N = -OFFSET * scale_N
+    if mins_ptr is not None:
+        shift_N += group_scale(mins_ptr, mins_outer_ptr, place_N, MINS_GROUPS)
+    return scale_N, shift_N
+
+
+@triton.jit
+def _add(
+    acc, values_NS, x_MS, factors, x_scale_M, sums_M, KIND: tl.constexpr, SCALED: tl.constexpr, X_GROUPS: tl.constexpr
 ):
     """acc and the product of a set: codes times inputs, scaled; and what zero's code and minimums contribute."""
     if KIND == "int8":
@@ -358,15 +380,11 @@ def _add(
     else:
         # Sums of float8 on tensor cores are kept short, since they are added with fewer bits.
         part = tl.dot(values_NS, tl.trans(x_MS), input_precision="ieee")
-        scale_N = tl.full(place_N.shape, 1.0, tl.float32) if scales_ptr is None else group_scale(scales_ptr + place_N)
         if X_GROUPS > 1:
             part *= x_scale_M[None, :]
-        acc += scale_N[:, None] * part
+        acc += factors[0][:, None] * part
         if KIND == "affine":
-            shift_N = -OFFSET * scale_N
-            if mins_ptr is not None:
-                shift_N += tl.load(mins_ptr + place_N)
-            acc += shift_N[:, None] * sums_M[None, :]
+            acc += factors[1][:, None] * sums_M[None, :]
         return acc
 
 

@@ -106,7 +106,9 @@ def _launch(
         x,
         as_bytes(w.codes),
         w.scales_NG,
+        w.scales_NS,
         w.mins_NG,
+        w.mins_NS,
         w.outer_N,
         w.table,
         bias,
@@ -125,6 +127,8 @@ def _launch(
         RUN=RUN,
         SETS=RUN * w.planes // w.set_inputs if w.planes > 1 else 1,
         GROUP=w.group,
+        SCALES_GROUPS=w.groups_of(w.scales_NS),
+        MINS_GROUPS=w.groups_of(w.mins_NS),
         ROWS=w.rows,
         ZERO=w.zero,
         X_GROUP=GROUP_INPUTS if w.rounds == "float8 group" else None,
@@ -148,7 +152,9 @@ def _words_kernel(  # noqa: C901
     x_ptr,
     codes_ptr,
     scales_ptr,
+    scales_outer_ptr,
     mins_ptr,
+    mins_outer_ptr,
     outer_ptr,
     table_ptr,
     bias_ptr,
@@ -167,6 +173,8 @@ def _words_kernel(  # noqa: C901
     RUN: tl.constexpr,
     SETS: tl.constexpr,
     GROUP: tl.constexpr,
+    SCALES_GROUPS: tl.constexpr,
+    MINS_GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     ZERO: tl.constexpr,
     X_GROUP: tl.constexpr,
@@ -248,8 +256,12 @@ def _words_kernel(  # noqa: C901
                         x_ptr + x_row * K, table_ptr, c, set, M, K, KIND, BITS, PLANES, RUN, SETS, BLOCK_W, LANE,
                     )  # fmt: skip
                     place_NR = row_N[:, None] // ROWS * G + input_1R // GROUP
-                    scale = 1.0 if scales_ptr is None else group_scale(scales_ptr + place_NR)
-                    minimum = 0.0 if mins_ptr is None else tl.load(mins_ptr + place_NR)
+                    scale = 1.0
+                    if scales_ptr is not None:
+                        scale = group_scale(scales_ptr, scales_outer_ptr, place_NR, SCALES_GROUPS)
+                    minimum = 0.0
+                    if mins_ptr is not None:
+                        minimum = group_scale(mins_ptr, mins_outer_ptr, place_NR, MINS_GROUPS)
                     added: tl.tuple = ()
                     for m in tl.static_range(M):
                         part_NR = products[2 * m]
@@ -483,10 +495,12 @@ def _decode(codes, table_ptr, plane: tl.constexpr, KIND: tl.constexpr, BITS: tl.
 
 
 @triton.jit
-def group_scale(ptrs):
-    """In float32; bytes are exponents."""
-    scale = tl.load(ptrs)
+def group_scale(scales_ptr, outer_ptr, place, GROUPS: tl.constexpr):
+    """In float32; bytes are exponents, or whole numbers with a scale for so many of them."""
+    scale = tl.load(scales_ptr + place)
     if scale.dtype == tl.uint8:
         return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    elif outer_ptr is not None:
+        return scale.to(tl.float32) * tl.load(outer_ptr + place // GROUPS).to(tl.float32)
     else:
         return scale.to(tl.float32)

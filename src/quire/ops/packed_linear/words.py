@@ -42,14 +42,17 @@ class WordWeight:
 
     kind: str  # what a code means: "affine", "int8" (with a sign), "e2m1", "table" or "e4m3"
     codes: Tensor  # [N, W] int32 words; or bytes [N, K], uint8 or float8_e4m3fn
-    # [N, G], or for every `rows` outputs one: a scale for each group; uint8 are powers of two. None: only `outer_N`.
+    # [N, G], or for every `rows` outputs one: a scale for each group; uint8 are powers of two, int8 whole numbers that
+    # `scales_NS` multiplies. None: only `outer_N`.
     scales_NG: Tensor | None
     k: int
     bits: int
     group: int  # inputs that share a scale; all of them, if scales are per output only
     rows: int = 1  # outputs that share a scale of a group
     zero: int = 0  # affine: the code of the value 0 (plus minimum)
-    mins_NG: Tensor | None = None  # float32
+    mins_NG: Tensor | None = None  # float32; int8 are whole numbers that `mins_NS` multiplies
+    scales_NS: Tensor | None = None  # any float: a scale of several groups, S divides G
+    mins_NS: Tensor | None = None
     outer_N: Tensor | None = None  # float32: a scale per output, on top of the others
     table: Tensor | None = None  # float32 [16]
     order_K: Tensor | None = None  # the input that each column multiplies
@@ -65,6 +68,10 @@ class WordWeight:
     def planes(self) -> int:
         """Codes of a word; 1: codes are bytes."""
         return 32 // self.bits if self.codes.dtype == torch.int32 else 1
+
+    def groups_of(self, outer_NS: Tensor | None) -> int:
+        """How many groups share a scale of scales."""
+        return 1 if outer_NS is None else -(-self.k // self.group) // outer_NS.shape[1]
 
     @property
     def set_inputs(self) -> int:
@@ -88,13 +95,14 @@ class WordWeight:
         codes = self.codes_NK()
         scales = torch.ones(self.n, 1, device=codes.device)
         if self.scales_NG is not None:
-            scales = float_scales(self.scales_NG)
+            scales = float_scales(_levels(self.scales_NG, self.scales_NS))
+        mins = None if self.mins_NG is None else _levels(self.mins_NG, self.mins_NS)
         if self.kind == "e4m3" and self.scales_NG is not None:
             values = Float8(codes, scales, (self.rows, self.group)).numbers()
         elif self.kind == "e4m3":
             values = codes.float()
         elif self.kind in ("affine", "int8"):
-            values = Affine(codes, scales, self.bits, self.zero, self.mins_NG, self.order_K).numbers()
+            values = Affine(codes, scales, self.bits, self.zero, mins, self.order_K).numbers()
         else:
             values = Table4(codes, scales, tuple(self.table.tolist()) if self.table is not None else E2M1).numbers()
         return values if self.outer_N is None else values * self.outer_N[:, None]
@@ -129,25 +137,30 @@ def pack(form: Affine | Float8 | Table4) -> WordWeight | None:
         is_e2m1 = form.table == E2M1
         table = None if is_e2m1 else torch.tensor(form.table, device=form.codes_NK.device)
         kind = "e2m1" if is_e2m1 else "table"
-        scales_NG = _one_level(form.scales_NG)
-        return WordWeight(
-            kind, _words(form.codes_NK, 4), scales_NG, k, 4, form.group, outer_N=form.outer_N, table=table
-        )
+        scales_NG, scales_NS = _apart(form.scales_NG, 4)
+        packed = WordWeight(kind, _words(form.codes_NK, 4), scales_NG, k, 4, form.group, table=table)
+        return replace(packed, outer_N=form.outer_N, scales_NS=scales_NS)
     if form.rounds == "int8 token":
         # The library multiplies numbers with a sign.
         scales_N = form.scales_NG.float().flatten()
         signed = form.codes_NK ^ 128
         return WordWeight("int8", signed, None, k, 8, k, zero=form.zero, outer_N=scales_N, rounds=form.rounds)
     bits = 4 if form.bits <= 4 else 8
+    scales_NG, scales_NS = _apart(form.scales_NG, form.bits)
+    mins_NG, mins_NS = (None, None) if form.mins_NG is None else _apart(form.mins_NG, form.bits)
+    if mins_NG is not None and mins_NS is None:
+        mins_NG = mins_NG.float()
     return WordWeight(
         "affine",
         _words(form.codes_NK, bits),
-        _one_level(form.scales_NG),
+        scales_NG,
         k,
         bits,
         form.group,
         zero=form.zero,
-        mins_NG=None if form.mins_NG is None else form.mins_NG.float().contiguous(),
+        mins_NG=mins_NG,
+        scales_NS=scales_NS,
+        mins_NS=mins_NS,
         order_K=form.order_K,
     )
 
@@ -166,8 +179,20 @@ def _pack_float8(form: Float8) -> WordWeight | None:
     return replace(packed, scales_NG=form.scales.contiguous(), rows=rows, group=group)
 
 
-def _one_level(scales: Tensor | TwoLevel) -> Tensor:
-    return scales.contiguous() if isinstance(scales, Tensor) else scales.float()
+def _apart(scales: Tensor | TwoLevel, bits: int) -> tuple[Tensor, Tensor | None]:
+    """Scales of groups, and of several groups if those are whole numbers that fit into int8.
+
+    All do, but for zero points of weights with 8 bits.
+    """
+    if isinstance(scales, Tensor):
+        return scales.contiguous(), None
+    if bits == 8:
+        return scales.float(), None
+    return scales.codes_NG.contiguous().view(torch.int8), scales.outer_NS.contiguous()
+
+
+def _levels(scales_NG: Tensor, outer_NS: Tensor | None) -> Tensor | TwoLevel:
+    return scales_NG if outer_NS is None else TwoLevel(scales_NG, outer_NS)
 
 
 def _words(codes_NK: Tensor, bits: int) -> Tensor:
@@ -189,8 +214,8 @@ def joinable(first: WordWeight, second: WordWeight) -> bool:
 
 
 def _layout(w: WordWeight) -> tuple[object, ...]:
-    optional = (w.scales_NG, w.mins_NG, w.outer_N)
-    dtypes = tuple(None if tensor is None else tensor.dtype for tensor in optional)
+    optional = (w.scales_NG, w.mins_NG, w.scales_NS, w.mins_NS, w.outer_N)
+    dtypes = tuple(None if tensor is None else (tensor.dtype, tensor.shape[1:]) for tensor in optional)
     table = None if w.table is None else tuple(w.table.tolist())
     return w.kind, w.codes.dtype, w.k, w.bits, w.zero, w.group, w.rows, w.rounds, w.input_scale, dtypes, table
 
@@ -210,6 +235,8 @@ def concat(weights: list[WordWeight]) -> WordWeight:
         codes=codes.view(weights[0].codes.dtype),
         scales_NG=joined([weight.scales_NG for weight in weights]),
         mins_NG=joined([weight.mins_NG for weight in weights]),
+        scales_NS=joined([weight.scales_NS for weight in weights]),
+        mins_NS=joined([weight.mins_NS for weight in weights]),
         outer_N=joined([weight.outer_N for weight in weights]),
     )
 
