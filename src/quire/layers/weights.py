@@ -3,14 +3,16 @@
 Used by model files, in `translate`.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from quire.errors import UnsupportedModelError
 from quire.quant.base import PLAIN, RawTensor, Weight
 
-__all__ = ["RawTensor", "Weight", "pick_rows", "plain", "q_k_v_rows", "transposed", "unit_offset"]
+__all__ = ["RawTensor", "Weight", "order_q_k_v", "pick_rows", "plain", "transposed", "unit_offset"]
 
 
 def plain(values: Tensor) -> RawTensor:
@@ -31,6 +33,19 @@ def q_k_v_rows(num_heads: int, num_kv_heads: int, head_size: int) -> Tensor:
     all of q, all of k, all of v."""
     rows = torch.arange((num_heads + 2 * num_kv_heads) * head_size).view(num_kv_heads, -1, head_size)
     return torch.cat((rows[:, :-2].flatten(), rows[:, -2].flatten(), rows[:, -1].flatten()))
+
+
+def order_q_k_v(name: str, tensor: RawTensor, num_heads: int, num_kv_heads: int, head_size: int) -> RawTensor:
+    """A tensor of such a projection with its rows in our order; what belongs to the whole weight stays as it is."""
+    rows = q_k_v_rows(num_heads, num_kv_heads, head_size)
+    if tensor.shape[:1] == (len(rows),):
+        return pick_rows(tensor, rows)
+    if math.prod(tensor.shape) == 1:
+        return tensor
+    raise UnsupportedModelError(
+        f"{name}: heads of this model's fused projection are put in another order, which cannot be done with weights "
+        "that this quantization does not keep row by row"
+    )
 
 
 def transposed(tensor: RawTensor) -> RawTensor:

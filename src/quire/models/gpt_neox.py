@@ -13,7 +13,7 @@ from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
 from quire.layers.rope import Rope
 from quire.layers.self_attention import SelfAttention
-from quire.layers.weights import RawTensor, pick_rows, q_k_v_rows
+from quire.layers.weights import RawTensor, order_q_k_v
 
 ARCHITECTURES = ("GPTNeoXForCausalLM",)
 
@@ -73,8 +73,7 @@ class GPTNeoX(CausalLM):
     def translate(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, RawTensor]]:
         if ".query_key_value." in name:
             config = self.config
-            rows = q_k_v_rows(config.num_attention_heads, config.num_kv_heads, config.head_size)
-            tensor = pick_rows(tensor, rows)
+            tensor = order_q_k_v(name, tensor, config.num_attention_heads, config.num_kv_heads, config.head_size)
         yield from super().translate(name, tensor)
 
 
