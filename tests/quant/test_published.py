@@ -9,8 +9,9 @@ from safetensors import safe_open
 
 from quire import LLM
 from quire.config import quantization_file
+from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.layers.base import Layer
-from quire.quant.base import Choice, Joined, Method, Part, Quantized, RawTensor, Use
+from quire.quant.base import CODES, PLAIN, Choice, Joined, Method, Part, Quantized, RawTensor, Section, Split, Use
 from quire.quant.kept.numbers import Numbers
 from quire.quant.kept.packed import PackedForms
 from quire.quant.plain.dense import Dense
@@ -67,7 +68,9 @@ def fixture(name: str) -> tuple[dict, dict[str, RawTensor], torch.Tensor]:
 
 
 def raw(tensor: torch.Tensor) -> RawTensor:
-    names = {torch.int32: "I32", torch.float16: "F16"}
+    if tensor.dtype == torch.float8_e8m0fnu:
+        tensor = tensor.view(torch.uint8)
+    names = {dtype: name for name, dtype in (PLAIN | CODES).items() if name != "F8_E8M0"}
     data = tensor.contiguous().flatten().view(torch.uint8)
     return RawTensor(names[tensor.dtype], data, tuple(tensor.shape))
 
@@ -114,3 +117,56 @@ def test_patterns_of_dynamic_mean_what_gptqmodel_says():
             assert make is Dense, path
         else:
             assert make.reader.bits == answer.get("bits", found["quantization_config"]["bits"]), path
+
+
+def slice_of(tensor: RawTensor, pieces: list[tuple[slice, ...]]) -> RawTensor:
+    (piece,) = pieces
+    values = tensor.values()[piece].contiguous()
+    return RawTensor(tensor.type_name, values.flatten().view(torch.uint8), tuple(values.shape))
+
+
+def numbers_of(settings: dict, part: Part, tensors: dict[str, RawTensor], rank: int, num_ranks: int) -> torch.Tensor:
+    """What a rank keeps of a weight, of which it loads its pieces of every tensor."""
+    find = load("quire.quant", quantization_file(settings["quant_method"])).quantization(settings)
+    make = find(part.path, Choice(Use.PRODUCT, Dense, Numbers))
+    n, k = part.shape
+    own = (n // num_ranks, k) if part.split.axis == "outputs" else (n, k // num_ranks)
+    whole, method = (
+        make([part._replace(shape=shape)], torch.float32, torch.device("cpu")) for shape in (part.shape, own)
+    )
+    for declared, weight in zip(whole.weights(), method.weights(), strict=True):
+        end = weight.name.removeprefix(part.path)
+        if end in tensors:
+            weight.load(slice_of(tensors[end], declared.pieces(rank, num_ranks)))
+    return method.numbers()
+
+
+def one_layer(name: str) -> tuple[dict, dict[str, RawTensor], torch.Tensor]:
+    """As `fixture`, from a checkpoint that a library writes."""
+    pytest.importorskip(NEEDS.get(name.split()[0], "torch"))
+    published = CASES[name]()
+    if OTHER not in published.values or "quantization_config" not in published.config:
+        pytest.skip("this layer is plain, or hf_quant_config.json describes it")
+    own = {key.removeprefix(OTHER): raw(value) for key, value in published.tensors.items() if key.startswith(OTHER)}
+    return published.config["quantization_config"], own, published.values[OTHER]
+
+
+OTHER = "model.layers.0.self_attn.o_proj"  # has two blocks of 128 inputs
+# Inputs cannot be divided if their groups are not neighbours, or if rows follow each other in blocks.
+UNDIVIDED = {"gptq_act_order", "ct w4a16 ordered by group"} | {name for name in CASES if "bnb" in name}
+UNDIVIDED -= {"bnb int8"}
+
+
+@pytest.mark.parametrize("axis", ["outputs", "inputs"])
+@pytest.mark.parametrize("name", [*FIXTURES, *CASES])
+def test_slices_of_two_ranks_are_slices_of_the_whole(name, axis):
+    settings, tensors, expected = (fixture if name in FIXTURES else one_layer)(name)
+    size = expected.shape[0 if axis == "outputs" else 1]
+    path = PATH if name in FIXTURES else OTHER
+    part = Part(path, tuple(expected.shape), Split(axis, (Section(size, (2,)),)))
+    if axis == "inputs" and name in UNDIVIDED:
+        with pytest.raises((BadModelFileError, UnsupportedModelError)):
+            numbers_of(settings, part, tensors, 0, 2)
+        return
+    found = torch.cat([numbers_of(settings, part, tensors, rank, 2) for rank in range(2)], int(axis == "inputs"))
+    torch.testing.assert_close(found.to(expected.dtype), expected, rtol=2e-7, atol=0)

@@ -32,7 +32,12 @@ CODES = {
 }  # fmt: skip
 Fill = float | Callable[[], Tensor]  # one value everywhere, or what makes all of them
 # What the dimensions of a plain tensor are, by their number.
-AXES = {1: ("outputs",), 2: ("outputs", "inputs"), 3: ("experts", "outputs", "inputs")}
+AXES: dict[int, tuple[str, ...]] = {
+    0: (),
+    1: ("outputs",),
+    2: ("outputs", "inputs"),
+    3: ("experts", "outputs", "inputs"),
+}
 
 
 @dataclass(frozen=True)

@@ -32,16 +32,16 @@ class FourBits(Reader):
         num_blocks = n * k // BLOCK
         if k % BLOCK:
             raise UnsupportedModelError(f"{part.path} has {k} inputs, which blocks of {BLOCK} do not divide")
-        yield Stored(".weight", (n * k // 2, 1), ("U8",), (None, None), is_codes=True)
+        yield Stored(".weight", (n * k // 2, 1), ("U8",), ("outputs", None), is_codes=True)
         # Dummies have 16 values from -1 to 1 and, where scales are nested, the scale itself as the offset of zeros.
         scale = 7.5 * whole_scale(4)
         absmax_type, absmax = ("U8", 0.0) if self.is_nested else ("F32", scale)
-        yield Stored(".weight.absmax", (num_blocks,), (absmax_type,), (None,), fill=absmax)
+        yield Stored(".weight.absmax", (num_blocks,), (absmax_type,), ("outputs",), fill=absmax)
         yield Stored(".weight.quant_map", (16,), ("F32",), (None,), fill=partial(torch.linspace, -1, 1, 16))
         yield Stored(self._state_end, (ANY,), ("U8",), (None,), fill=partial(self._dummy_state, n, k, scale))
         if self.is_nested:
             nested = -(-num_blocks // NESTED_BLOCK)
-            yield Stored(".weight.nested_absmax", (nested,), ("F32",), (None,), fill=1.0)
+            yield Stored(".weight.nested_absmax", (nested,), ("F32",), ("outputs",), fill=1.0)
             yield Stored(".weight.nested_quant_map", (256,), ("F32",), (None,), fill=0.0)
 
     def _dummy_state(self, n: int, k: int, offset: float) -> Tensor:
@@ -56,7 +56,9 @@ class FourBits(Reader):
         n, k = part.shape[-2:]
         state = _state(part, tensors[self._state_end])
         blocks = state.get("blocksize"), state.get("nested_blocksize", NESTED_BLOCK)
-        if blocks != (BLOCK, NESTED_BLOCK) or state.get("shape") != [n, k] or state.get("quant_type") != self.kind:
+        is_of_kind = blocks == (BLOCK, NESTED_BLOCK) and state.get("quant_type") == self.kind
+        shape = state.get("shape")  # of the whole weight, of which a rank may have some outputs
+        if not is_of_kind or not isinstance(shape, list) or shape[1:] != [k]:
             raise BadModelFileError(f"{part.path}'s quant_state is not of {n} x {k} weights in blocks of {BLOCK}")
         packed = tensors[".weight"].view(n, k // 2)
         codes = torch.stack((packed >> 4, packed & 15), -1).view(n, k)  # the earlier one in the high bits

@@ -50,13 +50,14 @@ class Packed(Reader):
         if k % group or k % per_word:
             raise UnsupportedModelError(f"{part.path} has {k} inputs, which groups of {group} do not divide")
         num_groups = k // group
+        axes = ("outputs", None if num_groups == 1 else "inputs")
         yield Stored(".weight_packed", (n, k // per_word), ("I32",), is_codes=True)
-        yield Stored(".weight_scale", (n, num_groups), HALVES, fill=self._dummy_scales(n))
-        yield Stored(".weight_shape", (2,), ("I64",), (None,), fill=partial(torch.tensor, part.shape))
+        yield Stored(".weight_scale", (n, num_groups), HALVES, axes, fill=self._dummy_scales(n))
+        yield Stored(".weight_shape", (2,), ("I64",), (None,), unused=True, fill=partial(torch.tensor, part.shape))
         if not self.symmetric:
             middle = 2 ** (self.bits - 1)
             zeros = word(self.bits, middle - 1, middle)  # not all the same
-            yield Stored(".weight_zero_point", (-(-n // per_word), num_groups), ("I32",), fill=zeros)
+            yield Stored(".weight_zero_point", (-(-n // per_word), num_groups), ("I32",), axes, fill=zeros)
         groups = partial(group_of_input, k, group)
         yield Stored(".weight_g_idx", (k,), ("I32",), ("inputs",), unused=not self.has_order, fill=groups)
 
@@ -66,8 +67,6 @@ class Packed(Reader):
         return whole_scale(self.bits)
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
-        if tuple(tensors[".weight_shape"].tolist()) != part.shape:
-            raise BadModelFileError(f"{part.path}.weight_shape contradicts the model's config.json")
         codes_NK = fields(tensors[".weight_packed"], self.bits).flatten(1)
         scales_NG = finite(part, tensors[".weight_scale"])
         order_K = None

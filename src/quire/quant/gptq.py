@@ -32,13 +32,14 @@ class Gptq(Reader):
         n, k = part.shape[-2:]
         per_word = 32 // self.bits
         num_groups = self._num_groups(part)
+        axes = (None if num_groups == 1 else "inputs", "outputs")
         if n % per_word or k % per_word:
             raise UnsupportedModelError(f"{part.path} has {n} x {k} weights, which words of {per_word} do not divide")
         yield Stored(".qweight", (k // per_word, n), ("I32",), ("inputs", "outputs"), is_codes=True)
         zeros = word(self.bits, 2 ** (self.bits - 1) - self.adds_one)
-        yield Stored(".qzeros", (num_groups, n // per_word), ("I32",), ("inputs", "outputs"), fill=zeros)
+        yield Stored(".qzeros", (num_groups, n // per_word), ("I32",), axes, fill=zeros)
         scales = partial(signed_scales, self.bits, n)
-        yield Stored(".scales", (num_groups, n), HALVES, ("inputs", "outputs"), fill=scales)
+        yield Stored(".scales", (num_groups, n), HALVES, axes, fill=scales)
         groups = partial(group_of_input, k, k // num_groups)
         yield Stored(".g_idx", (k,), ("I32",), ("inputs",), unused=not self.has_order, fill=groups)
 
