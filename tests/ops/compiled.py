@@ -21,6 +21,7 @@ from quire.ops.attention import triton as attention
 from quire.ops.attention.reference import AttentionTables
 from quire.ops.mla import triton as mla
 from quire.ops.moe import triton as moe
+from quire.ops.moe import triton_sort
 from quire.ops.packed_linear import rows, tiles, words
 from quire.ops.packed_linear import triton as few
 from quire.ops.packed_linear.forms import FLOAT8, Affine, Float8, Table4
@@ -174,7 +175,7 @@ def main() -> None:
         "num_multiprocessors": lambda x: NUM_MULTIPROCESSORS,
         "capability": lambda: (major, minor),
     }
-    for module in (launch, attention, mla, moe, routing, few, rows, tiles):
+    for module in (launch, attention, mla, moe, triton_sort, routing, few, rows, tiles):
         for name, answer in answers.items():
             if hasattr(module, name):
                 setattr(module, name, answer)

@@ -63,12 +63,7 @@ def _quantization(model: ModelConfig, kind: str, device: str, hf_config: dict[st
     """
     settings = hf_config.get("quantization_config") or {}
     if settings:
-        own = str(settings.get("quant_method"))
-        asked = model.quantization
-        if asked != "auto" and quantization_file(asked) != quantization_file(own):
-            raise ConfigError(f"the checkpoint is quantized with {own:.40}: leave out --quantization {asked}")
-        known = get_args(Quantization)
-        return quantization_file(own) if quantization_file(own) in known else "none"  # the builder refuses others
+        return _own_quantization(model.quantization, str(settings.get("quant_method")))
     if model.quantization == "auto":
         return "gguf" if kind == "gguf" and model.dtype == "auto" and device == "cpu" else "none"
     if kind == "gguf" and model.quantization in ONLINE_QUANTIZATIONS:
@@ -86,6 +81,14 @@ def _quantization(model: ModelConfig, kind: str, device: str, hf_config: dict[st
         if model.dtype == "float32":
             raise ConfigError("packed weights compute in bfloat16: leave out --quantization gguf or --dtype float32")
     return model.quantization
+
+
+def _own_quantization(asked: str, own: str) -> str:
+    """Of a checkpoint that says how it is quantized."""
+    if asked != "auto" and quantization_file(asked) != quantization_file(own):
+        raise ConfigError(f"the checkpoint is quantized with {own:.40}: leave out --quantization {asked}")
+    known = get_args(Quantization)
+    return quantization_file(own) if quantization_file(own) in known else "none"  # the builder refuses others
 
 
 def _max_model_len(asked: int | None, hf_config: dict[str, Any]) -> int:

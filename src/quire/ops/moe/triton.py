@@ -9,8 +9,7 @@ in tiles of `block_m`, and the results of a token's experts are added up, in the
 their own for the products (`ops/packed_linear`).
 
 Shape letters: T tokens, K experts of a token, A = T * K assignments (a is of token a // K, to its expert number a % K),
-E experts, D hidden size, F width of an expert; of one product M rows, N outputs, J inputs; in the sorting kernels B
-bins (E rounded up to a power of two), C assignments at a time, P parts.
+E experts, D hidden size, F width of an expert; of one product M rows, N outputs, J inputs.
 """
 
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.ops.launch import capability, has_little_shared_memory, options, pdl, wait_turn
 from quire.ops.moe.activation import gated
 from quire.ops.moe.triton_few import Tile, down_few, gate_up_few, load_tile
+from quire.ops.moe.triton_sort import Plan, sort_by_expert
 from quire.ops.packed_linear import tiles
 from quire.ops.packed_linear.rows import round_inputs
 from quire.ops.packed_linear.triton import Assigned, down_experts, gate_up_experts
@@ -32,8 +32,6 @@ from quire.ops.packed_linear.words import ExpertWords
 # Bytes of weights that a program of few rows has in flight, in each of the two products.
 GATE_UP_BYTES, DOWN_BYTES = 16 << 10, 32 << 10
 MAX_FEW_ROWS = 8
-# Assignments are sorted in parts: at least SORT_PART of them in each, and at most MAX_SORT_PARTS parts.
-SORT_PART, MAX_SORT_PARTS = 4096, 16
 
 
 class Config(NamedTuple):
@@ -164,108 +162,6 @@ def _common(x: Tensor, to: Assigned) -> dict[str, Any]:
 
 
 # ---- many rows: sort, multiply, multiply, add up ----
-
-
-class Plan(NamedTuple):
-    """Assignments by expert, and the tiles they are cut into; all on the device."""
-
-    order_A: Tensor  # int32: assignments in the order of their experts
-    tiles: Tensor  # int32: how many, then of each tile its expert, its first place in `order_A`, and its expert's end
-    block_m: int
-    max_tiles: int  # for any distribution over experts
-
-
-def sort_by_expert(expert_ids_TK: Tensor, num_experts: int, block_m: int) -> Plan:
-    """Keeps the order of tokens inside an expert.
-
-    Few assignments are sorted in one launch; many are counted in parts first.
-    """
-    A = expert_ids_TK.numel()
-    max_tiles = min(A, (A + min(num_experts, A) * (block_m - 1)) // block_m)
-    order_A = expert_ids_TK.new_empty(A, dtype=torch.int32)
-    tiles = expert_ids_TK.new_empty(1 + 3 * max_tiles, dtype=torch.int32)
-    dependent = pdl(expert_ids_TK)
-    bins = triton.next_power_of_2(num_experts)
-    part = max(SORT_PART, triton.next_power_of_2(triton.cdiv(A, MAX_SORT_PARTS)))
-    num_parts = triton.cdiv(A, part)
-    chunk = min(max(triton.next_power_of_2(A), 128), 2048)
-    common = dict(PART=part, BINS=bins, CHUNK=chunk, PDL=dependent, num_warps=4, **options(dependent))
-    counts = expert_ids_TK.new_empty(num_parts, bins, dtype=torch.int32) if num_parts > 1 else None
-    if counts is not None:
-        _count_kernel[(num_parts,)](counts, expert_ids_TK, A, **common)
-    _sort_kernel[num_experts, num_parts](
-        order_A, tiles, expert_ids_TK, counts, A, MAX_PARTS=MAX_SORT_PARTS, BLOCK_M=block_m, **common
-    )
-    return Plan(order_A, tiles, block_m, max_tiles)
-
-
-@triton.jit
-def _count_kernel(
-    counts_ptr, ids_ptr, num_assignments, PART: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
-):
-    """How many assignments of a part each expert has."""
-    wait_turn(PDL)
-    part = tl.program_id(0)
-    counts_B = _count(ids_ptr, part * PART, tl.minimum(part * PART + PART, num_assignments), BINS, CHUNK)
-    tl.store(counts_ptr + part * BINS + tl.arange(0, BINS), counts_B)
-
-
-@triton.jit
-def _count(ids_ptr, begin, end, BINS: tl.constexpr, CHUNK: tl.constexpr):
-    counts_B = tl.zeros((BINS,), tl.int32)
-    for start in range(begin, end, CHUNK):
-        place_C = start + tl.arange(0, CHUNK)
-        counts_B += tl.histogram(tl.load(ids_ptr + place_C, place_C < end, 0), BINS, mask=place_C < end)
-    return counts_B
-
-
-@triton.jit
-def _sort_kernel(
-    order_ptr,
-    tiles_ptr,
-    ids_ptr,
-    counts_ptr,
-    num_assignments,
-    MAX_PARTS: tl.constexpr,
-    PART: tl.constexpr,
-    BINS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """A program lists the assignments of one part to one expert. From all counts follows where to."""
-    wait_turn(PDL)
-    expert, part = tl.program_id(0), tl.program_id(1)
-    bin_B = tl.arange(0, BINS)
-    before = 0  # the expert's assignments in earlier parts
-    if counts_ptr is None:
-        counts_B = _count(ids_ptr, 0, num_assignments, BINS, CHUNK)
-    else:
-        p_P = tl.arange(0, MAX_PARTS)
-        there_PB = (p_P < tl.num_programs(1))[:, None] & (bin_B >= 0)[None, :]
-        counts_PB = tl.load(counts_ptr + p_P[:, None] * BINS + bin_B[None, :], there_PB, 0)
-        counts_B = tl.sum(counts_PB, 0)
-        before = tl.sum(tl.where((p_P < part)[:, None] & (bin_B == expert)[None, :], counts_PB, 0))
-    count = tl.sum(tl.where(bin_B == expert, counts_B, 0), 0)
-    first = tl.sum(tl.where(bin_B < expert, counts_B, 0), 0)
-    if part == 0:
-        tiles_B = (counts_B + BLOCK_M - 1) // BLOCK_M
-        first_tile = tl.sum(tl.where(bin_B < expert, tiles_B, 0), 0)
-        if expert == 0:
-            tl.store(tiles_ptr, tl.sum(tiles_B, 0))
-        for start in range(0, count, BINS * BLOCK_M):  # BINS tiles at a time
-            place_B = start + bin_B * BLOCK_M
-            tile_B = tiles_ptr + 1 + 3 * (first_tile + place_B // BLOCK_M)
-            tl.store(tile_B, expert, place_B < count)
-            tl.store(tile_B + 1, first + place_B, place_B < count)
-            tl.store(tile_B + 2, first + count, place_B < count)
-    first += before
-    end = tl.minimum(part * PART + PART, num_assignments)
-    for start in range(part * PART, end, CHUNK):
-        place_C = start + tl.arange(0, CHUNK)
-        mine_C = (tl.load(ids_ptr + place_C, place_C < end, -1) == expert).to(tl.int32)
-        tl.store(order_ptr + first + tl.cumsum(mine_C, 0) - 1, place_C, mine_C != 0)
-        first += tl.sum(mine_C, 0)
 
 
 def _grouped(

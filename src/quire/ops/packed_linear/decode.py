@@ -1,8 +1,9 @@
-"""Codes in words as bfloat16, for tensor cores: what `tiles.py` does with a tile of words before it multiplies.
+"""What the codes of packed weights stand for, in Triton: plane by plane as float32, or all planes as bfloat16.
 
-A tile of 16 words becomes as many values per plane. On a card two words are decoded at once, by instructions that
-work on both halves of a register: one or two for each value. Elsewhere, for the interpreter and for tables, each plane
-is cut out of the words by plain operations.
+Used by the kernels of this folder. `triton.py` multiplies float32, a plane at a time (`decode_plane`). `tiles.py` wants
+bfloat16 for tensor cores (`decode`): a tile of 16 words becomes as many values per plane. On a card two words are
+decoded at once, by instructions that work on both halves of a register: one or two for each value. Elsewhere, for the
+interpreter and for tables, each plane is cut out of the words by plain operations.
 """
 
 import triton
@@ -131,3 +132,67 @@ def joined(planes, first: tl.constexpr, NUM: tl.constexpr):
         even = tl.join(tl.join(planes[0], planes[4]), tl.join(planes[2], planes[6]))
         odd = tl.join(tl.join(planes[1], planes[5]), tl.join(planes[3], planes[7]))
         return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1)), (N, 128))
+
+
+# ---- a plane as float32 ---------------------------------------------------------------------------------------------
+
+
+INPUT_EXPONENT = tl.constexpr(100)  # inputs times 2 ** 100: largest ones of 2 ** 27 still fit
+
+
+@triton.constexpr_function
+def power(exponent):
+    return 2.0**exponent
+
+
+@triton.jit
+def decode_plane(codes, table_ptr, plane: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr):
+    """The codes of one plane as float32.
+
+    Of whole numbers in words code * 2 ** (place - 149), where place is that of its lowest bit after the shift; of those
+    in bytes 256 + code; of other kinds their values.
+    """
+    if PLANES == 1:
+        if KIND == "e4m3":
+            return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        else:
+            return (((codes.to(tl.int32) ^ 128) << 15) | 0x43800000).to(tl.float32, bitcast=True)  # 256.0 and code
+    elif KIND == "affine":
+        # Bits 20 and up would reach the exponent: the planes there are shifted to where the first ones are.
+        IN_PLACE: tl.constexpr = 20 // BITS
+        bits = codes >> (plane // IN_PLACE * IN_PLACE * BITS)
+        return (bits & ((2**BITS - 1) << (plane % IN_PLACE * BITS))).to(tl.float32, bitcast=True)
+    elif KIND == "e2m1":
+        # Exponent and mantissa go to those of a float32, whose exponent is then too small by 126.
+        code = codes >> (4 * plane)
+        bits = ((code & 7) << 22) | ((code & 8) << 28)
+        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
+    elif KIND == "e4m3":
+        code = codes >> (8 * plane)
+        bits = ((code & 127) << 20) | ((code & 128) << 24)
+        return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+    else:
+        return tl.load(table_ptr + ((codes >> (4 * plane)) & 15))
+
+
+# ---- scales and rows ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def group_scale(scales_ptr, outer_ptr, place, GROUPS: tl.constexpr):
+    """In float32; bytes are exponents, or whole numbers with a scale for so many of them."""
+    scale = tl.load(scales_ptr + place)
+    if scale.dtype == tl.uint8:
+        return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    elif outer_ptr is not None:
+        return scale.to(tl.float32) * tl.load(outer_ptr + place // GROUPS).to(tl.float32)
+    else:
+        return scale.to(tl.float32)
+
+
+@triton.jit
+def load_row(row_ptrs, w_1W, W: tl.constexpr, BLOCK_W: tl.constexpr):
+    if W % BLOCK_W == 0:
+        return tl.load(row_ptrs + w_1W)
+    else:
+        return tl.load(row_ptrs + w_1W, mask=w_1W < W, other=0)

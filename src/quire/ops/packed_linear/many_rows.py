@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.ops.launch import options, pdl, wait_turn
+from quire.ops.packed_linear.decode import group_scale, power
 from quire.ops.packed_linear.forms import FLOAT8
 from quire.ops.packed_linear.rows import rescale
-from quire.ops.packed_linear.triton import group_scale, power
 from quire.ops.packed_linear.words import GROUP_INPUTS, RUN, WordWeight, as_bytes
 
 INT8_MIN_ROWS = 17  # the library multiplies no fewer
@@ -97,16 +97,8 @@ def unpack(w: WordWeight, dtype: torch.dtype) -> Tensor:
         w.mins_NS,
         w.outer_N,
         w.table,
-        K=w.k,
-        W=w.codes.shape[1],
-        KIND=w.kind,
-        BITS=w.bits,
-        PLANES=w.planes,
         RUN=RUN,
-        GROUP=w.group,
-        SCALES_GROUPS=w.groups_of(w.scales_NS),
-        MINS_GROUPS=w.groups_of(w.mins_NS),
-        ROWS=w.rows,
+        **w.constants(),
         ZERO=w.zero,
         BLOCK=block,
         PDL=dependent,

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from quire.ops.launch import INTERPRETED, options, pdl, wait_turn
 from quire.ops.packed_linear.forms import FLOAT8
-from quire.ops.packed_linear.triton import to_code
-from quire.ops.packed_linear.words import GROUP_INPUTS, TINY, WordWeight, as_bytes
+from quire.ops.packed_linear.rounding import TINY_INPUT, to_code
+from quire.ops.packed_linear.words import GROUP_INPUTS, WordWeight, as_bytes
 
-TINY_INPUT = tl.constexpr(TINY)
 ROWS_PAST_END = 128
 
 

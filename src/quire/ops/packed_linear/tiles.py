@@ -18,9 +18,8 @@ from torch import Tensor
 
 from quire.ops.launch import INTERPRETED, has_little_shared_memory, num_multiprocessors, options, pdl, wait_turn
 from quire.ops.moe.activation import gated
-from quire.ops.packed_linear.decode import decode, joined
+from quire.ops.packed_linear.decode import decode, group_scale, joined
 from quire.ops.packed_linear.rows import rescale, sum_sets
-from quire.ops.packed_linear.triton import group_scale
 from quire.ops.packed_linear.words import GROUP_INPUTS, RUN, WordWeight, as_bytes
 
 BYTES = 128  # codes of a row that are multiplied at once, if codes are bytes
@@ -138,16 +137,8 @@ def multiply(
         0 if sums is None else sums.stride(1),
         M,
         N=N,
-        K=w.k,
-        W=w.codes.shape[1],
-        KIND=w.kind,
-        BITS=w.bits,
-        PLANES=w.planes,
         SET=set_inputs,
-        GROUP=w.group,
-        SCALES_GROUPS=w.groups_of(w.scales_NS),
-        MINS_GROUPS=w.groups_of(w.mins_NS),
-        ROWS=w.rows,
+        **w.constants(),
         OFFSET=w.zero + (128 if w.bits == 4 else 0),
         X_GROUPS=0 if scales is None else scales.shape[1],
         X_GROUP=GROUP_INPUTS,

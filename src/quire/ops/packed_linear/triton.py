@@ -19,15 +19,15 @@ from torch import Tensor
 
 from quire.ops.launch import INTERPRETED, options, pdl
 from quire.ops.moe.activation import gated
-from quire.ops.packed_linear.words import GROUP_INPUTS, RUN, TINY, WordWeight, as_bytes
+from quire.ops.packed_linear.decode import INPUT_EXPONENT, decode_plane, group_scale, load_row, power
+from quire.ops.packed_linear.rounding import round_row
+from quire.ops.packed_linear.words import GROUP_INPUTS, RUN, WordWeight, as_bytes
 
 MAX_ROWS = 4
 MULTIPROCESSORS = 132
 TILE_BYTES = 16 << 10  # of weights that a program has in flight
 LANE_BYTES = 16  # of a row, that a thread loads at once
-TINY_INPUT = tl.constexpr(TINY)
 ROUNDED_SILU = "rounded silu"  # an activation: as two operations of the model's dtype round
-INPUT_EXPONENT = tl.constexpr(100)  # inputs times 2 ** 100: largest ones of 2 ** 27 still fit
 
 
 def few_rows(x_MK: Tensor, w: WordWeight) -> bool:
@@ -119,17 +119,9 @@ def _launch(
         w.input_scale if w.rounds == "float8 static" else None,
         N,
         M=M,
-        K=w.k,
-        W=w.codes.shape[1],
-        KIND=w.kind,
-        BITS=w.bits,
-        PLANES=w.planes,
         RUN=RUN,
         SETS=RUN * w.planes // w.set_inputs if w.planes > 1 else 1,
-        GROUP=w.group,
-        SCALES_GROUPS=w.groups_of(w.scales_NS),
-        MINS_GROUPS=w.groups_of(w.mins_NS),
-        ROWS=w.rows,
+        **w.constants(),
         ZERO=w.zero,
         X_GROUP=GROUP_INPUTS if w.rounds == "float8 group" else None,
         TOP_K=to.expert_ids.shape[1] if to else 1,
@@ -216,7 +208,7 @@ def _words_kernel(  # noqa: C901
         for half in tl.static_range(HALVES):
             for c in tl.static_range(CHUNKS):
                 w_1W = c * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
-                codes += (_load(codes_ptr + (row_N + half * N)[:, None] * W, w_1W, W, BLOCK_W),)
+                codes += (load_row(codes_ptr + (row_N + half * N)[:, None] * W, w_1W, W, BLOCK_W),)
     if PDL:
         if ids_ptr is None:
             tl.extra.cuda.gdc_wait()
@@ -226,7 +218,9 @@ def _words_kernel(  # noqa: C901
         for term in tl.static_range(TERMS):
             x_row = ((row * TERMS + term) // (TOP_K // TERMS)).to(tl.int64)
             for m in tl.static_range(M):
-                found = _round(x_ptr + (x_row + m) * K, input_scale, K, KIND, X_GROUP, CHUNKS, BLOCK_W, LANE, ON_CARD)
+                found = round_row(
+                    x_ptr + (x_row + m) * K, input_scale, K, KIND, X_GROUP, CHUNKS, BLOCK_W, LANE, ON_CARD
+                )
                 rounded += found[0]
                 x_scales += found[1]
     gates: tl.tuple = ()
@@ -316,84 +310,6 @@ def _rounded_silu_mul(gate, up, IS_FLOAT32: tl.constexpr):
 
 
 @triton.jit
-def _round(
-    row_ptr,
-    input_scale,
-    K: tl.constexpr,
-    KIND: tl.constexpr,
-    X_GROUP: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    LANE: tl.constexpr,
-    ON_CARD: tl.constexpr,
-):
-    """(chunks of a row of inputs as codes [1, BLOCK_W], chunk by chunk the scales of their lanes [1, lanes])."""
-    LARGEST: tl.constexpr = 127.0 if KIND == "int8" else 448.0
-    R: tl.constexpr = BLOCK_W // LANE
-    chunks: tl.tuple = ()
-    bounds: tl.tuple = ()  # the largest number that shares a scale, by lane
-    for c in tl.static_range(CHUNKS):
-        k_1W = c * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
-        x = _load(row_ptr, k_1W, K, BLOCK_W).to(tl.float32)
-        lanes_1R = tl.max(tl.reshape(tl.abs(x), (1, R, LANE)), 2)
-        if X_GROUP is not None:
-            groups = tl.max(tl.reshape(lanes_1R, (R * LANE // X_GROUP, X_GROUP // LANE)), 1)
-            lanes_1R = tl.reshape(tl.broadcast_to(groups[:, None], (R * LANE // X_GROUP, X_GROUP // LANE)), (1, R))
-        chunks += (x,)
-        bounds += (lanes_1R,)
-    if X_GROUP is None:
-        largest = tl.max(bounds[0])
-        for c in tl.static_range(1, CHUNKS):
-            largest = tl.maximum(largest, tl.max(bounds[c]))
-        if input_scale is not None:
-            largest = input_scale * LARGEST
-    codes: tl.tuple = ()
-    scales: tl.tuple = ()
-    for c in tl.static_range(CHUNKS):
-        if X_GROUP is None:
-            bound_1R = tl.maximum(tl.full((1, R), 1.0, tl.float32) * largest, TINY_INPUT)
-        else:
-            bound_1R = tl.maximum(bounds[c], TINY_INPUT)
-        inverse = tl.reshape(tl.broadcast_to(tl.div_rn(LARGEST, bound_1R)[:, :, None], (1, R, LANE)), (1, BLOCK_W))
-        codes += (to_code(chunks[c] * inverse, KIND, ON_CARD),)
-        scales += (tl.div_rn(bound_1R, LARGEST),)
-    return codes, scales
-
-
-@triton.jit
-def to_code(scaled, KIND: tl.constexpr, ON_CARD: tl.constexpr):
-    """The nearest int8 (from -127) or float8, halves to even. Triton's interpreter would cut a float8."""
-    if KIND == "int8":
-        scaled = tl.minimum(tl.maximum(scaled, -127.0), 127.0)
-        return ((scaled + 12582912.0) - 12582912.0).to(tl.int8)  # adding 1.5 * 2 ** 23 units leaves whole units
-    elif ON_CARD:
-        return scaled.to(tl.float8e4nv)  # the largest, if it is larger
-    else:
-        return float8_bits(tl.minimum(tl.maximum(scaled, -448.0), 448.0)).to(tl.float8e4nv, bitcast=True)
-
-
-@triton.jit
-def float8_bits(x):
-    """The bytes of the float8 (E4M3) nearest to each number, halves to even."""
-    bits = x.to(tl.int32, bitcast=True)
-    sign = (bits >> 24) & 128
-    # Three bits of the mantissa remain; exponents begin 120 later.
-    normal = (bits & 0x7FFFFFFF) + 0x7FFFF + ((bits >> 20) & 1)
-    normal = (normal >> 20) - (120 << 3)
-    # Below 2 ** -6 the unit is 2 ** -9: adding 1.5 * 2 ** 23 units leaves whole ones.
-    small = ((tl.abs(x) + 24576.0).to(tl.int32, bitcast=True)) & 15
-    return (sign | tl.where(tl.abs(x) < 0.015625, small, normal)).to(tl.uint8)
-
-
-@triton.jit
-def _load(row_ptrs, w_1W, W: tl.constexpr, BLOCK_W: tl.constexpr):
-    if W % BLOCK_W == 0:
-        return tl.load(row_ptrs + w_1W)
-    else:
-        return tl.load(row_ptrs + w_1W, mask=w_1W < W, other=0)
-
-
-@triton.jit
 def _products(
     codes,
     rounded,
@@ -428,13 +344,13 @@ def _products(
     w_1W = c * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
     for plane in tl.static_range(set * (PLANES // SETS), (set + 1) * (PLANES // SETS)):
         k_1W = w_1W // RUN * (RUN * PLANES) + plane * RUN + w_1W % RUN  # of bytes, the byte itself
-        values = _decode(codes, table_ptr, plane, KIND, BITS, PLANES)
+        values = decode_plane(codes, table_ptr, plane, KIND, BITS, PLANES)
         added: tl.tuple = ()
         for m in tl.static_range(M):
             if PLANES == 1:
                 x = rounded[first + m * STRIDE].to(tl.float32)
             else:
-                x = _load(x_ptr + m * K, k_1W, K, PLANES * BLOCK_W).to(tl.float32)
+                x = load_row(x_ptr + m * K, k_1W, K, PLANES * BLOCK_W).to(tl.float32)
             if PLANES == 1:
                 product = found[2 * m] + tl.sum(tl.reshape(values * x, (N, R, LANE)), 2)
             elif KIND == "affine":
@@ -457,50 +373,3 @@ def _products(
             product *= power(149 - INPUT_EXPONENT)
         summed += (product, total)
     return summed
-
-
-@triton.constexpr_function
-def power(exponent):
-    return 2.0**exponent
-
-
-@triton.jit
-def _decode(codes, table_ptr, plane: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr):
-    """The codes of one plane as float32.
-
-    Of whole numbers in words code * 2 ** (place - 149), where place is that of its lowest bit after the shift; of those
-    in bytes 256 + code; of other kinds their values.
-    """
-    if PLANES == 1:
-        if KIND == "e4m3":
-            return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        else:
-            return (((codes.to(tl.int32) ^ 128) << 15) | 0x43800000).to(tl.float32, bitcast=True)  # 256.0 and code
-    elif KIND == "affine":
-        # Bits 20 and up would reach the exponent: the planes there are shifted to where the first ones are.
-        IN_PLACE: tl.constexpr = 20 // BITS
-        bits = codes >> (plane // IN_PLACE * IN_PLACE * BITS)
-        return (bits & ((2**BITS - 1) << (plane % IN_PLACE * BITS))).to(tl.float32, bitcast=True)
-    elif KIND == "e2m1":
-        # Exponent and mantissa go to those of a float32, whose exponent is then too small by 126.
-        code = codes >> (4 * plane)
-        bits = ((code & 7) << 22) | ((code & 8) << 28)
-        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
-    elif KIND == "e4m3":
-        code = codes >> (8 * plane)
-        bits = ((code & 127) << 20) | ((code & 128) << 24)
-        return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
-    else:
-        return tl.load(table_ptr + ((codes >> (4 * plane)) & 15))
-
-
-@triton.jit
-def group_scale(scales_ptr, outer_ptr, place, GROUPS: tl.constexpr):
-    """In float32; bytes are exponents, or whole numbers with a scale for so many of them."""
-    scale = tl.load(scales_ptr + place)
-    if scale.dtype == tl.uint8:
-        return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    elif outer_ptr is not None:
-        return scale.to(tl.float32) * tl.load(outer_ptr + place // GROUPS).to(tl.float32)
-    else:
-        return scale.to(tl.float32)

@@ -14,7 +14,7 @@ Shape letters: M rows, N outputs, K inputs, G groups of inputs that share a scal
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,6 +72,20 @@ class WordWeight:
     def groups_of(self, outer_NS: Tensor | None) -> int:
         """How many groups share a scale of scales."""
         return 1 if outer_NS is None else -(-self.k // self.group) // outer_NS.shape[1]
+
+    def constants(self) -> dict[str, Any]:
+        """What kernels want to know of it when they are compiled."""
+        return {
+            "K": self.k,
+            "W": self.codes.shape[1],
+            "KIND": self.kind,
+            "BITS": self.bits,
+            "PLANES": self.planes,
+            "GROUP": self.group,
+            "SCALES_GROUPS": self.groups_of(self.scales_NS),
+            "MINS_GROUPS": self.groups_of(self.mins_NS),
+            "ROWS": self.rows,
+        }
 
     @property
     def set_inputs(self) -> int:
