@@ -18,6 +18,9 @@ from quire.quant._select import Modules, PlainReader, choice, while_loading
 from quire.quant.base import Choice, MethodMaker, Part, Reader, Stored, Use
 
 SCALES = ("F32", "F16", "BF16", "F8_E8M0")
+# While loading: scales of an output to choose from, and outputs that are rounded at once.
+NUM_SCALES = 8
+ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,22 @@ class Online(PlainReader):
     bits = 8
 
     def round(self, weight_NK: Tensor) -> Form:
-        largest = weight_NK.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        scales = largest / MAX_FLOAT8
-        return Float8((weight_NK / scales).to(FLOAT8), scales.flatten(), rounds="float8 token")
+        parts = [_rounded(rows) for rows in weight_NK.split(ROWS_AT_ONCE)]
+        codes = torch.cat([codes.view(torch.uint8) for codes, _ in parts]).view(FLOAT8)
+        return Float8(codes, torch.cat([scales for _, scales in parts]).flatten(), rounds="float8 token")
+
+
+def _rounded(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, and a scale per output: of those that let its largest number fit, up to twice as large as need be, the one
+    that leaves the least squared error. It depends on where most numbers lie between two powers of two."""
+    least = weight_NK.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / MAX_FLOAT8
+    best_scale, best_error = least, torch.full_like(least, torch.inf)
+    for step in range(NUM_SCALES):
+        scale = least * 2 ** (step / NUM_SCALES)
+        error = ((weight_NK / scale).to(FLOAT8).float() * scale - weight_NK).square().sum(1, keepdim=True)
+        best_scale = torch.where(error < best_error, scale, best_scale)
+        best_error = torch.minimum(error, best_error)
+    return (weight_NK / best_scale).to(FLOAT8), best_scale
 
 
 def checked_scales(part: Part, scales: Tensor) -> Tensor:
