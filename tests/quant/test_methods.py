@@ -18,6 +18,7 @@ from quire.errors import BadModelFileError
 from quire.layers.base import Layer
 from quire.layers.weights import plain as plain_tensor
 from quire.models import deepseek_v3, mixtral, qwen3_moe
+from quire.ops.cpu.tape import Recording
 from quire.ops.elementwise.reference import silu_mul
 from quire.quant.base import Choice, Joined, Part, RawTensor, Use
 from quire.quant.gguf import quantization
@@ -152,6 +153,9 @@ def test_blocks_of_a_gguf_file_stay_as_they_are_beside_plain_parts():
     bias = torch.randn(64, generator=generator).bfloat16()
     torch.testing.assert_close(kept.numbers(), dense.numbers())
     torch.testing.assert_close(kept.apply(x, bias), dense.apply(x, bias), rtol=0.02, atol=0.02)
+    with Recording() as recording:
+        kept.apply(x, bias)
+    assert not recording.computed or not packed.linear.supported()  # a step can be recorded
     gated = kept.apply_silu_mul(x, None, silu_mul)
     torch.testing.assert_close(gated, dense.apply_silu_mul(x, None, silu_mul), rtol=0.05, atol=0.05)
     assert sum(kept.memory().values()) < sum(dense.memory().values())

@@ -94,7 +94,7 @@ def _kernels(kind: int) -> SimpleNamespace | None:
         return None
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     return SimpleNamespace(
-        linear=bind(library, "quire_linear", (pointer, pointer, Rows, pointer, integer, pointer)),
+        linear=bind(library, "quire_linear", (pointer, pointer, Rows, pointer, integer, integer, pointer)),
         linear_silu_mul=bind(library, "quire_linear_silu_mul", (pointer, pointer, Rows, pointer)),
         rows=bind(library, "quire_packed_rows", (pointer, pointer, Rows, pointer)),
     )
@@ -257,25 +257,31 @@ def _check(x: Tensor, w: PackedWeight) -> None:
 
 def linear(x: Tensor, w: PackedWeight, bias: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """x [T, k] in bf16 times the weight, plus a float32 bias: [T, n] in bf16 or float32."""
+    out = x.new_empty((len(x), w.n), dtype=out_dtype) if out_dtype is not x.dtype else x.new_empty((len(x), w.n))
+    linear_into(out, x, w, bias)
+    return out
+
+
+def linear_into(out: Tensor, x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> None:
+    """The same into `out`, whose rows may lie apart."""
     _check(x, w)
     kernels = _kernels(w.kind)
     if kernels is None:
-        return packed.linear(x, w, bias, out_dtype)
+        out.copy_(packed.linear(x, w, bias, out.dtype))
+        return
     if w.order is not None:
         x = x.index_select(1, w.order)
-    wide = out_dtype is torch.float32
-    if not wide and out_dtype is not torch.bfloat16:
-        raise ConfigError(f"a packed linear layer gives bfloat16 or float32, not {out_dtype}")
-    num_rows = len(x)
-    out = x.new_empty((num_rows, w.n), dtype=out_dtype) if wide else x.new_empty((num_rows, w.n))
-    if num_rows:
-        bias_ptr = None
-        if bias is not None:
-            if bias.dtype != torch.float32:  # to a tape, `float()` is computing even where it changes nothing
-                bias = bias.float()
-            bias_ptr = bias.data_ptr()
-        kernels.linear(_native(w), x.data_ptr(), num_rows, out.data_ptr(), wide, bias_ptr)
-    return out
+    is_wide = out.dtype is torch.float32
+    if not is_wide and out.dtype is not torch.bfloat16:
+        raise ConfigError(f"a packed linear layer gives bfloat16 or float32, not {out.dtype}")
+    if not len(x):
+        return
+    bias_ptr = None
+    if bias is not None:
+        if bias.dtype != torch.float32:  # to a tape, `float()` is computing even where it changes nothing
+            bias = bias.float()
+        bias_ptr = bias.data_ptr()
+    kernels.linear(_native(w), x.data_ptr(), len(x), out.data_ptr(), out.stride(0), is_wide, bias_ptr)
 
 
 def linear_silu_mul(x: Tensor, w: PackedWeight) -> Tensor:

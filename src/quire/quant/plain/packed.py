@@ -36,10 +36,16 @@ class Packed(Method):
     def apply(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
         if bias is not None and self.wide_bias is None:
             self.wide_bias = bias.float()
+        wide_bias = None if bias is None else self.wide_bias
         if len(self.pieces) == 1:
-            return linear.linear(x, self.pieces[0], self.wide_bias, out_dtype or x.dtype)
-        y = torch.cat([linear.linear(x, piece, None, out_dtype or x.dtype) for piece in self.pieces], -1)
-        return y if bias is None else y + bias
+            return linear.linear(x, self.pieces[0], wide_bias, out_dtype or x.dtype)
+        y = x.new_empty((len(x), sum(piece.n for piece in self.pieces)), dtype=out_dtype or x.dtype)
+        start = 0
+        for piece in self.pieces:
+            end = start + piece.n
+            linear.linear_into(y[:, start:end], x, piece, None if wide_bias is None else wide_bias[start:end])
+            start = end
+        return y
 
     def apply_silu_mul(self, x: Tensor, bias: Tensor | None, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
         if bias is None and len(self.pieces) == 1:

@@ -65,13 +65,16 @@ void copy_rows(const Weight& w, const int32_t* ids, int64_t num_rows, uint16_t* 
 
 extern "C" {
 
-void quire_linear(const Weight* w, const void* x, int64_t rows, void* out, int out_is_f32, const void* bias) {
-    run(*w, {static_cast<const uint16_t*>(x), out, static_cast<const float*>(bias), int32_t(rows), bool(out_is_f32)});
+// `out_stride`: values from one row of the output to the next.
+void quire_linear(const Weight* w, const void* x, int64_t rows, void* out, int out_stride, int out_is_f32,
+                  const void* bias) {
+    run(*w, {static_cast<const uint16_t*>(x), out, out_stride, static_cast<const float*>(bias), int32_t(rows),
+             bool(out_is_f32)});
 }
 
 // silu(first half of the outputs) * second half: [rows, n / 2] in bf16. Halves must be whole panels.
 void quire_linear_silu_mul(const Weight* w, const void* x, int64_t rows, void* out) {
-    run(*w, {static_cast<const uint16_t*>(x), out, nullptr, int32_t(rows), false, true});
+    run(*w, {static_cast<const uint16_t*>(x), out, w->n / 2, nullptr, int32_t(rows), false, true});
 }
 
 // The rows with these ids: [rows, k] in bf16.

@@ -45,7 +45,7 @@ class OutputPrefetch {
    public:
     INLINE OutputPrefetch(const Weight& w, const Job& job, const Strip& strip) : two_lines_(job.out_is_f32) {
         const int bytes = job.out_is_f32 ? 4 : 2, parts = job.gated ? 2 : 1;
-        row_bytes_ = int64_t(w.n / parts) * bytes;
+        row_bytes_ = job.out_stride * bytes;
         const int64_t column = strip.pair * (2 * kLanes / parts);
         line_ = static_cast<const char*>(job.out) + strip.first_row * row_bytes_ + column * bytes;
         const int num_blocks = strip.blocks.end - strip.blocks.begin;

@@ -55,6 +55,7 @@ struct Weight {
 struct Job {
     const uint16_t* x;  // [rows, k] bf16
     void* out;          // [rows, n] float32 or bf16; gated: [rows, n / 2] bf16
+    int64_t out_stride;  // values from one row of out to the next
     const float* bias;  // [n] or null
     int32_t rows;
     bool out_is_f32;
@@ -206,7 +207,7 @@ INLINE __m512 add_bias(const Job& job, int64_t first, __mmask16 mask, __m512 val
 }
 
 INLINE void store_outputs(const Weight& w, const Job& job, int row, int panel, __m512 values) {
-    const int64_t first = int64_t(panel) * kLanes, at = row * int64_t(w.n) + first;
+    const int64_t first = int64_t(panel) * kLanes, at = row * job.out_stride + first;
     const int num = std::min<int64_t>(kLanes, w.n - first);
     const __mmask16 mask = (1u << num) - 1;
     values = add_bias(job, first, mask, values);
@@ -226,7 +227,7 @@ INLINE u16x16 silu_mul(__m512 gate, __m512 up) {
 // A pair side by side makes whole cache lines of bf16. The right panel may lie beyond the last: not stored then.
 INLINE void store_pair(const Weight& w, const Job& job, int row, int pair, __m512 left, __m512 right) {
     if (job.gated) {
-        auto* out = static_cast<uint16_t*>(job.out) + row * int64_t(w.n / 2) + pair * kLanes;
+        auto* out = static_cast<uint16_t*>(job.out) + row * job.out_stride + pair * kLanes;
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), (__m256i)silu_mul(left, right));
         return;
     }
@@ -237,7 +238,7 @@ INLINE void store_pair(const Weight& w, const Job& job, int row, int pair, __m51
         return;
     }
     left = add_bias(job, first, 0xffff, left), right = add_bias(job, first + kLanes, 0xffff, right);
-    auto* out = static_cast<uint16_t*>(job.out) + row * int64_t(w.n) + first;
+    auto* out = static_cast<uint16_t*>(job.out) + row * job.out_stride + first;
 #ifdef __AVX512BF16__
     _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(right, left));
 #else
