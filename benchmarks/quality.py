@@ -10,6 +10,7 @@ first digits of their SHA-256 in the table. All runs on the CPU; prompts are the
 import argparse
 import hashlib
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -123,4 +124,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.modules["benchmarks.quality"] = sys.modules["__main__"]  # by which name it is a candidate
     main()
