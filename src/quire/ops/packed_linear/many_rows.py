@@ -90,13 +90,7 @@ def unpack(w: WordWeight, dtype: torch.dtype) -> Tensor:
     dependent = pdl(out_NK)
     _unpack_kernel[w.n, triton.cdiv(w.k, block)](
         out_NK,
-        as_bytes(w.codes),
-        w.scales_NG,
-        w.scales_NS,
-        w.mins_NG,
-        w.mins_NS,
-        w.outer_N,
-        w.table,
+        *w.arguments(),
         RUN=RUN,
         **w.constants(),
         ZERO=w.zero,

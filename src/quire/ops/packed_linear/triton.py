@@ -21,7 +21,7 @@ from quire.ops.launch import INTERPRETED, options, pdl
 from quire.ops.moe.activation import gated
 from quire.ops.packed_linear.decode import INPUT_EXPONENT, decode_plane, group_scale, load_row, power
 from quire.ops.packed_linear.rounding import round_row
-from quire.ops.packed_linear.words import GROUP_INPUTS, RUN, WordWeight, as_bytes
+from quire.ops.packed_linear.words import GROUP_INPUTS, RUN, WordWeight
 
 MAX_ROWS = 4
 MULTIPROCESSORS = 132
@@ -104,13 +104,7 @@ def _launch(
     dependent = pdl(x)
     _words_kernel[triton.cdiv(N, block_n), len(y) if to else 1](
         x,
-        as_bytes(w.codes),
-        w.scales_NG,
-        w.scales_NS,
-        w.mins_NG,
-        w.mins_NS,
-        w.outer_N,
-        w.table,
+        *w.arguments(),
         bias,
         added,
         None if to is None else to.expert_ids,

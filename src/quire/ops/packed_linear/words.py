@@ -73,6 +73,11 @@ class WordWeight:
         """How many groups share a scale of scales."""
         return 1 if outer_NS is None else -(-self.k // self.group) // outer_NS.shape[1]
 
+    def arguments(self) -> tuple[Tensor | None, ...]:
+        """Its tensors, in the order in which kernels take them."""
+        levels = (self.scales_NG, self.scales_NS, self.mins_NG, self.mins_NS)
+        return as_bytes(self.codes), *levels, self.outer_N, self.table
+
     def constants(self) -> dict[str, Any]:
         """What kernels want to know of it when they are compiled."""
         return {
