@@ -53,7 +53,7 @@ class Packed(Reader):
         axes = ("outputs", None if num_groups == 1 else "inputs")
         yield Stored(".weight_packed", (n, k // per_word), ("I32",), is_codes=True)
         yield Stored(".weight_scale", (n, num_groups), HALVES, axes, fill=self._dummy_scales(n))
-        yield Stored(".weight_shape", (2,), ("I64",), (None,), unused=True, fill=partial(torch.tensor, part.shape))
+        yield Stored(".weight_shape", (2,), ("I64",), (None,), unused=True)
         if not self.symmetric:
             middle = 2 ** (self.bits - 1)
             zeros = word(self.bits, middle - 1, middle)  # not all the same

@@ -192,6 +192,7 @@ def group_scale(scales_ptr, outer_ptr, place, GROUPS: tl.constexpr):
 
 @triton.jit
 def load_row(row_ptrs, w_1W, W: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Elements of rows of W, BLOCK_W at a time; zeros past their end."""
     if W % BLOCK_W == 0:
         return tl.load(row_ptrs + w_1W)
     else:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.ops.launch import INTERPRETED, has_little_shared_memory, num_multiprocessors, options, pdl, wait_turn
 from quire.ops.moe.activation import gated
-from quire.ops.packed_linear.decode import decode, group_scale, joined
+from quire.ops.packed_linear.decode import decode, group_scale, joined, load_row
 from quire.ops.packed_linear.rows import rescale, sum_sets
 from quire.ops.packed_linear.words import GROUP_INPUTS, RUN, WordWeight, as_bytes
 
@@ -234,14 +234,14 @@ def _tiles_kernel(  # noqa: C901
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.int32 if KIND == "int8" else tl.float32)
     acc_up = acc
     for run in range(first, tl.minimum(first + runs, NUM_RUNS)):
-        words = _load_codes(codes_ptr + row_N[:, None] * W, run * RUN + w_W[None, :], W, RUN)
+        words = load_row(codes_ptr + row_N[:, None] * W, run * RUN + w_W[None, :], W, RUN)
         planes = _values(words, table_ptr, KIND, BITS, PLANES, ON_CARD)
         if HALVES == 2:
-            words_up = _load_codes(codes_ptr + (row_N + N)[:, None] * W, run * RUN + w_W[None, :], W, RUN)
+            words_up = load_row(codes_ptr + (row_N + N)[:, None] * W, run * RUN + w_W[None, :], W, RUN)
             planes_up = _values(words_up, table_ptr, KIND, BITS, PLANES, ON_CARD)
         for set in tl.static_range(SETS):
             first_input = run * (RUN * PLANES) + set * SET
-            x_MS = _load_inputs(x_ptr + from_M.to(tl.int64)[:, None] * K, first_input + k_S[None, :], K, RUN * PLANES)
+            x_MS = load_row(x_ptr + from_M.to(tl.int64)[:, None] * K, first_input + k_S[None, :], K, RUN * PLANES)
             x_MS = _as_operand(x_MS, KIND, PLANES, ON_CARD)
             input = tl.minimum(first_input, K - 1)
             x_scale_M = 1.0
@@ -252,14 +252,14 @@ def _tiles_kernel(  # noqa: C901
                 sums_M = tl.load(x_sums_ptr + (first_input // SET) * x_sums_stride + column_M)
             factors = _factors(
                 scales_ptr, scales_outer_ptr, mins_ptr, mins_outer_ptr, row_N // ROWS * G + input // GROUP,
-                KIND, OFFSET, SCALES_GROUPS, MINS_GROUPS,
+                OFFSET, SCALES_GROUPS, MINS_GROUPS,
             )  # fmt: skip
             values = _set_values(planes, set, SETS, PLANES, ON_CARD)
             acc = _add(acc, values, x_MS, factors, x_scale_M, sums_M, KIND, SCALED, X_GROUPS)
             if HALVES == 2:
                 factors = _factors(
                     scales_ptr, scales_outer_ptr, mins_ptr, mins_outer_ptr, (row_N + N) // ROWS * G + input // GROUP,
-                    KIND, OFFSET, SCALES_GROUPS, MINS_GROUPS,
+                    OFFSET, SCALES_GROUPS, MINS_GROUPS,
                 )  # fmt: skip
                 values = _set_values(planes_up, set, SETS, PLANES, ON_CARD)
                 acc_up = _add(acc_up, values, x_MS, factors, x_scale_M, sums_M, KIND, SCALED, X_GROUPS)
@@ -281,22 +281,6 @@ def _tiles_kernel(  # noqa: C901
         tl.store(
             y_ptr + to_M.to(tl.int64)[:, None] * N + n_N[None, :], tl.trans(y_NM).to(y_ptr.dtype.element_ty), inside_MN
         )
-
-
-@triton.jit
-def _load_codes(row_ptrs, w_1W, W: tl.constexpr, RUN: tl.constexpr):
-    if W % RUN == 0:
-        return tl.load(row_ptrs + w_1W)
-    else:
-        return tl.load(row_ptrs + w_1W, mask=w_1W < W, other=0)
-
-
-@triton.jit
-def _load_inputs(row_ptrs, k_1S, K: tl.constexpr, RUN_INPUTS: tl.constexpr):
-    if K % RUN_INPUTS == 0:
-        return tl.load(row_ptrs + k_1S)
-    else:
-        return tl.load(row_ptrs + k_1S, mask=k_1S < K, other=0)
 
 
 @triton.jit
@@ -338,7 +322,6 @@ def _factors(
     mins_ptr,
     mins_outer_ptr,
     place_N,
-    KIND: tl.constexpr,
     OFFSET: tl.constexpr,
     SCALES_GROUPS: tl.constexpr,
     MINS_GROUPS: tl.constexpr,

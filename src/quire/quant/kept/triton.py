@@ -1,7 +1,7 @@
-"""Quantized weights on a GPU, packed in words: few rows are multiplied by our own kernel, many by the library's.
+"""Quantized weights on a GPU, packed in words: our own kernels multiply few rows, and some hundred in tiles.
 
-The library multiplies float8 with float8 and int8 with int8; for weights of other kinds, and where activations are not
-rounded, the weight is unpacked to 16 bits for the time of one product.
+More rows are the library's: it multiplies float8 with float8 and int8 with int8; for weights of other kinds, and where
+activations are not rounded, the weight is unpacked to 16 bits for the time of one product. Experts stay packed, too.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from quire.quant.base import Part, Quantized, Reader, runs_of
 from quire.quant.plain import dense_gpu as dense
 from quire.quant.plain.dense_gpu import why_not
 
-__all__ = ["METHOD", "Words", "why_not"]
+__all__ = ["EXPERTS", "METHOD", "Words", "why_not"]
 
 
 Piece = words.WordWeight | Tensor  # a tensor: weights that the checkpoint leaves plain
