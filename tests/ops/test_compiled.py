@@ -24,7 +24,7 @@ KERNELS = {
         "_grouped_kernel",
         "_add_up_kernel",
     },
-    "packed": {"_words_kernel", "_tiles_kernel", "_round_kernel", "_sums_kernel"},
+    "packed": {"_words_kernel", "_tiles_kernel", "_round_kernel", "_rescale_kernel", "_unpack_kernel"},
     "packed_experts": {"_words_kernel", "_sort_kernel", "_tiles_kernel", "_round_kernel", "_add_up_kernel"},
     "routers": {"_logits_kernel", "_route_kernel"},
     "attentions": {"_attention"},

@@ -47,7 +47,7 @@ INSTRUCTIONS = {
 }
 
 
-def run(program: str, words: tuple[int, int], num_planes: int) -> list[tuple[float, float]]:
+def run(program: str, words: tuple[int, ...], num_planes: int) -> list[tuple[float, float]]:
     """The two values of each plane."""
     registers = {f"${num_planes + i}": word for i, word in enumerate(words)}
     for statement in re.sub(r"\s+", " ", program.strip().strip("{}")).split(";"):
@@ -66,25 +66,47 @@ def float8(code: int) -> float:
     return -value if code & 128 else value
 
 
+def doubled(power: int) -> int:
+    """A power of two as two bfloat16 in a register."""
+    return (power + 127 << 7) * 0x10001
+
+
+# By name: the bits of a code, the instructions, scales of neighbouring planes, and a code's value.
 PROGRAMS = {
-    "AFFINE4": (4, lambda code: 128.0 + code),
-    "E2M1": (4, lambda code: E2M1[code]),
-    "AFFINE8": (8, float),
-    "E4M3": (8, float8),
+    "affine4": (4, 0, lambda code: 128.0 + code),
+    "e2m1 with 4 scales": (4, 4, lambda code: E2M1[code]),
+    "e2m1 with 8 scales": (4, 8, lambda code: E2M1[code]),
+    "affine8": (8, 0, float),
+    "e4m3": (8, 0, float8),
+    "affine4 with 1 scale": (4, 1, lambda code: code - 5.0),
+    "affine4 with 4 scales": (4, 4, lambda code: code - 5.0),
+    "affine8 with 2 scales": (8, 2, lambda code: code - 5.0),
+    "affine4 with 4 scales and minimums": (4, 4, lambda code: code + 3.0),
 }
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_code_becomes_its_value(name):
-    bits, value = PROGRAMS[name]
+    bits, num_scales, value = PROGRAMS[name]
+    kind = name[:4] if name[0] == "e" else "affine"
+    has_minimums = "minimum" in name
+    pair = ("minimums" if has_minimums else "zeros",) if kind == "affine" and num_scales else ()
+    program = decode.PROGRAMS[kind, bits, num_scales, *pair]
     source = random.Random(0)
     seen = set()
+    scales = []
+    for i in range(num_scales):
+        if kind == "e2m1":
+            scales += [doubled(126 - i)] * 2
+        else:  # less the code of zero, a scale, and a minimum of 8 scales
+            zero = struct.unpack("<I", struct.pack("<f", -(133.0 if bits == 4 else 5.0)))[0] >> 16
+            scales += [zero * 0x10001] * 2 + [doubled(-i)] * 2 + [doubled(3 - i)] * 2 * has_minimums
     while len(seen) < 2**bits * 2 * 32 // bits:  # every code in both words and every plane
         words = source.getrandbits(32), source.getrandbits(32)
-        for plane, found in enumerate(run(getattr(decode, name).value, words, 32 // bits)):
+        for plane, found in enumerate(run(program, (*words, *scales), 32 // bits)):
             codes = [word >> bits * plane & 2**bits - 1 for word in words]
             for i, code in enumerate(codes):
                 seen.add((plane, i, code))
-                if name == "E4M3" and code & 127 == 127:  # not a number: no checkpoint that is read has it
+                if kind == "e4m3" and code & 127 == 127:  # not a number: no checkpoint that is read has it
                     continue
-                assert found[i] == value(code), (name, plane, code)
+                assert found[i] == value(code) / 2 ** (plane * num_scales // (32 // bits)), (name, plane, code)

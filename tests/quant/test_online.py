@@ -10,10 +10,12 @@ from quire.ops.packed_linear import cpu as linear
 from quire.quant.base import Quantized
 from quire.quant.plain.packed import Packed
 from quire.worker import choose
-from tests.models.oracle import OPTIONS, PROMPTS, oracle
+from tests.models import oracle as models
+from tests.models.oracle import PROMPTS, oracle
 from tests.quant.published.common import SIZES
 from tests.quant.test_published import methods, numbers_by_path
 
+OPTIONS = {**models.OPTIONS, "device": "cpu"}
 # The largest difference of a weight from its original, over the largest weight of its group.
 STEPS = {"fp8": 2**-4, "int8": 0.5 / 127, "int4": 1 / 15, "mxfp4": 0.25}
 NUMBERS = {"fp8": 256, "int8": 256, "int4": 16, "mxfp4": 16}

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-LATENCY_WORKLOADS = ("stream-128", "stream-1024", "stream-8192")
+LATENCY_WORKLOADS = ("stream-128", "stream-512", "stream-1024", "stream-8192")
 THROUGHPUT_WORKLOADS = ("mixed64", "mixed256", "p1024d128")
 
 # Drawn ids stay clear of the special tokens at the bottom of common vocabularies. Both bounds are inclusive.

@@ -19,7 +19,10 @@ MakeNorm = Callable[[], nn.Module]
 
 
 class PreNormLayer(nn.Module):
-    """x += attention(norm(x)); x += mlp(norm(x)). `residual_scale` multiplies what is added."""
+    """x += attention(norm(x)); x += mlp(norm(x)). `residual_scale` multiplies what is added.
+
+    A block with an `input_layer` reads its inputs by that layer alone, which may want the norm's outputs rounded.
+    """
 
     def __init__(self, self_attn: nn.Module, mlp: nn.Module, norm: MakeNorm, residual_scale: float = 1.0) -> None:
         super().__init__()
@@ -32,10 +35,12 @@ class PreNormLayer(nn.Module):
     def forward(
         self, x_TD: Tensor, residual_TD: Tensor | None, positions_T: Tensor, context: StepContext | None = None
     ) -> tuple[Tensor, Tensor]:
-        x_TD, residual_TD = self.input_layernorm(x_TD, residual_TD)
+        x_TD, residual_TD = self.input_layernorm(x_TD, residual_TD, then=getattr(self.self_attn, "input_layer", None))
         x_TD = scaled(self.self_attn(x_TD, positions_T), self.residual_scale)
         x_TD, residual_TD = select_outputs(context, x_TD, residual_TD)
-        x_TD, residual_TD = self.post_attention_layernorm(x_TD, residual_TD)
+        x_TD, residual_TD = self.post_attention_layernorm(
+            x_TD, residual_TD, then=getattr(self.mlp, "input_layer", None)
+        )
         return scaled(self.mlp(x_TD), self.residual_scale), residual_TD
 
 

@@ -78,9 +78,13 @@ class GatedLinear(Linear):
         super().__init__(in_features, out_features, out_features, bias=bias, parts=parts)
         self.act = None if act == "silu" else activation(act)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, then: Linear | None = None) -> Tensor:
+        """`then`: the layer whose inputs these are, and which may want them rounded."""
         if self.act is None:
-            return self.method.apply_silu_mul(x, self.bias, self.kernels.silu_mul)
+            silu_mul = self.kernels.silu_mul
+            if then is not None:
+                silu_mul = then.method.silu_mul(silu_mul)
+            return self.method.apply_silu_mul(x, self.bias, silu_mul)
         gate, up = self.method.apply(x, self.bias).chunk(2, -1)
         return self.act(gate) * up
 

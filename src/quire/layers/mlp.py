@@ -16,8 +16,13 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = GatedLinear(hidden_size, intermediate_size, bias, act, fused)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, split="inputs")
 
+    @property
+    def input_layer(self) -> Linear:
+        """The layer that alone reads the inputs."""
+        return self.gate_up_proj
+
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down_proj(self.gate_up_proj(x_TD))
+        return self.down_proj(self.gate_up_proj(x_TD, then=self.down_proj))
 
 
 class MLP(nn.Module):

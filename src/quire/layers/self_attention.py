@@ -50,6 +50,11 @@ class SelfAttention(nn.Module):
             num_heads, num_kv_heads, head_size, rope, scale=scale, window=window, softcap=softcap, sinks=sinks
         )
 
+    @property
+    def input_layer(self) -> Linear:
+        """The layer that alone reads the inputs."""
+        return self.qkv_proj
+
     def forward(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
         return self.o_proj(self.attn(self.qkv_proj(x_TD), positions_T, self.q_norm, self.k_norm))
 

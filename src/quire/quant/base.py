@@ -218,6 +218,17 @@ class Method(ABC):
         """silu(gate) * up of the two halves of the outputs; uses `silu_mul` unless the method computes both at once."""
         return silu_mul(self.apply(x, bias))
 
+    def silu_mul(self, plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
+        """What computes this layer's inputs from a gated layer's outputs, in the form that `apply` wants them in.
+
+        Here as they are, by `plain`.
+        """
+        return plain
+
+    def rms_norm(self, plain: Callable[..., tuple[Tensor, Tensor]], num_rows: int) -> Callable[..., tuple[Any, Tensor]]:
+        """The same for a norm's outputs."""
+        return plain
+
     def rows(self, ids: Tensor, lookup: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """The rows with these ids; `lookup(ids, table)` takes them from a plain table."""
         return lookup(ids, self.numbers())

@@ -44,7 +44,7 @@ class BenchOptions:
         metavar="KIND",
     )
     workload: str | None = knob(
-        None, "latency: stream-128, stream-1024, stream-8192; throughput: mixed64, mixed256, p1024d128"
+        None, "latency: stream-128, stream-512, stream-1024, stream-8192; throughput: mixed64, mixed256, p1024d128"
     )
     json: bool = knob(False, "print nothing but the JSON line")
 

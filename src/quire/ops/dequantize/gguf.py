@@ -17,6 +17,7 @@ from quire.ops.packed_linear.forms import E2M1, Affine, Plain, Table4, TwoLevel
 # Elements converted at a time. Temporaries stay in a core's cache, and torch runs operations of up to this size on the
 # calling thread: waking its pool for each would cost more than the work, many times more on a busy machine.
 _CHUNK_ELEMENTS = 1 << 15
+_GPU_CHUNK_ELEMENTS = 1 << 26  # fewer launches, of which each takes longer than such a small chunk
 
 
 def dequantize(
@@ -41,7 +42,7 @@ def dequantize(
     if blocks.storage_offset() % 4:
         blocks = blocks.clone()  # Tensor.view(float) wants its start aligned
     read = _PLAIN.get(type_name) or _numbers(_FORMS[type_name])
-    step = max(1, _CHUNK_ELEMENTS // elements)
+    step = max(1, (_CHUNK_ELEMENTS if raw.device.type == "cpu" else _GPU_CHUNK_ELEMENTS) // elements)
     for start in range(0, num_blocks, step):
         chunk = read(blocks[start : start + step])
         values[start : start + step] = chunk.reshape(-1, elements)

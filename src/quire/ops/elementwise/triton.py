@@ -11,12 +11,16 @@ Shape letters: T tokens, D width (or head size), F half of a gated projection, H
 picked, V vocabulary; in kernels C heads of a program, P pairs that rotate together, N elements of a tile.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.launch import options, pdl
+from quire.ops.launch import INTERPRETED, options, pdl
+from quire.ops.packed_linear.rounding import empty_codes, round_groups
+from quire.ops.packed_linear.words import as_bytes
 
 # The widest row that is held in registers; wider rows are read twice, in tiles of this size.
 MAX_ROW = 8192
@@ -41,31 +45,71 @@ def gather_config(width: int) -> tuple[int, int]:
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As the twin."""
-    num_rows, width = x_TD.shape
     normed = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-    if residual_TD is None:
-        total, added_stride = x_TD, 0
-    else:
-        total, added_stride = torch.empty_like(normed), residual_TD.stride(0)
-    tile, num_warps = rms_norm_config(width)
-    kernel = _rms_norm_kernel if width <= tile else _wide_rms_norm_kernel
-    if num_rows:
-        kernel[(num_rows,)](
-            normed,
-            total,
-            x_TD,
-            residual_TD,
-            weight_D,
-            eps,
-            x_TD.stride(0),
-            added_stride,
-            D=width,
-            N=tile,
-            PDL=pdl(x_TD),
-            num_warps=num_warps,
-            **options(pdl(x_TD)),
-        )
+    total = x_TD if residual_TD is None else torch.empty_like(normed)
+    kernel = _rms_norm_kernel if x_TD.shape[1] <= MAX_ROW else _wide_rms_norm_kernel
+    _launch_rms_norm(kernel, normed, total, x_TD, residual_TD, weight_D, eps)
     return normed, total
+
+
+def _launch_rms_norm(
+    kernel: Any,
+    normed: Tensor,
+    total_TD: Tensor,
+    x_TD: Tensor,
+    residual_TD: Tensor | None,
+    weight_D: Tensor,
+    eps: float,
+    **rounding: Any,
+) -> None:
+    num_rows, width = x_TD.shape
+    if not num_rows:
+        return
+    tile, num_warps = rms_norm_config(width)
+    kernel[(num_rows,)](
+        normed,
+        total_TD,
+        x_TD,
+        residual_TD,
+        weight_D,
+        eps,
+        x_TD.stride(0),
+        0 if residual_TD is None else residual_TD.stride(0),
+        D=width,
+        N=tile,
+        PDL=pdl(x_TD),
+        **rounding,
+        num_warps=num_warps,
+        **options(pdl(x_TD)),
+    )
+
+
+def fits_rounded_rms_norm(width: int) -> bool:
+    return width <= MAX_ROW
+
+
+def rounded_rms_norm(
+    rounds: str,
+    input_scale: float | None,
+    x_TD: Tensor,
+    weight_D: Tensor,
+    eps: float,
+    residual_TD: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `rms_norm`, with the normed rows as codes and scales (`round_rows` in `ops/packed_linear`): (…, …, total)."""
+    num_rows, width = x_TD.shape
+    codes, scales, group = empty_codes(num_rows, width, rounds, x_TD.device)
+    total = x_TD if residual_TD is None else torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    rounding = dict(
+        scales_ptr=scales,
+        input_scale=input_scale if rounds == "float8 static" else None,
+        scales_stride=scales.stride(1),
+        GROUP=group,
+        IS_INT8=codes.dtype == torch.int8,
+        ON_CARD=not INTERPRETED,
+    )
+    _launch_rms_norm(_rms_norm_kernel, as_bytes(codes), total, x_TD, residual_TD, weight_D, eps, **rounding)
+    return codes, scales, total
 
 
 @triton.jit
@@ -81,7 +125,14 @@ def _rms_norm_kernel(
     D: tl.constexpr,
     N: tl.constexpr,
     PDL: tl.constexpr,
+    scales_ptr=None,
+    input_scale=None,
+    scales_stride=0,
+    GROUP: tl.constexpr = None,
+    IS_INT8: tl.constexpr = False,
+    ON_CARD: tl.constexpr = False,
 ):
+    """With `scales_ptr`, normed rows are rounded, and stored as codes: GROUP neighbours with a scale of their own."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -96,7 +147,14 @@ def _rms_norm_kernel(
         tl.store(total_ptr + row * D + i_N, x_N, inside)
     wide_N = x_N.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide_N * wide_N, 0) / D + eps)
-    tl.store(normed_ptr + row * D + i_N, scaled(wide_N, inverse, weight_N, x_N.dtype), inside)
+    normed_N = scaled(wide_N, inverse, weight_N, x_N.dtype)
+    if scales_ptr is None:
+        tl.store(normed_ptr + row * D + i_N, normed_N, inside)
+    else:
+        codes_N, scales_G = round_groups(normed_N.to(tl.float32), input_scale, GROUP, IS_INT8, ON_CARD)
+        tl.store(normed_ptr + row * D + i_N, codes_N, inside)
+        g_G = tl.arange(0, N // GROUP)
+        tl.store(scales_ptr + g_G * scales_stride + row, scales_G, g_G * GROUP < D)
 
 
 @triton.jit

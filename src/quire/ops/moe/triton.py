@@ -26,7 +26,7 @@ from quire.ops.moe.triton_few import Tile, down_few, gate_up_few, load_tile
 from quire.ops.moe.triton_sort import Plan, sort_by_expert
 from quire.ops.packed_linear import tiles
 from quire.ops.packed_linear.rows import round_inputs
-from quire.ops.packed_linear.triton import Assigned, down_experts, gate_up_experts
+from quire.ops.packed_linear.triton import Assigned, down_experts, fits_experts, gate_up_experts
 from quire.ops.packed_linear.words import ExpertWords
 
 # Bytes of weights that a program of few rows has in flight, in each of the two products.
@@ -103,7 +103,10 @@ def experts(
         E, F = gate_up_E2FD.num_experts, gate_up_E2FD.num_outputs // 2
     else:
         E, F = gate_up_E2FD.shape[0], gate_up_E2FD.shape[1] // 2
-    cut = cut or config(T, K, E, D, F, x_TD.dtype)
+    if cut is None:
+        cut = config(T, K, E, D, F, x_TD.dtype)
+        if isinstance(gate_up_E2FD, ExpertWords) and (cut.block_m or not fits_experts(gate_up_E2FD.weight)):
+            cut = cut._replace(block_m=tiles.expert_rows(T * K / E, gate_up_E2FD.weight))
     if not cut.block_m:
         to = Assigned(expert_ids_TK, weights_TK, E)
         h_AF = _gate_up_few(x_TD, gate_up_E2FD, gate_up_bias_E2F, to, activation, cut.gate_up)
@@ -181,7 +184,7 @@ def _grouped(
     is_gated = activation is not None
     if isinstance(weight, ExpertWords):
         inputs, scales = round_inputs(x, weight.weight)
-        packed_tile = tiles.cut(plan.block_m, x.dtype, is_gated)
+        packed_tile = tiles.cut(plan.block_m, weight.weight, x.dtype, is_gated)
         tiles.multiply(
             out,
             inputs,

@@ -1,7 +1,7 @@
 """What the codes of packed weights stand for, in Triton: plane by plane as float32, or all planes as bfloat16.
 
-Used by the kernels of this folder. `triton.py` multiplies float32, a plane at a time (`decode_plane`). `tiles.py` wants
-bfloat16 for tensor cores (`decode`): a tile of 16 words becomes as many values per plane. On a card two words are
+Used by the kernels of this folder. `triton.py` multiplies float32 (`float_planes`). `tiles.py` wants bfloat16 for
+tensor cores (`decode`): a tile of 16 words becomes as many values per plane. On a card two words are
 decoded at once, by instructions that work on both halves of a register: one or two for each value. Elsewhere, for the
 interpreter and for tables, each plane is cut out of the words by plain operations.
 """
@@ -17,18 +17,37 @@ prmt.b32 hi, $8, $9, 0x7632;
 """
 
 
-def _affine4() -> str:
+_ONE = ".reg .b32 one, m; mov.b32 one, 0x3F803F80;"
+PAIR_REGISTERS = {"zeros": 2, "minimums": 3}
+
+
+def _scaled(plane: int, num_planes: int, num_scales: int, pair: str) -> list[str]:
+    """What follows if weights are scaled: less the code of zero, times a scale, and perhaps a minimum.
+
+    Each is two equal numbers in a register, of which every second one is used. -0.0 adds nothing.
+    """
+    first = num_planes + 2 + plane * num_scales // num_planes * 2 * PAIR_REGISTERS[pair]
+    minimum = f"${first + 4}" if pair == "minimums" else "0x80008000"
+    subtract, multiply = f"fma.rn.bf16x2 s, s, one, ${first};", f"fma.rn.bf16x2 ${plane}, s, ${first + 2}, m;"
+    return [subtract, f"mov.b32 m, {minimum};", multiply]
+
+
+def _affine4(num_scales: int, pair: str = "zeros") -> str:
     """128 + code: the code is put into the last bits of the number 128."""
-    lines = []
+    lines = [_ONE]
     for plane in range(8):
         half = "lo" if plane < 4 else "hi"
         lines.append(f"shr.u32 s, {half}, {plane % 4 * 4};")
-        lines.append(f"lop3.b32 ${plane}, s, 0x000F000F, 0x43004300, 0xEA;")
+        lines.append(f"lop3.b32 {'s' if num_scales else f'${plane}'}, s, 0x000F000F, 0x43004300, 0xEA;")
+        lines += _scaled(plane, 8, num_scales, pair) if num_scales else []
     return "{" + _NIBBLES + "\n".join(lines) + "}"
 
 
-def _e2m1() -> str:
-    """Sign, exponent and mantissa go to those of a bfloat16, whose exponent is then too small by 126."""
+def _e2m1(num_scales: int) -> str:
+    """Sign, exponent and mantissa go to those of a bfloat16, whose exponent is then too small by 126.
+
+    Scales of neighbouring planes make up for it: $10, $12, … with two in each register.
+    """
     lines = []
     for plane in range(8):
         half = "lo" if plane < 4 else "hi"
@@ -36,14 +55,14 @@ def _e2m1() -> str:
         lines.append("shr.u32 t, s, 6;")
         lines.append("and.b32 t, t, 0x01C001C0;")
         lines.append("lop3.b32 s, s, 0x80008000, t, 0xEA;")
-        lines.append(f"fma.rn.bf16x2 ${plane}, s, m, z;")
-    constants = ".reg .b32 t, m, z; mov.b32 m, 0x7E807E80; mov.b32 z, 0x80008000;\n"
+        lines.append(f"fma.rn.bf16x2 ${plane}, s, ${10 + plane * num_scales // 8 * 2}, z;")
+    constants = ".reg .b32 t, z; mov.b32 z, 0x80008000;\n"
     return "{" + _NIBBLES + constants + "\n".join(lines) + "}"
 
 
-def _affine8() -> str:
+def _affine8(num_scales: int, pair: str = "zeros") -> str:
     """The code: 128 and its last seven bits, less 128 if its first bit is not set."""
-    lines = [".reg .b32 s, t, one; mov.b32 one, 0x3F803F80;"]
+    lines = [".reg .b32 s, t;", _ONE]
     for plane in range(4):
         selector = f"0x{plane + 4:X}{plane + 4:X}{plane:X}{plane:X}"
         lines.append(f"prmt.b32 s, $4, $5, {selector};")
@@ -52,7 +71,8 @@ def _affine8() -> str:
         lines.append("mul.lo.u32 t, t, 0x86;")  # 0x80 becomes 0x4300, which is 128
         lines.append("lop3.b32 s, s, 0x007F007F, 0x43004300, 0xEA;")
         lines.append("xor.b32 t, t, 0x80008000;")
-        lines.append(f"fma.rn.bf16x2 ${plane}, s, one, t;")
+        lines.append(f"fma.rn.bf16x2 {'s' if num_scales else f'${plane}'}, s, one, t;")
+        lines += _scaled(plane, 4, num_scales, pair) if num_scales else []
     return "{" + "\n".join(lines) + "}"
 
 
@@ -69,46 +89,150 @@ def _e4m3() -> str:
     return "{" + "\n".join(lines) + "}"
 
 
-AFFINE4, E2M1, AFFINE8, E4M3 = (tl.constexpr(make()) for make in (_affine4, _e2m1, _affine8, _e4m3))
+@triton.constexpr_function
+def power(exponent):
+    return 2.0**exponent
+
+
+GAIN = tl.constexpr(9)  # so that scales of up to 2 ** 9 times 2 ** 126 are bfloat16 (`words.LARGEST_POWER`)
+# The instructions of each kind, by how many scales weights are multiplied with, and of pairs by what comes second.
+PROGRAMS: dict[tuple[object, ...], str] = {
+    ("affine", 4, 0): _affine4(0),
+    ("affine", 8, 0): _affine8(0),
+    ("e4m3", 8, 0): _e4m3(),
+}
+PROGRAMS |= {("e2m1", 4, num_scales): _e2m1(num_scales) for num_scales in (4, 8)}
+for pair in PAIR_REGISTERS:
+    PROGRAMS |= {("affine", 4, num_scales, pair): _affine4(num_scales, pair) for num_scales in (1, 2, 4, 8)}
+    PROGRAMS |= {("affine", 8, num_scales, pair): _affine8(num_scales, pair) for num_scales in (1, 2, 4)}
+
+
+@triton.constexpr_function
+def instructions(kind, bits, num_scales, pair):
+    if kind == "affine" and num_scales:
+        return PROGRAMS[kind, bits, num_scales, pair.split()[1]]
+    return PROGRAMS[kind, bits, num_scales]
+
+
+@triton.constexpr_function
+def registers(num_planes, num_inputs):
+    """The constraints of an instruction with so many results and inputs, for two elements at a time."""
+    return ",".join(["=r"] * num_planes + ["r"] * (2 * num_inputs))
 
 
 @triton.jit
-def decode(words, table_ptr, KIND: tl.constexpr, BITS: tl.constexpr, ON_CARD: tl.constexpr):
-    """The values of each plane, [N, 16] like the words. Those of four-bit whole numbers are too large by 128."""
+def decode(
+    words,
+    table_ptr,
+    scales,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    BYTES: tl.constexpr,
+    PAIR: tl.constexpr,
+    ON_CARD: tl.constexpr,
+):
+    """The values of each plane, [N, 16] like the words.
+
+    With `scales`, values are multiplied by them, and are too small by 2 ** GAIN, so that all scales of E2M1 have a
+    place in a bfloat16: words [N], each with four bytes, or pairs; every scale has as many neighbouring planes.
+    Otherwise, values of four-bit whole numbers are too large by 128.
+    """
+    NUM_SCALES: tl.constexpr = len(scales) * (4 if KIND == "e2m1" else 1)
     if not ON_CARD or KIND == "table":
         planes: tl.tuple = ()
         for plane in tl.static_range(32 // BITS):
-            planes += (_plane(words, table_ptr, plane, KIND, BITS),)
+            values = plane_values(words, table_ptr, plane, KIND, BITS)
+            if NUM_SCALES == 0 and KIND == "affine" and BITS == 4:
+                values += 128
+            elif NUM_SCALES > 0 and KIND == "affine":
+                pairs = scales[plane * NUM_SCALES * BITS // 32]
+                scale = pair_scale(pairs, PAIR) * power(-GAIN)
+                shift = pair_minimum(pairs, pair_scale(pairs, PAIR), PAIR) * power(-GAIN)
+                values = values * scale[:, None] + shift[:, None]
+            elif NUM_SCALES > 0:
+                byte = scales[plane * len(scales) // 8] >> (plane * len(scales) // 2 % 4 * 8)
+                values *= (_byte_as_float(byte & 255, BYTES) * power(-GAIN))[:, None]
+            planes += (values,)
         return planes
-    elif BITS == 4:
-        return tl.inline_asm_elementwise(
-            AFFINE4 if KIND == "affine" else E2M1,
-            "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
-            [words],
-            dtype=(tl.bfloat16,) * 8,
-            is_pure=True,
-            pack=2,
-        )
     else:
+        given: tl.tuple = (words,)
+        for i in tl.static_range(NUM_SCALES):
+            if KIND == "affine":
+                given += _pair_registers(scales[i], words, BITS, PAIR)
+            else:
+                byte = (scales[i // 4] >> (i % 4 * 8)) & 255
+                if BYTES == "exponents":
+                    bits = (byte + (126 - GAIN)) << 7
+                else:
+                    bits = _bits(_byte_as_float(byte, BYTES) * power(126 - GAIN))
+                given += (tl.broadcast_to((bits * 0x10001)[:, None], words.shape),)
         return tl.inline_asm_elementwise(
-            AFFINE8 if KIND == "affine" else E4M3,
-            "=r,=r,=r,=r,r,r",
-            [words],
-            dtype=(tl.bfloat16,) * 4,
+            instructions(KIND, BITS, NUM_SCALES, PAIR),
+            registers(32 // BITS, len(given)),
+            given,
+            dtype=(tl.bfloat16,) * (32 // BITS),
             is_pure=True,
             pack=2,
         )
 
 
 @triton.jit
-def _plane(words, table_ptr, plane: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr):
+def _pair_registers(pairs, words, BITS: tl.constexpr, PAIR: tl.constexpr):
+    """What is added to codes, and multiplied: (less the code of zero, scale); and a minimum."""
+    scale = pair_scale(pairs, PAIR)
+    if PAIR == "float16 zeros" or PAIR == "bfloat16 zeros":
+        zero = ((pairs >> 16) + (128 if BITS == 4 else 0)).to(tl.float32)
+        return _twice(-zero, words), _twice(scale * power(-GAIN), words)
+    else:
+        minimum = pair_minimum(pairs, scale, PAIR)
+        zero = scale * 0.0 - (128.0 if BITS == 4 else 0.0)  # not a constant: loops would keep it in another layout
+        return _twice(zero, words), _twice(scale * power(-GAIN), words), _twice(minimum * power(-GAIN), words)
+
+
+@triton.jit
+def _twice(numbers, words):
+    """The nearest bfloat16 in both halves of registers, for each of a row's words."""
+    return tl.broadcast_to((_bits(numbers) * 0x10001)[:, None], words.shape)
+
+
+@triton.jit
+def _bits(numbers):
+    """Those of the nearest bfloat16."""
+    return numbers.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def _byte_as_float(byte, BYTES: tl.constexpr):
+    """Of an exponent, or of a float8."""
+    if BYTES == "exponents":
+        return _power_of_two(byte)
+    else:
+        return _float8(byte)
+
+
+@triton.jit
+def _power_of_two(exponent):
+    """2 ** (exponent - 127)"""
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _float8(byte):
+    return (((byte & 127) << 20) | ((byte & 128) << 24)).to(tl.float32, bitcast=True) * power(120)
+
+
+@triton.jit
+def plane_values(words, table_ptr, plane: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr):
+    """The values of one plane in float32, by plain operations."""
     code = (words >> (BITS * plane)) & (2**BITS - 1)
     if KIND == "affine":
-        values = code.to(tl.float32) + (128 if BITS == 4 else 0)
+        values = code.to(tl.float32)
+    elif KIND == "int8":
+        values = (code ^ 128).to(tl.float32)
     elif KIND == "e2m1":
-        values = (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37
+        values = (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True) * power(126)
     elif KIND == "e4m3":
-        values = (((code & 127) << 20) | ((code & 128) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        values = _float8(code)
     else:
         values = tl.load(table_ptr + code)
     return values
@@ -137,42 +261,67 @@ def joined(planes, first: tl.constexpr, NUM: tl.constexpr):
 # ---- a plane as float32 ---------------------------------------------------------------------------------------------
 
 
-INPUT_EXPONENT = tl.constexpr(100)  # inputs times 2 ** 100: largest ones of 2 ** 27 still fit
+INPUT_EXPONENT = 100  # inputs times 2 ** 100: largest ones of 2 ** 27 still fit
+
+
+# Four float8 of a word, as float32.
+FLOAT8_PLANES = tl.constexpr("""{
+.reg .b16 lo, hi, a, b, c, d;
+.reg .b32 s, t;
+mov.b32 {lo, hi}, $4;
+cvt.rn.f16x2.e4m3x2 s, lo;
+cvt.rn.f16x2.e4m3x2 t, hi;
+mov.b32 {a, b}, s;
+mov.b32 {c, d}, t;
+cvt.f32.f16 $0, a;
+cvt.f32.f16 $1, b;
+cvt.f32.f16 $2, c;
+cvt.f32.f16 $3, d;
+}""")
 
 
 @triton.constexpr_function
-def power(exponent):
-    return 2.0**exponent
+def input_power(kind, bits, plane):
+    """The power of two by which inputs make up for values that are too small."""
+    if kind == "affine":
+        return INPUT_EXPONENT - plane % (20 // bits) * bits
+    return INPUT_EXPONENT if kind == "e2m1" else 0
+
+
+@triton.constexpr_function
+def output_power(kind):
+    """The power of two that is still missing, since inputs would become too large."""
+    if kind == "affine":
+        return 149 - INPUT_EXPONENT
+    return 126 - INPUT_EXPONENT if kind == "e2m1" else 0
 
 
 @triton.jit
-def decode_plane(codes, table_ptr, plane: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr):
-    """The codes of one plane as float32.
+def float_planes(words, table_ptr, KIND: tl.constexpr, BITS: tl.constexpr, ON_CARD: tl.constexpr):
+    """The values of all planes as float32, with few instructions, and so as they are or times a power of two.
 
-    Of whole numbers in words code * 2 ** (place - 149), where place is that of its lowest bit after the shift; of those
-    in bytes 256 + code; of other kinds their values.
+    Whole numbers and E2M1 stay where they are in their word, or nearly: their bits are a float's, a tiny one.
     """
-    if PLANES == 1:
-        if KIND == "e4m3":
-            return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        else:
-            return (((codes.to(tl.int32) ^ 128) << 15) | 0x43800000).to(tl.float32, bitcast=True)  # 256.0 and code
-    elif KIND == "affine":
-        # Bits 20 and up would reach the exponent: the planes there are shifted to where the first ones are.
-        IN_PLACE: tl.constexpr = 20 // BITS
-        bits = codes >> (plane // IN_PLACE * IN_PLACE * BITS)
-        return (bits & ((2**BITS - 1) << (plane % IN_PLACE * BITS))).to(tl.float32, bitcast=True)
-    elif KIND == "e2m1":
-        # Exponent and mantissa go to those of a float32, whose exponent is then too small by 126.
-        code = codes >> (4 * plane)
-        bits = ((code & 7) << 22) | ((code & 8) << 28)
-        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
-    elif KIND == "e4m3":
-        code = codes >> (8 * plane)
-        bits = ((code & 127) << 20) | ((code & 128) << 24)
-        return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+    planes: tl.tuple = ()
+    if KIND == "e4m3" and ON_CARD:
+        planes = tl.inline_asm_elementwise(
+            FLOAT8_PLANES, "=f,=f,=f,=f,r", [words], dtype=(tl.float32,) * 4, is_pure=True, pack=1
+        )
     else:
-        return tl.load(table_ptr + ((codes >> (4 * plane)) & 15))
+        for plane in tl.static_range(32 // BITS):
+            if KIND == "affine":
+                # Bits 20 and up would reach the exponent: the planes there are shifted to where the first ones are.
+                bits = words >> (plane // (20 // BITS) * (20 // BITS) * BITS)
+                bits = bits & ((2**BITS - 1) << (plane % (20 // BITS) * BITS))
+                planes += (bits.to(tl.float32, bitcast=True),)
+            elif KIND == "e2m1":
+                # Exponent and mantissa go to those of a float32.
+                magnitude = words << (22 - 4 * plane) if plane < 6 else words >> (4 * plane - 22)
+                bits = (magnitude & 0x01C00000) | ((words << (28 - 4 * plane)) & -0x80000000)
+                planes += (bits.to(tl.float32, bitcast=True),)
+            else:
+                planes += (plane_values(words, table_ptr, plane, KIND, BITS),)
+    return planes
 
 
 # ---- scales and rows ------------------------------------------------------------------------------------------------
@@ -181,11 +330,88 @@ def decode_plane(codes, table_ptr, plane: tl.constexpr, KIND: tl.constexpr, BITS
 @triton.jit
 def group_scale(scales_ptr, outer_ptr, place, GROUPS: tl.constexpr):
     """In float32; bytes are exponents, or whole numbers with a scale for so many of them."""
-    scale = tl.load(scales_ptr + place)
+    scale = _as_float(tl.load(scales_ptr + place))
+    if outer_ptr is not None:
+        scale *= tl.load(outer_ptr + place // GROUPS).to(tl.float32)
+    return scale
+
+
+@triton.jit
+def load_scales(
+    scales_ptr,
+    scales_outer_ptr,
+    mins_ptr,
+    mins_outer_ptr,
+    place,
+    SCALES_GROUPS: tl.constexpr,
+    MINS_GROUPS: tl.constexpr,
+    IN_WORDS: tl.constexpr = False,
+):
+    """What there is of scales and minimums, as it is stored: loads that nothing waits for yet.
+
+    `IN_WORDS`: four bytes at once, of neighbouring groups; the first is at `place`.
+    """
+    loaded: tl.tuple = ()
+    if scales_ptr is not None:
+        loaded += (_load_codes(scales_ptr, place, IN_WORDS),)
+    if scales_outer_ptr is not None:
+        loaded += (tl.load(scales_outer_ptr + place // SCALES_GROUPS),)
+    if mins_ptr is not None:
+        loaded += (_load_codes(mins_ptr, place, IN_WORDS),)
+    if mins_outer_ptr is not None:
+        loaded += (tl.load(mins_outer_ptr + place // MINS_GROUPS),)
+    return loaded
+
+
+@triton.jit
+def _load_codes(codes_ptr, place, IN_WORDS: tl.constexpr):
+    if IN_WORDS:
+        return tl.load(codes_ptr.to(tl.pointer_type(tl.int32)) + place // 4)
+    else:
+        return tl.load(codes_ptr + place)
+
+
+@triton.jit
+def loaded_scale(loaded, first: tl.constexpr, OUTER: tl.constexpr, PAIR: tl.constexpr, BYTE: tl.constexpr = None):
+    """A scale, or a minimum, in float32, from what `load_scales` has loaded; `OUTER`: an outer one comes next.
+
+    `PAIR`: the scale of a pair. `BYTE`: which byte of a word; without an outer scale, bytes are exponents.
+    """
+    if PAIR is not None:
+        scale = pair_scale(loaded[first], PAIR)
+    elif BYTE is None:
+        scale = _as_float(loaded[first])
+    elif OUTER:
+        scale = ((loaded[first] << (24 - 8 * BYTE)) >> 24).to(tl.float32)
+    else:
+        scale = _power_of_two((loaded[first] >> (8 * BYTE)) & 255)
+    if OUTER:
+        scale *= loaded[first + 1].to(tl.float32)
+    return scale
+
+
+@triton.jit
+def pair_scale(words, PAIR: tl.constexpr):
+    if PAIR == "float16 zeros" or PAIR == "float16 minimums":
+        return words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return (words << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pair_minimum(words, scale, PAIR: tl.constexpr):
+    if PAIR == "float16 minimums":
+        return (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif PAIR == "bfloat16 minimums":
+        return (words & -0x10000).to(tl.float32, bitcast=True)
+    else:
+        return -scale * (words >> 16).to(tl.float32)
+
+
+@triton.jit
+def _as_float(scale):
     if scale.dtype == tl.uint8:
-        return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    elif outer_ptr is not None:
-        return scale.to(tl.float32) * tl.load(outer_ptr + place // GROUPS).to(tl.float32)
+        return _power_of_two(scale.to(tl.int32))
     else:
         return scale.to(tl.float32)
 
@@ -197,3 +423,20 @@ def load_row(row_ptrs, w_1W, W: tl.constexpr, BLOCK_W: tl.constexpr):
         return tl.load(row_ptrs + w_1W)
     else:
         return tl.load(row_ptrs + w_1W, mask=w_1W < W, other=0)
+
+
+@triton.jit
+def fetch_rows(row_ptrs_N, num_words, LINES: tl.constexpr):
+    """Asks for the first lines (each 128 bytes) of rows of so many words.
+
+    They come into the second-level cache while the program waits its turn.
+    """
+    line_1L = tl.minimum(tl.arange(0, LINES), (num_words - 1) // 32)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [(row_ptrs_N[:, None] + line_1L * 32).to(tl.int64, bitcast=True)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

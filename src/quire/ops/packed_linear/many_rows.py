@@ -1,7 +1,7 @@
 """Linear layers of many rows with packed weights on GPUs: the library multiplies 8-bit numbers, or unpacked weights.
 
 Called by `quant/kept/triton.py`; twin: `words.py`. Knows tensors only. Scales are multiplied in afterwards by a kernel
-of our own: with a scale per row and output, the library's product is slower, and below a few hundred rows much slower.
+of our own, below a few hundred rows: the library's product with a scale per row and output is slower there.
 
 Shape letters: M rows, N outputs, K inputs, G groups, W words (or bytes) of a row of codes.
 """
@@ -13,12 +13,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.ops.launch import options, pdl, wait_turn
-from quire.ops.packed_linear.decode import group_scale, power
+from quire.ops.packed_linear.decode import group_scale, load_row, pair_minimum, pair_scale, plane_values
 from quire.ops.packed_linear.forms import FLOAT8
 from quire.ops.packed_linear.rows import rescale
-from quire.ops.packed_linear.words import GROUP_INPUTS, RUN, WordWeight, as_bytes
+from quire.ops.packed_linear.words import GROUP_INPUTS, WordWeight, as_bytes
 
 INT8_MIN_ROWS = 17  # the library multiplies no fewer
+# From here on the library's product of float8 with scales of rows and outputs is faster than scales multiplied later.
+MIN_SCALED_ROWS = 512
+UNPACKED_WORDS = 256  # of each of a program's rows, in fours; the fewer of shorter rows, the more rows
 
 
 def linear(
@@ -35,6 +38,9 @@ def linear(
     if scales is None:
         ordered_MK = x_MK if w.order_K is None else x_MK.index_select(1, w.order_K)
         y_MN = functional.linear(ordered_MK, unpack(w, x_MK.dtype), bias_N)
+        return y_MN if out_dtype is None else y_MN.to(out_dtype)
+    if w.one is not None and w.outer_N is not None and scales.is_cuda and len(x_MK) >= MIN_SCALED_ROWS:
+        y_MN = torch._scaled_mm(x_MK, w.codes.T, scales.contiguous(), w.outer_N[None], bias_N, out_dtype=dtype)
         return y_MN if out_dtype is None else y_MN.to(out_dtype)
     sums_MN = _library_product(x_MK, scales, w)
     y_MN = torch.empty(sums_MN.shape, dtype=out_dtype or dtype, device=x_MK.device)
@@ -86,15 +92,20 @@ def _block_product(codes_MK: Tensor, scales_MG: Tensor, w: WordWeight) -> Tensor
 def unpack(w: WordWeight, dtype: torch.dtype) -> Tensor:
     """The weight [N, K], its columns in their own order."""
     out_NK = torch.empty(w.n, w.k, dtype=dtype, device=w.codes.device)
-    block = min(1024, triton.next_power_of_2(w.k))
+    w = w.in_words
+    num_words = w.codes.shape[1]
+    block_w = min(UNPACKED_WORDS, triton.next_power_of_2(num_words))
+    block_n = UNPACKED_WORDS // block_w * 4
     dependent = pdl(out_NK)
-    _unpack_kernel[w.n, triton.cdiv(w.k, block)](
+    _unpack_kernel[triton.cdiv(num_words, block_w), triton.cdiv(w.n, block_n)](
         out_NK,
         *w.arguments(),
-        RUN=RUN,
+        w.n,
         **w.constants(),
+        SETS=w.run * w.planes // w.set_inputs,
         ZERO=w.zero,
-        BLOCK=block,
+        BLOCK_N=block_n,
+        BLOCK_W=block_w,
         PDL=dependent,
         num_warps=4,
         **options(dependent),
@@ -112,46 +123,55 @@ def _unpack_kernel(
     mins_outer_ptr,
     outer_ptr,
     table_ptr,
+    N,
     K: tl.constexpr,
     W: tl.constexpr,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
     PLANES: tl.constexpr,
     RUN: tl.constexpr,
+    SETS: tl.constexpr,
     GROUP: tl.constexpr,
+    G: tl.constexpr,
+    PAIR: tl.constexpr,
     SCALES_GROUPS: tl.constexpr,
     MINS_GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     ZERO: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program unpacks BLOCK columns of one row; a word is loaded once for each of its planes, from the cache."""
-    G: tl.constexpr = (K + GROUP - 1) // GROUP
+    """A program unpacks BLOCK_W words of BLOCK_N outputs, plane by plane; a lane of four words has the same scales."""
+    LANE: tl.constexpr = 4
+    R: tl.constexpr = BLOCK_W // LANE
     wait_turn(PDL)
-    n = tl.program_id(0).to(tl.int64)
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = k < K
-    if PLANES == 1:
-        code = tl.load(codes_ptr + n * W + k, mask=inside, other=0).to(tl.int32)
-    else:
-        words = tl.load(codes_ptr + n * W + k // (RUN * PLANES) * RUN + k % RUN, mask=inside, other=0)
-        code = (words >> (k // RUN % PLANES * BITS)) & (2**BITS - 1)
-    if KIND == "e4m3":
-        values = (((code & 127) << 20) | ((code & 128) << 24)).to(tl.float32, bitcast=True) * power(120)
-    elif KIND == "e2m1":
-        values = (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True) * power(126)
-    elif KIND == "table":
-        values = tl.load(table_ptr + code)
-    elif KIND == "int8":
-        values = (code ^ 128).to(tl.float32) - ZERO
-    else:
-        values = code.to(tl.float32) - ZERO
-    place = n // ROWS * G + tl.minimum(k, K - 1) // GROUP
-    if scales_ptr is not None:
-        values *= group_scale(scales_ptr, scales_outer_ptr, place, SCALES_GROUPS)
-    if mins_ptr is not None:
-        values += group_scale(mins_ptr, mins_outer_ptr, place, MINS_GROUPS)
+    n_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_N1 = tl.minimum(n_N, N - 1).to(tl.int64)[:, None]
+    w_1W = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
+    lane_1R = tl.program_id(0) * R + tl.arange(0, R)[None, :]
+    words = load_row(codes_ptr + row_N1 * W, w_1W, W, BLOCK_W)
+    outer_N1 = tl.full((BLOCK_N, 1), 1.0, tl.float32)
     if outer_ptr is not None:
-        values *= tl.load(outer_ptr + n)
-    tl.store(out_ptr + n * K + k, values.to(out_ptr.dtype.element_ty), mask=inside)
+        outer_N1 = tl.load(outer_ptr + row_N1)
+    for set in tl.static_range(SETS):
+        input_1R = lane_1R * LANE // RUN * (RUN * PLANES) + set * (RUN * PLANES // SETS)
+        place_NR = row_N1 // ROWS * G + tl.minimum(input_1R, K - 1) // GROUP
+        scale_NR = outer_N1 + tl.zeros((BLOCK_N, R), tl.float32)
+        if PAIR is not None:
+            pairs_NR = tl.load(scales_ptr + place_NR)
+            scale_NR *= pair_scale(pairs_NR, PAIR)
+        elif scales_ptr is not None:
+            scale_NR *= group_scale(scales_ptr, scales_outer_ptr, place_NR, SCALES_GROUPS)
+        shift_NR = -ZERO * scale_NR
+        if PAIR is not None:
+            shift_NR += outer_N1 * pair_minimum(pairs_NR, pair_scale(pairs_NR, PAIR), PAIR)
+        if mins_ptr is not None:
+            shift_NR += outer_N1 * group_scale(mins_ptr, mins_outer_ptr, place_NR, MINS_GROUPS)
+        for plane in tl.static_range(set * (PLANES // SETS), (set + 1) * (PLANES // SETS)):
+            values = tl.reshape(plane_values(words, table_ptr, plane, KIND, BITS), (BLOCK_N, R, LANE))
+            values = values * scale_NR[:, :, None] + shift_NR[:, :, None]
+            k_1W = w_1W // RUN * (RUN * PLANES) + plane * RUN + w_1W % RUN
+            inside = (n_N < N)[:, None] & (k_1W < K)
+            out = tl.reshape(values, (BLOCK_N, BLOCK_W)).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + row_N1 * K + k_1W, out, mask=inside)

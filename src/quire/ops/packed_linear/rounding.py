@@ -1,59 +1,95 @@
 """Inputs rounded to 8 bits inside a kernel, in Triton; twin: `round_rows` in `words.py`.
 
-Used by `triton.py`, whose programs round a row themselves, and by `rows.py`. Knows tensors only.
+Used by `triton.py`, whose programs round a row themselves, by `rows.py`, and by norms (`ops/elementwise`), whose
+outputs are a layer's inputs. Knows tensors only.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from quire.ops.packed_linear.decode import load_row
-from quire.ops.packed_linear.words import TINY
+from quire.ops.packed_linear.forms import FLOAT8
+from quire.ops.packed_linear.words import GROUP_INPUTS, TINY
+
+ROWS_PAST_END = 128
 
 TINY_INPUT = tl.constexpr(TINY)
 
 
+def empty_codes(num_rows: int, width: int, rounds: str, device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """(memory for codes, for their scales [M, groups], inputs of a group rounded up to a power of two).
+
+    Scales of neighbouring rows are side by side; behind the last one is room to read on to the end of a tile.
+    """
+    codes = torch.empty(num_rows, width, dtype=torch.int8 if rounds == "int8 token" else FLOAT8, device=device)
+    group = GROUP_INPUTS if rounds == "float8 group" else triton.next_power_of_2(width)
+    num_groups = triton.cdiv(width, group)
+    memory = torch.empty(num_rows * num_groups + ROWS_PAST_END, dtype=torch.float32, device=device)
+    return codes, memory[: num_rows * num_groups].view(num_groups, num_rows).T, group
+
+
 @triton.jit
-def round_row(
-    row_ptr,
+def round_groups(x_N, input_scale, GROUP: tl.constexpr, IS_INT8: tl.constexpr, ON_CARD: tl.constexpr):
+    """(codes of a row or a part of it, as bytes; the scales of its groups)."""
+    LARGEST: tl.constexpr = 127.0 if IS_INT8 else 448.0
+    N: tl.constexpr = x_N.shape[0]
+    x = tl.reshape(x_N, (N // GROUP, GROUP))
+    if input_scale is None:
+        largest = tl.maximum(tl.max(tl.abs(x), 1), TINY_INPUT)
+    else:
+        largest = tl.full((N // GROUP,), 1.0, tl.float32) * (input_scale * LARGEST)
+    codes = to_code(x * tl.div_rn(LARGEST, largest)[:, None], "int8" if IS_INT8 else "e4m3", ON_CARD)
+    if not IS_INT8:
+        codes = codes.to(tl.uint8, bitcast=True)
+    return tl.reshape(codes, (N,)), tl.div_rn(largest, LARGEST)
+
+
+@triton.jit
+def round_planes(
+    planes,
     input_scale,
-    K: tl.constexpr,
     KIND: tl.constexpr,
     X_GROUP: tl.constexpr,
     CHUNKS: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    PLANES: tl.constexpr,
     LANE: tl.constexpr,
     ON_CARD: tl.constexpr,
 ):
-    """(chunks of a row of inputs as codes [1, BLOCK_W], chunk by chunk the scales of their lanes [1, lanes])."""
+    """(the codes of a row of inputs, plane by plane [R, 1, LANE] of one chunk after the other; scales of chunks).
+
+    Of words with bytes: planes are neighbouring inputs, and a lane is LANE words. Scales are [R, 1, 1].
+    """
     LARGEST: tl.constexpr = 127.0 if KIND == "int8" else 448.0
-    R: tl.constexpr = BLOCK_W // LANE
-    chunks: tl.tuple = ()
+    R: tl.constexpr = planes[0].shape[0]
     bounds: tl.tuple = ()  # the largest number that shares a scale, by lane
     for c in tl.static_range(CHUNKS):
-        k_1W = c * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
-        x = load_row(row_ptr, k_1W, K, BLOCK_W).to(tl.float32)
-        lanes_1R = tl.max(tl.reshape(tl.abs(x), (1, R, LANE)), 2)
+        largest = tl.abs(planes[c * PLANES])
+        for plane in tl.static_range(1, PLANES):
+            largest = tl.maximum(largest, tl.abs(planes[c * PLANES + plane]))
+        lanes = tl.max(largest, 2, keep_dims=True)
         if X_GROUP is not None:
-            groups = tl.max(tl.reshape(lanes_1R, (R * LANE // X_GROUP, X_GROUP // LANE)), 1)
-            lanes_1R = tl.reshape(tl.broadcast_to(groups[:, None], (R * LANE // X_GROUP, X_GROUP // LANE)), (1, R))
-        chunks += (x,)
-        bounds += (lanes_1R,)
+            groups = tl.max(tl.reshape(lanes, (R * LANE * PLANES // X_GROUP, X_GROUP // (LANE * PLANES))), 1)
+            spread = tl.broadcast_to(groups[:, None], (R * LANE * PLANES // X_GROUP, X_GROUP // (LANE * PLANES)))
+            lanes = tl.reshape(spread, (R, 1, 1))
+        bounds += (lanes,)
     if X_GROUP is None:
-        largest = tl.max(bounds[0])
+        bound = tl.max(tl.reshape(bounds[0], (R,)), 0)
         for c in tl.static_range(1, CHUNKS):
-            largest = tl.maximum(largest, tl.max(bounds[c]))
+            bound = tl.maximum(bound, tl.max(tl.reshape(bounds[c], (R,)), 0))
         if input_scale is not None:
-            largest = input_scale * LARGEST
+            bound = input_scale * LARGEST
     codes: tl.tuple = ()
     scales: tl.tuple = ()
     for c in tl.static_range(CHUNKS):
         if X_GROUP is None:
-            bound_1R = tl.maximum(tl.full((1, R), 1.0, tl.float32) * largest, TINY_INPUT)
+            shared = tl.maximum(tl.full((R, 1, 1), 1.0, tl.float32) * bound, TINY_INPUT)
         else:
-            bound_1R = tl.maximum(bounds[c], TINY_INPUT)
-        inverse = tl.reshape(tl.broadcast_to(tl.div_rn(LARGEST, bound_1R)[:, :, None], (1, R, LANE)), (1, BLOCK_W))
-        codes += (to_code(chunks[c] * inverse, KIND, ON_CARD),)
-        scales += (tl.div_rn(bound_1R, LARGEST),)
+            shared = tl.maximum(bounds[c], TINY_INPUT)
+        inverse = tl.div_rn(LARGEST, shared)
+        for plane in tl.static_range(PLANES):
+            codes += (to_code(planes[c * PLANES + plane] * inverse, KIND, ON_CARD).to(tl.float32),)
+        scales += (tl.div_rn(shared, LARGEST),)
     return codes, scales
 
 

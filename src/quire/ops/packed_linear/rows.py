@@ -5,20 +5,28 @@ Called by `quant/kept/triton.py`, `tiles.py` and `many_rows.py`; twin of the rou
 Shape letters: M rows, N outputs, K inputs.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.elementwise import triton as elementwise
 from quire.ops.launch import INTERPRETED, options, pdl, wait_turn
-from quire.ops.packed_linear.forms import FLOAT8
-from quire.ops.packed_linear.rounding import TINY_INPUT, to_code
-from quire.ops.packed_linear.words import GROUP_INPUTS, WordWeight, as_bytes
-
-ROWS_PAST_END = 128
-
+from quire.ops.moe.activation import gated, linear_activation
+from quire.ops.packed_linear.rounding import empty_codes, round_groups
+from quire.ops.packed_linear.words import WordWeight, as_bytes
 
 # ---- rounding activations --------------------------------------------------------------------------------------------
+
+
+class Rounded(NamedTuple):
+    """Inputs, rounded as a weight wants them."""
+
+    codes: Tensor
+    scales: Tensor
+    dtype: torch.dtype  # what they were before
 
 
 def round_inputs(x_MK: Tensor, w: WordWeight) -> tuple[Tensor, Tensor | None]:
@@ -26,16 +34,31 @@ def round_inputs(x_MK: Tensor, w: WordWeight) -> tuple[Tensor, Tensor | None]:
     return (x_MK, None) if w.rounds is None else round_rows(x_MK, w.rounds, w.input_scale)
 
 
-def round_rows(x_MK: Tensor, rounds: str, input_scale: float | None = None) -> tuple[Tensor, Tensor]:
+def rounded_rms_norm(
+    w: WordWeight, x_MK: Tensor, weight_K: Tensor, eps: float, residual_MK: Tensor | None = None
+) -> tuple[Rounded, Tensor]:
+    """(norm(x + residual) rounded for `w`, x + residual)"""
+    codes, scales, total_MK = elementwise.rounded_rms_norm(
+        w.rounds or "", w.input_scale, x_MK, weight_K, eps, residual_MK
+    )
+    return Rounded(codes, scales, x_MK.dtype), total_MK
+
+
+def rounded_silu_mul(w: WordWeight, x_M2K: Tensor) -> Rounded:
+    """silu(gate) * up, where a row is all of gate and then all of up; in the model's dtype, then rounded for `w`."""
+    return Rounded(*round_rows(x_M2K, w.rounds or "", w.input_scale, is_gated=True), x_M2K.dtype)
+
+
+def round_rows(
+    x_MK: Tensor, rounds: str, input_scale: float | None = None, *, is_gated: bool = False
+) -> tuple[Tensor, Tensor]:
     """As the twin: codes, and their scales [M, 1] or [M, groups], those of neighbouring rows side by side."""
     M, K = x_MK.shape
-    is_int8 = rounds == "int8 token"
-    codes = torch.empty(M, K, dtype=torch.int8 if is_int8 else FLOAT8, device=x_MK.device)
-    block = GROUP_INPUTS if rounds == "float8 group" else triton.next_power_of_2(K)
-    num_groups = triton.cdiv(K, block)
-    scales = by_column(M, num_groups, x_MK.device)
+    if is_gated:
+        K //= 2
+    codes, scales, block = empty_codes(M, K, rounds, x_MK.device)
     dependent = pdl(x_MK)
-    _round_kernel[M, num_groups](
+    _round_kernel[M, scales.shape[1]](
         as_bytes(codes),
         scales,
         x_MK,
@@ -43,7 +66,8 @@ def round_rows(x_MK: Tensor, rounds: str, input_scale: float | None = None) -> t
         x_MK.stride(0),
         scales.stride(1),
         K=K,
-        IS_INT8=is_int8,
+        ACTIVATION=linear_activation(x_MK.dtype) if is_gated else None,
+        IS_INT8=codes.dtype == torch.int8,
         BLOCK=block,
         ON_CARD=not INTERPRETED,
         PDL=dependent,
@@ -62,76 +86,23 @@ def _round_kernel(
     x_stride,
     scales_stride,
     K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     IS_INT8: tl.constexpr,
     BLOCK: tl.constexpr,
     ON_CARD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program rounds a row, or a group of it."""
-    LARGEST: tl.constexpr = 127.0 if IS_INT8 else 448.0
     wait_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
-    if input_scale is None:
-        largest = tl.maximum(tl.max(tl.abs(x), 0), TINY_INPUT)
-    else:
-        largest = input_scale * LARGEST
-    code = to_code(x * tl.div_rn(LARGEST, largest), "int8" if IS_INT8 else "e4m3", ON_CARD)
-    tl.store(codes_ptr + row * K + k, code if IS_INT8 else code.to(tl.uint8, bitcast=True), mask=k < K)
-    tl.store(scales_ptr + tl.program_id(1) * scales_stride + row, tl.div_rn(largest, LARGEST))
-
-
-# ---- sums of inputs --------------------------------------------------------------------------------------------------
-
-
-def sum_sets(x_MK: Tensor, set_inputs: int, run_inputs: int) -> Tensor:
-    """float32 [M, sets]: the sum of every `set_inputs` neighbouring inputs, a power of two; zero past the last ones,
-    up to a multiple of `run_inputs`. As scales are, sums of neighbouring rows are side by side."""
-    M, K = x_MK.shape
-    num_sets = triton.cdiv(K, run_inputs) * run_inputs // set_inputs
-    sums = by_column(M, num_sets, x_MK.device)
-    block = max(set_inputs, min(2048, triton.next_power_of_2(K)))
-    dependent = pdl(x_MK)
-    _sums_kernel[M, triton.cdiv(num_sets * set_inputs, block)](
-        sums,
-        x_MK,
-        sums.stride(1),
-        K=K,
-        NUM_SETS=num_sets,
-        SET=set_inputs,
-        BLOCK=block,
-        PDL=dependent,
-        num_warps=4,
-        **options(dependent),
-    )
-    return sums
-
-
-def by_column(num_rows: int, num_columns: int, device: torch.device) -> Tensor:
-    """A new float32 tensor, column after column; behind the last one is room to read on to the end of a tile."""
-    memory = torch.empty(num_rows * num_columns + ROWS_PAST_END, dtype=torch.float32, device=device)
-    return memory[: num_rows * num_columns].view(num_columns, num_rows).T
-
-
-@triton.jit
-def _sums_kernel(
-    sums_ptr,
-    x_ptr,
-    sums_stride,
-    K: tl.constexpr,
-    NUM_SETS: tl.constexpr,
-    SET: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    wait_turn(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
-    sums = tl.sum(tl.reshape(x, (BLOCK // SET, SET)), 1)
-    place = tl.program_id(1) * (BLOCK // SET) + tl.arange(0, BLOCK // SET)
-    tl.store(sums_ptr + place * sums_stride + row, sums, mask=place < NUM_SETS)
+    if ACTIVATION is not None:
+        up = tl.load(x_ptr + row * x_stride + K + k, mask=k < K, other=0.0).to(tl.float32)
+        x = gated(x, up, ACTIVATION).to(x_ptr.dtype.element_ty).to(tl.float32)
+    codes, scales_1 = round_groups(x, input_scale, BLOCK, IS_INT8, ON_CARD)
+    tl.store(codes_ptr + row * K + k, codes, mask=k < K)
+    tl.store(scales_ptr + (tl.program_id(1) + tl.arange(0, 1)) * scales_stride + row, scales_1)
 
 
 # ---- scales after the product ----------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
-"""Products of packed weights with more than a few rows on GPUs, in tiles, on tensor cores; twin: `words.py`.
+"""Products of packed weights with more than one row on GPUs, in tiles, on tensor cores; twin: `words.py`.
 
 Called by `quant/kept/triton.py` for linear layers and by `ops/moe/triton.py` for experts, whose rows were sorted by
 expert before. Knows tensors only. Weights are decoded in registers and are the left operand, of which tensor cores
-want 64 rows. Scales multiply the sums of a group, not weights; what a group's minimum and the code of zero contribute
-is taken from the sum of its inputs (`sum_sets`). Few outputs with many inputs are cut along their inputs, too, and the
-parts added up in order by `rescale`.
+want 64 rows. Scales of E2M1 multiply weights, which stay exact; so do, with many rows, pairs of a scale and a zero
+point, as if the weight had been unpacked to bfloat16. Others multiply the sums of a group; what its minimum and the
+code of zero contribute is taken from the sum of its inputs. Few outputs with many inputs are cut along their inputs,
+too, and the parts added up in order by `rescale`.
 
 Shape letters: M rows, N outputs, K inputs, G groups, W words (or bytes) of a row of codes, S inputs that share a scale.
 """
@@ -16,15 +17,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.launch import INTERPRETED, has_little_shared_memory, num_multiprocessors, options, pdl, wait_turn
+from quire.ops.launch import INTERPRETED, has_little_shared_memory, num_multiprocessors, options, pdl
 from quire.ops.moe.activation import gated
-from quire.ops.packed_linear.decode import decode, group_scale, joined, load_row
-from quire.ops.packed_linear.rows import rescale, sum_sets
+from quire.ops.packed_linear.decode import (
+    GAIN,
+    decode,
+    fetch_rows,
+    joined,
+    load_row,
+    load_scales,
+    loaded_scale,
+    pair_minimum,
+    power,
+)
+from quire.ops.packed_linear.rows import rescale
 from quire.ops.packed_linear.words import GROUP_INPUTS, RUN, WordWeight, as_bytes
 
-BYTES = 128  # codes of a row that are multiplied at once, if codes are bytes
+BYTES_AT_ONCE = 128  # codes of a row that are multiplied at once, if codes are bytes
 MAX_SPLITS = 8
-MIN_ROWS, MAX_ROWS = 5, 256
+FETCHED_LINES = 8  # of a row's codes, each 128 bytes, that are asked for before a program's turn
+MAX_ROWS, MAX_TWO_LEVEL_ROWS = 256, 32
 
 
 class Tile(NamedTuple):
@@ -32,6 +44,7 @@ class Tile(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+    runs: int = 1  # of inputs, that a step of the loop multiplies
 
 
 class Rows(NamedTuple):
@@ -46,18 +59,27 @@ class Rows(NamedTuple):
 
 def fits(x_MK: Tensor, w: WordWeight) -> bool:
     """Whether tiles are faster than unpacking the weight, or the library's products of bytes."""
-    return w.planes > 1 and MIN_ROWS <= len(x_MK) <= MAX_ROWS and x_MK.dtype == torch.bfloat16 and x_MK.is_contiguous()
+    most = MAX_ROWS if w.scales_NS is None else MAX_TWO_LEVEL_ROWS
+    return w.planes > 1 and len(x_MK) <= most and x_MK.dtype == torch.bfloat16 and x_MK.is_contiguous()
 
 
-def cut(num_rows: int, dtype: torch.dtype, is_gated: bool = False) -> Tile:
+def cut(num_rows: int, w: WordWeight, dtype: torch.dtype, is_gated: bool = False) -> Tile:
     """For so many rows of a weight."""
     if dtype == torch.float32:  # for exactness: no tensor cores, speed does not matter
         return Tile(16, 32, 4, 2)
     largest = 64 if has_little_shared_memory() else 128
     block_m = min(max(16, triton.next_power_of_2(num_rows)), largest)
     if block_m == 128:
-        return Tile(128, 64 if is_gated else 128, 8, 3)
-    return Tile(block_m, 64, 4, 4)
+        return Tile(128, 64, 8 if is_gated else 4, 3)
+    if block_m == 16 and w.folds_scales:
+        return Tile(16, 64, 4, 4, runs=2)
+    return Tile(block_m, 64, 4, 3)
+
+
+def expert_rows(mean: float, w: WordWeight) -> int:
+    """Rows of a tile, of experts with so many on average."""
+    largest = 128 if w.planes > 1 and not has_little_shared_memory() else 64
+    return min(max(16, triton.next_power_of_2(int(mean))), largest)
 
 
 def linear(
@@ -69,14 +91,15 @@ def linear(
     scales: Tensor | None = None,
     dtype: torch.dtype | None = None,
     tile: Tile | None = None,
+    splits: int | None = None,
 ) -> Tensor:
     """As `triton.linear`."""
     dtype = dtype or x_MK.dtype
     if w.order_K is not None:
         x_MK = x_MK.index_select(1, w.order_K)
-    tile = tile or cut(len(x_MK), dtype)
+    tile = tile or cut(len(x_MK), w, dtype)
     y_MN = torch.empty(len(x_MK), w.n, dtype=out_dtype or dtype, device=x_MK.device)
-    splits = _num_splits(x_MK, w, tile)
+    splits = splits or _num_splits(x_MK, w, tile)
     if splits == 1:
         multiply(y_MN, x_MK, scales, w, bias_N, tile, dtype=dtype)
         return y_MN
@@ -88,10 +111,11 @@ def linear(
 
 
 def _num_splits(x_MK: Tensor, w: WordWeight, tile: Tile) -> int:
-    """Enough for two programs on each multiprocessor, each with a few thousand inputs' worth of work."""
+    """Enough for a few programs on each multiprocessor, each with hundreds of inputs."""
     num_tiles = triton.cdiv(len(x_MK), tile.block_m) * triton.cdiv(w.n, tile.block_n)
-    wanted = 2 * num_multiprocessors(x_MK) // num_tiles
-    return max(1, min(MAX_SPLITS, wanted, w.k // 1024))
+    most = {16: 5 if w.folds_scales else 8, 32: 5, 64: 3}.get(tile.block_m, 2)  # programs of a multiprocessor
+    wanted = most * num_multiprocessors(x_MK) // num_tiles
+    return max(1, min(MAX_SPLITS, wanted, w.k // 512))
 
 
 def multiply(
@@ -115,24 +139,25 @@ def multiply(
     M = y.shape[-2]
     N = w.n // num_experts // (2 if activation else 1)
     num_tiles = triton.cdiv(M, tile.block_m) if rows is None else rows.max_tiles
-    set_inputs = w.set_inputs if w.planes > 1 else BYTES
-    sums = sum_sets(x, set_inputs, RUN * w.planes) if w.kind == "affine" else None
+    set_inputs = w.set_inputs if w.planes > 1 else BYTES_AT_ONCE
+    # With few rows, tensor cores have the time to add up inputs, too, and sums of exact codes are scaled.
+    is_folded = w.folds_scales or (w.pair is not None and tile.block_m > 64)
     dependent = pdl(x)
     _tiles_kernel[num_tiles * triton.cdiv(N, tile.block_n), splits](
         y,
         as_bytes(x),
         scales,
-        sums,
         *w.arguments(),
         bias,
         None if rows is None else rows.order,
         None if rows is None else rows.tiles,
         0 if scales is None else scales.stride(1),
-        0 if sums is None else sums.stride(1),
         M,
         N=N,
+        **w.constants() | {"RUN": RUN if w.planes > 1 else BYTES_AT_ONCE},
         SET=set_inputs,
-        **w.constants(),
+        FOLDED=is_folded,
+        BYTES="exponents" if w.scales_NG is not None and w.scales_NG.dtype == torch.uint8 else "float8",
         OFFSET=w.zero + (128 if w.bits == 4 else 0),
         X_GROUPS=0 if scales is None else scales.shape[1],
         X_GROUP=GROUP_INPUTS,
@@ -142,7 +167,8 @@ def multiply(
         IS_FLOAT32=dtype == torch.float32,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        RUN=RUN if w.planes > 1 else BYTES,
+        RUNS=tile.runs,
+        FETCHED=FETCHED_LINES,
         ON_CARD=not INTERPRETED and dtype != torch.float32,
         PDL=dependent,
         num_warps=tile.num_warps,
@@ -151,12 +177,11 @@ def multiply(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "x_scales_stride"])
 def _tiles_kernel(  # noqa: C901
     y_ptr,
     x_ptr,
     x_scales_ptr,
-    x_sums_ptr,
     codes_ptr,
     scales_ptr,
     scales_outer_ptr,
@@ -168,7 +193,6 @@ def _tiles_kernel(  # noqa: C901
     order_ptr,
     tiles_ptr,
     x_scales_stride,
-    x_sums_stride,
     M,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -176,11 +200,16 @@ def _tiles_kernel(  # noqa: C901
     KIND: tl.constexpr,
     BITS: tl.constexpr,
     PLANES: tl.constexpr,
+    RUN: tl.constexpr,
     SET: tl.constexpr,
+    FOLDED: tl.constexpr,
     GROUP: tl.constexpr,
+    G: tl.constexpr,
+    PAIR: tl.constexpr,
     SCALES_GROUPS: tl.constexpr,
     MINS_GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
+    BYTES: tl.constexpr,
     OFFSET: tl.constexpr,
     X_GROUPS: tl.constexpr,
     X_GROUP: tl.constexpr,
@@ -190,19 +219,27 @@ def _tiles_kernel(  # noqa: C901
     IS_FLOAT32: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    RUN: tl.constexpr,
+    RUNS: tl.constexpr,
+    FETCHED: tl.constexpr,
     ON_CARD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program has BLOCK_N outputs of one tile's rows, of all inputs or one part of them."""
     COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     HALVES: tl.constexpr = 1 if ACTIVATION is None else 2
-    SETS: tl.constexpr = RUN * PLANES // SET
-    NUM_RUNS: tl.constexpr = (W + RUN - 1) // RUN
-    G: tl.constexpr = (K + GROUP - 1) // GROUP
-    SCALED: tl.constexpr = scales_ptr is not None or X_GROUPS > 1
-    wait_turn(PDL)
+    SCALE_SETS: tl.constexpr = RUN * PLANES // SET
+    SETS: tl.constexpr = 1 if FOLDED else SCALE_SETS  # products of a run
+    NUM_STEPS: tl.constexpr = (W + RUNS * RUN - 1) // (RUNS * RUN)
+    SCALES: tl.constexpr = scales_ptr is not None and not FOLDED  # of sums
+    SCALES_OUTER: tl.constexpr = scales_outer_ptr is not None
+    MINS: tl.constexpr = mins_ptr is not None
+    MINS_OUTER: tl.constexpr = mins_outer_ptr is not None
+    # Of a set there are so many factors of outputs, and with those of rows so many in all.
+    FACTORS_N: tl.constexpr = SCALES + SCALES_OUTER + MINS + MINS_OUTER
+    FACTORS: tl.constexpr = HALVES * FACTORS_N + (X_GROUPS > 1)
     expert = tl.zeros((), tl.int64)
+    if PDL and order_ptr is not None:
+        tl.extra.cuda.gdc_wait()
     if order_ptr is None:
         num_tiles = (M + BLOCK_M - 1) // BLOCK_M  # neighbours have the same weights
         column = tl.program_id(0) // num_tiles
@@ -210,7 +247,7 @@ def _tiles_kernel(  # noqa: C901
         inside_M = place_M < M
         from_M = tl.minimum(place_M, M - 1)
         to_M = from_M
-        column_M = place_M  # of sums and scales, which there are for rows past the end, too
+        column_M = place_M  # of scales, which there are for rows past the end, too
     else:  # neighbours have the same rows
         tile = tl.program_id(0) // COLUMNS
         column = tl.program_id(0) % COLUMNS
@@ -227,42 +264,58 @@ def _tiles_kernel(  # noqa: C901
         column_M = from_M
     n_N = column * BLOCK_N + tl.arange(0, BLOCK_N)
     row_N = expert * (HALVES * N) + tl.minimum(n_N, N - 1)  # past the end the last one again: no mask is needed
-    runs = (NUM_RUNS + tl.num_programs(1) - 1) // tl.num_programs(1)
-    first = tl.program_id(1) * runs
+    steps = (NUM_STEPS + tl.num_programs(1) - 1) // tl.num_programs(1)
+    first = tl.program_id(1) * steps
     w_W = tl.arange(0, RUN)
-    k_S = tl.arange(0, SET)
+    k_S = tl.arange(0, RUN * PLANES // SETS)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if order_ptr is None:
+            if PLANES > 1:
+                fetch_rows(codes_ptr + row_N * W + first * (RUNS * RUN), W - first * (RUNS * RUN), FETCHED)
+            tl.extra.cuda.gdc_wait()
+    ones = tl.full((BLOCK_N, RUN * PLANES // SETS), 1.0, tl.bfloat16 if ON_CARD else tl.float32)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.int32 if KIND == "int8" else tl.float32)
     acc_up = acc
-    for run in range(first, tl.minimum(first + runs, NUM_RUNS)):
-        words = load_row(codes_ptr + row_N[:, None] * W, run * RUN + w_W[None, :], W, RUN)
-        planes = _values(words, table_ptr, KIND, BITS, PLANES, ON_CARD)
-        if HALVES == 2:
-            words_up = load_row(codes_ptr + (row_N + N)[:, None] * W, run * RUN + w_W[None, :], W, RUN)
-            planes_up = _values(words_up, table_ptr, KIND, BITS, PLANES, ON_CARD)
-        for set in tl.static_range(SETS):
-            first_input = run * (RUN * PLANES) + set * SET
-            x_MS = load_row(x_ptr + from_M.to(tl.int64)[:, None] * K, first_input + k_S[None, :], K, RUN * PLANES)
-            x_MS = _as_operand(x_MS, KIND, PLANES, ON_CARD)
-            input = tl.minimum(first_input, K - 1)
-            x_scale_M = 1.0
-            if X_GROUPS > 1:
-                x_scale_M = tl.load(x_scales_ptr + input // X_GROUP * x_scales_stride + column_M)
-            sums_M = 0.0
-            if x_sums_ptr is not None:
-                sums_M = tl.load(x_sums_ptr + (first_input // SET) * x_sums_stride + column_M)
-            factors = _factors(
-                scales_ptr, scales_outer_ptr, mins_ptr, mins_outer_ptr, row_N // ROWS * G + input // GROUP,
-                OFFSET, SCALES_GROUPS, MINS_GROUPS,
-            )  # fmt: skip
-            values = _set_values(planes, set, SETS, PLANES, ON_CARD)
-            acc = _add(acc, values, x_MS, factors, x_scale_M, sums_M, KIND, SCALED, X_GROUPS)
+    sums_scales_ptr = scales_ptr if SCALES else None
+    factors = _load_factors(
+        sums_scales_ptr, scales_outer_ptr, mins_ptr, mins_outer_ptr, x_scales_ptr, row_N, column_M, first,
+        x_scales_stride, N, K, RUN * PLANES, SET, GROUP, G, SCALES_GROUPS, MINS_GROUPS, ROWS, RUNS,
+        HALVES, X_GROUPS, X_GROUP,
+    )  # fmt: skip
+    for step in range(first, tl.minimum(first + steps, NUM_STEPS)):
+        # A step ahead of their use: the loop's pipeline has loads for products only.
+        next_factors = _load_factors(
+            sums_scales_ptr, scales_outer_ptr, mins_ptr, mins_outer_ptr, x_scales_ptr, row_N, column_M,
+            step + 1, x_scales_stride, N, K, RUN * PLANES, SET, GROUP, G, SCALES_GROUPS, MINS_GROUPS,
+            ROWS, RUNS, HALVES, X_GROUPS, X_GROUP,
+        )  # fmt: skip
+        for i in tl.static_range(RUNS):
+            run = step * RUNS + i
+            words = load_row(codes_ptr + row_N[:, None] * W, run * RUN + w_W[None, :], W, RUNS * RUN)
+            scales = _folded_scales(scales_ptr, row_N, run, K, RUN * PLANES, GROUP, G, SCALE_SETS, FOLDED, PAIR)
+            planes = _values(words, table_ptr, scales, KIND, BITS, PLANES, BYTES, PAIR, ON_CARD)
             if HALVES == 2:
-                factors = _factors(
-                    scales_ptr, scales_outer_ptr, mins_ptr, mins_outer_ptr, (row_N + N) // ROWS * G + input // GROUP,
-                    OFFSET, SCALES_GROUPS, MINS_GROUPS,
+                words_up = load_row(codes_ptr + (row_N + N)[:, None] * W, run * RUN + w_W[None, :], W, RUNS * RUN)
+                scales = _folded_scales(scales_ptr, row_N + N, run, K, RUN * PLANES, GROUP, G, SCALE_SETS, FOLDED, PAIR)
+                planes_up = _values(words_up, table_ptr, scales, KIND, BITS, PLANES, BYTES, PAIR, ON_CARD)
+            for set in tl.static_range(SETS):
+                k_1S = run * (RUN * PLANES) + set * (RUN * PLANES // SETS) + k_S[None, :]
+                x_MS = load_row(x_ptr + from_M.to(tl.int64)[:, None] * K, k_1S, K, RUNS * RUN * PLANES)
+                x_MS = _as_operand(x_MS, KIND, PLANES, ON_CARD)
+                values = _set_values(planes, set, SETS, PLANES, ON_CARD)
+                acc = _add(
+                    acc, values, x_MS, ones, factors, (i * SETS + set) * FACTORS, (i * SETS + set + 1) * FACTORS,
+                    KIND, FOLDED, OFFSET, PAIR, SCALES, SCALES_OUTER, MINS, MINS_OUTER, X_GROUPS,
                 )  # fmt: skip
-                values = _set_values(planes_up, set, SETS, PLANES, ON_CARD)
-                acc_up = _add(acc_up, values, x_MS, factors, x_scale_M, sums_M, KIND, SCALED, X_GROUPS)
+                if HALVES == 2:
+                    values = _set_values(planes_up, set, SETS, PLANES, ON_CARD)
+                    acc_up = _add(
+                        acc_up, values, x_MS, ones, factors, (i * SETS + set) * FACTORS + FACTORS_N,
+                        (i * SETS + set + 1) * FACTORS, KIND, FOLDED, OFFSET, PAIR, SCALES, SCALES_OUTER, MINS,
+                        MINS_OUTER, X_GROUPS,
+                    )  # fmt: skip
+        factors = next_factors
 
     inside_MN = inside_M[:, None] & (n_N < N)[None, :]
     if tl.num_programs(1) > 1:  # parts, in float32
@@ -284,12 +337,47 @@ def _tiles_kernel(  # noqa: C901
 
 
 @triton.jit
-def _values(codes, table_ptr, KIND: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, ON_CARD: tl.constexpr):
+def _folded_scales(
+    scales_ptr,
+    row_N,
+    run,
+    K: tl.constexpr,
+    RUN_INPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    G: tl.constexpr,
+    SETS: tl.constexpr,
+    FOLDED: tl.constexpr,
+    PAIR: tl.constexpr,
+):
+    """The scales of a run, if weights are multiplied by them: pairs, or words of four bytes."""
+    words: tl.tuple = ()
+    if FOLDED and PAIR is not None:
+        for set in tl.static_range(SETS):
+            input = tl.minimum(run * RUN_INPUTS + set * (RUN_INPUTS // SETS), K - 1)
+            words += (tl.load(scales_ptr + row_N * G + input // GROUP),)
+    elif FOLDED:
+        for i in tl.static_range(SETS // 4):
+            words += (tl.load(scales_ptr.to(tl.pointer_type(tl.int32)) + row_N * (G // 4) + run * (SETS // 4) + i),)
+    return words
+
+
+@triton.jit
+def _values(
+    codes,
+    table_ptr,
+    scales,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    PLANES: tl.constexpr,
+    BYTES: tl.constexpr,
+    PAIR: tl.constexpr,
+    ON_CARD: tl.constexpr,
+):
     """The planes of a tile of words; bytes are one plane, and stay as they are."""
     if PLANES == 1:
         return (_as_operand(codes, KIND, PLANES, ON_CARD),)
     else:
-        return decode(codes, table_ptr, KIND, BITS, ON_CARD)
+        return decode(codes, table_ptr, scales, KIND, BITS, BYTES, PAIR, ON_CARD)
 
 
 @triton.jit
@@ -316,43 +404,88 @@ def _set_values(planes, set: tl.constexpr, SETS: tl.constexpr, PLANES: tl.conste
 
 
 @triton.jit
-def _factors(
+def _load_factors(
     scales_ptr,
     scales_outer_ptr,
     mins_ptr,
     mins_outer_ptr,
-    place_N,
-    OFFSET: tl.constexpr,
+    x_scales_ptr,
+    row_N,
+    column_M,
+    step,
+    x_scales_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    RUN_INPUTS: tl.constexpr,
+    SET: tl.constexpr,
+    GROUP: tl.constexpr,
+    G: tl.constexpr,
     SCALES_GROUPS: tl.constexpr,
     MINS_GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUNS: tl.constexpr,
+    HALVES: tl.constexpr,
+    X_GROUPS: tl.constexpr,
+    X_GROUP: tl.constexpr,
 ):
-    """What multiplies a group's sum of products, and what the sum of its inputs."""
-    scale_N = tl.full(place_N.shape, 1.0, tl.float32)
-    if scales_ptr is not None:
-        scale_N = group_scale(scales_ptr, scales_outer_ptr, place_N, SCALES_GROUPS)
-    shift_N = -OFFSET * scale_N
-    if mins_ptr is not None:
-        shift_N += group_scale(mins_ptr, mins_outer_ptr, place_N, MINS_GROUPS)
-    return scale_N, shift_N
+    """Of every set of a step: scales and minimums of gates, then of ups, then a scale of rows."""
+    loaded: tl.tuple = ()
+    for i in tl.static_range(RUNS * RUN_INPUTS // SET):
+        set = step * (RUNS * RUN_INPUTS // SET) + i
+        input = tl.minimum(set * SET, K - 1)
+        for half in tl.static_range(HALVES):
+            loaded += load_scales(
+                scales_ptr, scales_outer_ptr, mins_ptr, mins_outer_ptr,
+                (row_N + half * N) // ROWS * G + input // GROUP, SCALES_GROUPS, MINS_GROUPS,
+            )  # fmt: skip
+        if X_GROUPS > 1:
+            loaded += (tl.load(x_scales_ptr + input // X_GROUP * x_scales_stride + column_M),)
+    return loaded
 
 
 @triton.jit
 def _add(
-    acc, values_NS, x_MS, factors, x_scale_M, sums_M, KIND: tl.constexpr, SCALED: tl.constexpr, X_GROUPS: tl.constexpr
+    acc,
+    values_NS,
+    x_MS,
+    ones_NS,
+    factors,
+    first: tl.constexpr,
+    end: tl.constexpr,
+    KIND: tl.constexpr,
+    FOLDED: tl.constexpr,
+    OFFSET: tl.constexpr,
+    PAIR: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALES_OUTER: tl.constexpr,
+    MINS: tl.constexpr,
+    MINS_OUTER: tl.constexpr,
+    X_GROUPS: tl.constexpr,
 ):
-    """acc and the product of a set: codes times inputs, scaled; and what zero's code and minimums contribute."""
+    """acc and the product of a set: codes times inputs, scaled; and what zero's code and minimums contribute.
+
+    `factors` has those of outputs from `first` on, and those of rows before `end`. A product with ones adds up inputs.
+    """
     if KIND == "int8":
         return tl.dot(values_NS, tl.trans(x_MS), acc, out_dtype=tl.int32)
-    elif not SCALED and KIND != "affine" and KIND != "e4m3":
-        return tl.dot(values_NS, tl.trans(x_MS), acc, input_precision="ieee")
+    elif FOLDED:
+        return acc + tl.dot(values_NS, tl.trans(x_MS), input_precision="ieee") * power(GAIN)
     else:
         # Sums of float8 on tensor cores are kept short, since they are added with fewer bits.
         part = tl.dot(values_NS, tl.trans(x_MS), input_precision="ieee")
         if X_GROUPS > 1:
-            part *= x_scale_M[None, :]
-        acc += factors[0][:, None] * part
+            part *= factors[end - 1][None, :]
+        scale_N = tl.full((acc.shape[0],), 1.0, tl.float32)
+        if SCALES:
+            scale_N = loaded_scale(factors, first, SCALES_OUTER, PAIR)
+        acc += scale_N[:, None] * part
         if KIND == "affine":
-            acc += factors[1][:, None] * sums_M[None, :]
+            shift_N = -OFFSET * scale_N
+            if PAIR is not None:
+                shift_N += pair_minimum(factors[first], scale_N, PAIR)
+            if MINS:
+                shift_N += loaded_scale(factors, first + SCALES + SCALES_OUTER, MINS_OUTER, None)
+            acc += shift_N[:, None] * tl.dot(ones_NS, tl.trans(x_MS), input_precision="ieee")
         return acc
 
 

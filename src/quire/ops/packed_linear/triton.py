@@ -1,13 +1,14 @@
-"""Linear layers of few rows with packed weights on GPUs, as fast as these can be read; twin: `words.py` (its layout).
+"""Linear layers of one row with packed weights on GPUs, as fast as these can be read; twin: `words.py` (its layout).
 
-Called by `quant/kept/triton.py`, and by `ops/moe/triton.py` for experts. Knows tensors only. A program has all its
-weights in flight before its input has been computed, as in `ops/linear/triton.py`. Codes are multiplied without being
-converted first: the bits of a whole number, cut out of its word where they are, are a tiny float32 (a subnormal one),
-which the inputs make up for by a large power of two. Zero points are taken out of a sum with the sum of the inputs.
-Scales multiply sums of neighbours, not weights.
+Called by `quant/kept/triton.py`, and by `ops/moe/triton.py` for experts. Knows tensors only. A program has weights of
+its next outputs under way while it multiplies (Triton's pipeline for loops: all loads are of four bytes or more), and
+asks for its first ones before its input has been computed. Codes are multiplied without being converted first: the bits
+of a whole number, cut out of its word where they are, are a tiny float32 (a subnormal one), which the inputs make up
+for by a large power of two. Zero points are taken out of a sum with the sum of the inputs. Scales multiply sums of
+neighbours, not weights.
 
-Shape letters: M rows, N outputs, K inputs, G groups, W words (or bytes) of a row of codes, R lanes of it: what one
-thread loads at once, and sums by itself; T tokens, A assignments of tokens to experts.
+Shape letters: N outputs, K inputs, G groups, W words of a row of codes, R lanes of it: what one thread loads at once,
+and sums by itself; T tokens, A assignments of tokens to experts.
 """
 
 from typing import NamedTuple
@@ -17,35 +18,61 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.launch import INTERPRETED, options, pdl
-from quire.ops.moe.activation import gated
-from quire.ops.packed_linear.decode import INPUT_EXPONENT, decode_plane, group_scale, load_row, power
-from quire.ops.packed_linear.rounding import round_row
-from quire.ops.packed_linear.words import GROUP_INPUTS, RUN, WordWeight
+from quire.ops.launch import INTERPRETED, capability, options, pdl
+from quire.ops.moe.activation import gated, linear_activation
+from quire.ops.packed_linear.decode import (
+    fetch_rows,
+    float_planes,
+    input_power,
+    load_row,
+    load_scales,
+    loaded_scale,
+    output_power,
+    pair_minimum,
+    power,
+)
+from quire.ops.packed_linear.rounding import round_planes
+from quire.ops.packed_linear.words import GROUP_INPUTS, WordWeight
 
-MAX_ROWS = 4
 MULTIPROCESSORS = 132
-TILE_BYTES = 16 << 10  # of weights that a program has in flight
-LANE_BYTES = 16  # of a row, that a thread loads at once
-ROUNDED_SILU = "rounded silu"  # an activation: as two operations of the model's dtype round
+PROGRAMS = 4  # of four warps, of a multiprocessor
+TILE_BYTES = 16 << 10  # of weights that a program loads at once
+STAGES = 3  # of a program's loop: it multiplies weights while those of its next outputs are on their way
+SHARED_BYTES = 224 << 10  # of a multiprocessor
+MAX_REGISTERS = 128  # of a thread, so that these programs fit
+LANE_WORDS = 4  # of a row, that a thread loads at once
 
 
-def few_rows(x_MK: Tensor, w: WordWeight) -> bool:
-    return len(x_MK) <= MAX_ROWS and x_MK.is_contiguous()
+def fits(x_MK: Tensor, w: WordWeight) -> bool:
+    return len(x_MK) == 1 and x_MK.is_contiguous()
 
 
-def cut(w: WordWeight, num_rows: int, num_outputs: int, num_matrices: int) -> tuple[int, int, int]:
-    """(outputs of a program, elements of a chunk of a row, warps); a program has so many outputs of every matrix.
+def fits_experts(w: WordWeight) -> bool:
+    """Whether tiles would not be faster, since too many lanes have nothing to do past the end of a row."""
+    num_words = w.in_words.codes.shape[1]
+    return w.kind != "e2m1" or num_words > 0.75 * triton.next_power_of_2(num_words)
 
-    The last two, on which the order of sums depends, are the same for any number of rows.
-    """
-    itemsize = w.codes.element_size()
-    row_bytes = w.codes.shape[1] * itemsize * num_matrices
+
+class Cut(NamedTuple):
+    block_n: int  # outputs that a program computes at once; of a gated layer so many gates, and so many ups
+    block_w: int  # words of a chunk of a row
+    num_warps: int
+    num_programs: int  # for one row
+
+
+def cut(w: WordWeight, num_rows: int, num_outputs: int, num_matrices: int) -> Cut:
+    """A program has outputs of every matrix."""
+    num_words = w.codes.shape[1]
+    row_bytes = num_words * w.codes.element_size() * num_matrices
     warps = min(16, max(4, triton.next_power_of_2(row_bytes * 4 // TILE_BYTES)))
-    block_w = min(triton.next_power_of_2(w.codes.shape[1]), warps * 32 * LANE_BYTES // itemsize)
-    tile_bytes = TILE_BYTES // 2 if num_rows > 2 and w.planes > 1 else TILE_BYTES  # sums take registers, too
-    block_n = max(1, min(tile_bytes // row_bytes, num_outputs // MULTIPROCESSORS))
-    return 1 << block_n.bit_length() - 1, block_w, warps
+    block_w = min(triton.next_power_of_2(num_words), warps * 32 * LANE_WORDS)
+    block_n = max(1, min(TILE_BYTES // row_bytes, num_outputs * num_rows // MULTIPROCESSORS))
+    block_n = 1 << block_n.bit_length() - 1
+    scale_bytes = row_bytes // LANE_WORDS * w.loads_of_lane
+    shared_bytes = (STAGES - 1) * block_n * (row_bytes + scale_bytes)
+    programs = min(PROGRAMS * 4 // warps, SHARED_BYTES // shared_bytes)
+    most = max(1, programs * MULTIPROCESSORS // num_rows)
+    return Cut(block_n, block_w, warps, min(most, triton.cdiv(num_outputs, block_n)))
 
 
 def linear(x_MK: Tensor, w: WordWeight, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -58,7 +85,7 @@ def linear(x_MK: Tensor, w: WordWeight, bias_N: Tensor | None = None, out_dtype:
 def linear_silu_mul(x_MK: Tensor, w: WordWeight, bias_N: Tensor | None = None) -> Tensor:
     """silu(gate) * up; gate is the first half of the outputs, up the second."""
     y_MF = torch.empty(len(x_MK), w.n // 2, dtype=x_MK.dtype, device=x_MK.device)
-    _launch(y_MF, x_MK, w, bias_N, halves=2, activation=ROUNDED_SILU)
+    _launch(y_MF, x_MK, w, bias_N, halves=2, activation=linear_activation(x_MK.dtype))
     return y_MF
 
 
@@ -99,10 +126,11 @@ def _launch(
 ) -> None:
     if w.order_K is not None:
         x = x.index_select(1, w.order_K)
-    M, N = (1 if to else len(y)), y.shape[1]
-    block_n, block_w, warps = cut(w, M, N, halves * terms)
+    w = w.in_words
+    rows, N = y.shape
+    found = cut(w, rows, N, halves * terms)
     dependent = pdl(x)
-    _words_kernel[triton.cdiv(N, block_n), len(y) if to else 1](
+    _words_kernel[found.num_programs, rows](
         x,
         *w.arguments(),
         bias,
@@ -112,23 +140,26 @@ def _launch(
         y,
         w.input_scale if w.rounds == "float8 static" else None,
         N,
-        M=M,
-        RUN=RUN,
-        SETS=RUN * w.planes // w.set_inputs if w.planes > 1 else 1,
         **w.constants(),
+        SETS=w.run * w.planes // w.set_inputs,
+        IN_WORDS=w.scales_in_words,
         ZERO=w.zero,
+        ROUNDS=w.rounds is not None,
         X_GROUP=GROUP_INPUTS if w.rounds == "float8 group" else None,
         TOP_K=to.expert_ids.shape[1] if to else 1,
         TERMS=terms,
         HALVES=halves,
         ACTIVATION=activation,
         IS_FLOAT32=x.dtype == torch.float32,
-        BLOCK_N=block_n,
-        BLOCK_W=block_w,
-        LANE=LANE_BYTES // w.codes.element_size(),
-        ON_CARD=not INTERPRETED,
+        BLOCK_N=found.block_n,
+        BLOCK_W=found.block_w,
+        LANE=LANE_WORDS,
+        LINES=triton.next_power_of_2(triton.cdiv(w.codes.shape[1], 32)),
+        STAGES=STAGES,
+        ON_CARD=not INTERPRETED and capability() >= (8, 9),
         PDL=dependent,
-        num_warps=warps,
+        num_warps=found.num_warps,
+        **({} if INTERPRETED or found.num_warps > 8 else {"maxnreg": MAX_REGISTERS}),
         **options(dependent),
     )
 
@@ -150,7 +181,6 @@ def _words_kernel(  # noqa: C901
     y_ptr,
     input_scale,
     N,
-    M: tl.constexpr,
     K: tl.constexpr,
     W: tl.constexpr,
     KIND: tl.constexpr,
@@ -158,11 +188,15 @@ def _words_kernel(  # noqa: C901
     PLANES: tl.constexpr,
     RUN: tl.constexpr,
     SETS: tl.constexpr,
+    IN_WORDS: tl.constexpr,
     GROUP: tl.constexpr,
+    G: tl.constexpr,
+    PAIR: tl.constexpr,
     SCALES_GROUPS: tl.constexpr,
     MINS_GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     ZERO: tl.constexpr,
+    ROUNDS: tl.constexpr,
     X_GROUP: tl.constexpr,
     TOP_K: tl.constexpr,
     TERMS: tl.constexpr,
@@ -172,198 +206,250 @@ def _words_kernel(  # noqa: C901
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
     LANE: tl.constexpr,
+    LINES: tl.constexpr,
+    STAGES: tl.constexpr,
     ON_CARD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program computes BLOCK_N outputs of every row; of a gated layer (two halves), so many gates and so many ups.
+    """A program computes outputs of one row, BLOCK_N at a time; of a gated layer (two halves) gates and ups.
 
-    With experts it has one row: that of an assignment, or the sum of a token's assignments (terms). A lane of codes has
-    one scale for each of its sets of planes.
+    The row is that of an assignment, or the sum of a token's assignments (terms). A lane of codes has one scale for
+    each of its sets of planes.
     """
     CHUNKS: tl.constexpr = (W + BLOCK_W - 1) // BLOCK_W
+    PARTS: tl.constexpr = TERMS * HALVES
     R: tl.constexpr = BLOCK_W // LANE
-    SET: tl.constexpr = RUN * PLANES // SETS  # inputs of a run that have one scale
-    G: tl.constexpr = (K + GROUP - 1) // GROUP
-    OFFSET: tl.constexpr = ZERO + (256 if KIND == "int8" else 0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if ids_ptr is not None:  # which weights to load is what a kernel before this one decides
             tl.extra.cuda.gdc_wait()
-    n_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.program_id(1)
-    output_N = tl.minimum(n_N, N - 1).to(tl.int64)  # past the end the last one again: no mask is needed
-    firsts: tl.tuple = ()  # the outputs' rows in the weight, of each term
-    codes: tl.tuple = ()  # chunk by chunk, of one half after the other, of one term after the other
+    row = tl.program_id(1).to(tl.int64)
+    firsts: tl.tuple = ()  # the first of the outputs' rows in the weight, of each term and half
     for term in tl.static_range(TERMS):
-        row_N = output_N
+        first = row * 0
         if ids_ptr is not None:
-            row_N = tl.load(ids_ptr + row * TERMS + term).to(tl.int64) * (HALVES * N) + output_N
-        firsts += (row_N,)
+            first = tl.load(ids_ptr + row * TERMS + term).to(tl.int64) * (HALVES * N)
         for half in tl.static_range(HALVES):
-            for c in tl.static_range(CHUNKS):
-                w_1W = c * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
-                codes += (load_row(codes_ptr + (row_N + half * N)[:, None] * W, w_1W, W, BLOCK_W),)
+            firsts += (first + half * N,)
     if PDL:
         if ids_ptr is None:
+            output_N = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+            for part in tl.static_range(PARTS):
+                fetch_rows(codes_ptr + (firsts[part] + output_N) * W, W, LINES)
             tl.extra.cuda.gdc_wait()
-    rounded: tl.tuple = ()  # inputs, for codes in bytes: chunk by chunk, of one row of x after the other, of one term …
-    x_scales: tl.tuple = ()  # of the same chunks, by lane
-    if PLANES == 1:
-        for term in tl.static_range(TERMS):
-            x_row = ((row * TERMS + term) // (TOP_K // TERMS)).to(tl.int64)
-            for m in tl.static_range(M):
-                found = round_row(
-                    x_ptr + (x_row + m) * K, input_scale, K, KIND, X_GROUP, CHUNKS, BLOCK_W, LANE, ON_CARD
-                )
-                rounded += found[0]
-                x_scales += found[1]
-    gates: tl.tuple = ()
-    for half in tl.static_range(HALVES):
-        totals: tl.tuple = ()  # of each row of x
-        constants: tl.tuple = ()
-        for _ in tl.static_range(M):
-            totals += (tl.zeros((BLOCK_N, R), tl.float32),)
-            constants += (tl.zeros((BLOCK_N,), tl.float32),)
-        for term in tl.static_range(TERMS):
-            row_N = firsts[term] + half * N
-            x_row = ((row * TERMS + term) // (TOP_K // TERMS)).to(tl.int64)  # the first of M
-            weight = 1.0
-            if TERMS > 1:
-                weight = tl.load(weights_ptr + row * TERMS + term)
-            sums: tl.tuple = ()
-            for _ in tl.static_range(M):
-                sums += (tl.zeros((BLOCK_N, R), tl.float32),)
-            for c in tl.static_range(CHUNKS):
-                lane_1R = c * R + tl.arange(0, R)[None, :]
-                for set in tl.static_range(SETS):
-                    input_1R = tl.minimum(lane_1R * LANE // RUN * (RUN * PLANES) + set * SET, K - 1)
-                    if PLANES == 1:
-                        input_1R = tl.minimum(lane_1R * LANE, K - 1)
-                    products = _products(
-                        codes[(term * HALVES + half) * CHUNKS + c], rounded, term * M * CHUNKS + c, CHUNKS,
-                        x_ptr + x_row * K, table_ptr, c, set, M, K, KIND, BITS, PLANES, RUN, SETS, BLOCK_W, LANE,
-                    )  # fmt: skip
-                    place_NR = row_N[:, None] // ROWS * G + input_1R // GROUP
-                    scale = 1.0
-                    if scales_ptr is not None:
-                        scale = group_scale(scales_ptr, scales_outer_ptr, place_NR, SCALES_GROUPS)
-                    minimum = 0.0
-                    if mins_ptr is not None:
-                        minimum = group_scale(mins_ptr, mins_outer_ptr, place_NR, MINS_GROUPS)
-                    added: tl.tuple = ()
-                    for m in tl.static_range(M):
-                        part_NR = products[2 * m]
-                        if OFFSET != 0:
-                            part_NR -= OFFSET * products[2 * m + 1]
-                        part_NR *= scale
-                        if mins_ptr is not None:
-                            part_NR += minimum * products[2 * m + 1]
-                        if PLANES == 1:
-                            part_NR *= x_scales[(term * M + m) * CHUNKS + c]
-                        added += (sums[m] + part_NR,)
-                    sums = added
-            more: tl.tuple = ()
-            offsets: tl.tuple = ()
-            for m in tl.static_range(M):
+    inputs: tl.tuple = ()  # of each term: what codes multiply, their sums, and scales of both
+    for term in tl.static_range(TERMS):
+        x_row = (row * TERMS + term) // (TOP_K // TERMS)
+        inputs += _inputs(
+            x_ptr + x_row * K, input_scale, K, KIND, BITS, PLANES, RUN, SETS, ROUNDS, X_GROUP, CHUNKS, BLOCK_W, LANE,
+            ON_CARD,
+        )  # fmt: skip
+
+    for start in tl.range(tl.program_id(0) * BLOCK_N, N, tl.num_programs(0) * BLOCK_N, num_stages=STAGES):
+        n_N = start + tl.arange(0, BLOCK_N)
+        output_N = tl.minimum(n_N, N - 1)
+        codes, scales = _load_weights(
+            codes_ptr, scales_ptr, scales_outer_ptr, mins_ptr, mins_outer_ptr, firsts, output_N,
+            K, W, PLANES, RUN, SETS, IN_WORDS, GROUP, G, SCALES_GROUPS, MINS_GROUPS, ROWS, PARTS, BLOCK_W, LANE,
+        )  # fmt: skip
+        gate_N = tl.zeros((BLOCK_N,), tl.float32)
+        y_N = gate_N
+        for half in tl.static_range(HALVES):
+            gate_N = y_N
+            total = tl.zeros((R, BLOCK_N, 1), tl.float32)
+            constant_N = tl.zeros((BLOCK_N,), tl.float32)
+            for term in tl.static_range(TERMS):
+                product = _product(
+                    codes, scales, inputs, term, half, table_ptr,
+                    scales_ptr is not None, scales_outer_ptr is not None, mins_ptr is not None,
+                    mins_outer_ptr is not None, ZERO, KIND, BITS, PLANES, SETS, IN_WORDS, PAIR, ROUNDS, CHUNKS,
+                    HALVES, LANE, ON_CARD,
+                )  # fmt: skip
+                row_N = firsts[term * HALVES + half] + output_N
+                weight = 1.0
+                if TERMS > 1:
+                    weight = tl.load(weights_ptr + row * TERMS + term)
                 factor_N = tl.full((BLOCK_N,), 1.0, tl.float32) * weight
                 if outer_ptr is not None:
                     factor_N *= tl.load(outer_ptr + row_N)
-                more += (totals[m] + factor_N[:, None] * sums[m],)
-                constant_N = constants[m]
+                total += factor_N[None, :, None] * product
                 if bias_ptr is not None:
                     constant_N += weight * tl.load(bias_ptr + row_N).to(tl.float32)
-                offsets += (constant_N,)
-            totals = more
-            constants = offsets
-        for m in tl.static_range(M):
-            y_N = tl.sum(totals[m], 1) + constants[m]
-            if added_ptr is not None:
-                y_N += tl.load(added_ptr + row.to(tl.int64) * N + output_N).to(tl.float32)
-            if HALVES == 2 and half == 0:
-                gates += (y_N,)
-            else:
-                if HALVES == 2:
-                    if ACTIVATION == "rounded silu":
-                        y_N = _rounded_silu_mul(gates[m], y_N, IS_FLOAT32)
-                    else:
-                        y_N = gated(gates[m], y_N, ACTIVATION)
-                if not IS_FLOAT32:
-                    y_N = y_N.to(tl.bfloat16)
-                tl.store(y_ptr + (row + m).to(tl.int64) * N + n_N, y_N.to(y_ptr.dtype.element_ty), mask=n_N < N)
+            y_N = tl.sum(tl.reshape(total, (R, BLOCK_N)), 0) + constant_N
+        if HALVES == 2:
+            y_N = gated(gate_N, y_N, ACTIVATION)
+        if added_ptr is not None:
+            y_N += tl.load(added_ptr + row * N + output_N).to(tl.float32)
+        if not IS_FLOAT32:
+            y_N = y_N.to(tl.bfloat16)
+        tl.store(y_ptr + row * N + n_N, y_N.to(y_ptr.dtype.element_ty), mask=n_N < N)
 
 
 @triton.jit
-def _rounded_silu_mul(gate, up, IS_FLOAT32: tl.constexpr):
-    """silu(gate) * up, rounded at the same points as by two operations of the model's dtype."""
-    if IS_FLOAT32:
-        return gate / (1.0 + tl.exp(-gate)) * up
-    else:
-        gate = gate.to(tl.bfloat16).to(tl.float32)
-        gate = (gate / (1.0 + tl.exp(-gate))).to(tl.bfloat16)
-        return gate.to(tl.float32) * up.to(tl.bfloat16).to(tl.float32)
+def _load_weights(
+    codes_ptr,
+    scales_ptr,
+    scales_outer_ptr,
+    mins_ptr,
+    mins_outer_ptr,
+    firsts,
+    output_N,
+    K: tl.constexpr,
+    W: tl.constexpr,
+    PLANES: tl.constexpr,
+    RUN: tl.constexpr,
+    SETS: tl.constexpr,
+    IN_WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    G: tl.constexpr,
+    SCALES_GROUPS: tl.constexpr,
+    MINS_GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    LANE: tl.constexpr,
+):
+    """(codes, part by part, of each its chunks; of every chunk and set scales, minimums, and their outer ones).
+
+    Nothing is loaded past the last output.
+    """
+    CHUNKS: tl.constexpr = (W + BLOCK_W - 1) // BLOCK_W
+    R: tl.constexpr = BLOCK_W // LANE
+    SET: tl.constexpr = RUN * PLANES // SETS  # inputs of a run that have one scale
+    codes: tl.tuple = ()
+    scales: tl.tuple = ()
+    for part in tl.static_range(PARTS):
+        row = (firsts[part] + output_N)[None, :, None]
+        for c in tl.static_range(CHUNKS):
+            word = (c * R + tl.arange(0, R)[:, None, None]) * LANE + tl.arange(0, LANE)[None, None, :]
+            codes += (load_row(codes_ptr + row * W, word, W, BLOCK_W),)
+    for part in tl.static_range(PARTS):
+        row = (firsts[part] + output_N)[None, :, None]
+        for c in tl.static_range(CHUNKS):
+            lane = c * R + tl.arange(0, R)[:, None, None]
+            for set in tl.static_range(1 if IN_WORDS else SETS):
+                input = lane * LANE // RUN * (RUN * PLANES) + set * SET
+                place = row // ROWS * G + tl.minimum(input, K - 1) // GROUP
+                scales += load_scales(
+                    scales_ptr, scales_outer_ptr, mins_ptr, mins_outer_ptr, place, SCALES_GROUPS, MINS_GROUPS,
+                    IN_WORDS,
+                )  # fmt: skip
+    return codes, scales
 
 
 @triton.jit
-def _products(
-    codes,
-    rounded,
-    first: tl.constexpr,
-    STRIDE: tl.constexpr,
-    x_ptr,
-    table_ptr,
-    c: tl.constexpr,
-    set: tl.constexpr,
-    M: tl.constexpr,
+def _inputs(
+    row_ptr,
+    input_scale,
     K: tl.constexpr,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
     PLANES: tl.constexpr,
     RUN: tl.constexpr,
     SETS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BLOCK_W: tl.constexpr,
     LANE: tl.constexpr,
+    ON_CARD: tl.constexpr,
 ):
-    """For each row of x: a chunk's codes of one set of planes times inputs, and these inputs, both summed over lanes.
-
-    Of kinds without an offset or minimums, the sums of inputs are zero. Codes in bytes multiply inputs from `rounded`,
-    those of row m of x at `first + m * STRIDE`.
-    """
+    """(inputs [R, 1, LANE] of every chunk and plane, as its codes want them; sums of lanes of every chunk and set; and
+    the scales of chunks that inputs were rounded with)."""
     R: tl.constexpr = BLOCK_W // LANE
-    N: tl.constexpr = codes.shape[0]
-    # Words have many planes: their products are summed in place, and over lanes in the end. Bytes have one.
-    WIDTH: tl.constexpr = LANE if PLANES > 1 else 1
-    found: tl.tuple = ()
-    for _ in tl.static_range(M):
-        found += (tl.zeros((N, R * WIDTH), tl.float32), tl.zeros((1, R * WIDTH), tl.float32))
-    w_1W = c * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
-    for plane in tl.static_range(set * (PLANES // SETS), (set + 1) * (PLANES // SETS)):
-        k_1W = w_1W // RUN * (RUN * PLANES) + plane * RUN + w_1W % RUN  # of bytes, the byte itself
-        values = decode_plane(codes, table_ptr, plane, KIND, BITS, PLANES)
-        added: tl.tuple = ()
-        for m in tl.static_range(M):
-            if PLANES == 1:
-                x = rounded[first + m * STRIDE].to(tl.float32)
-            else:
-                x = load_row(x_ptr + m * K, k_1W, K, PLANES * BLOCK_W).to(tl.float32)
-            if PLANES == 1:
-                product = found[2 * m] + tl.sum(tl.reshape(values * x, (N, R, LANE)), 2)
-            elif KIND == "affine":
-                product = found[2 * m] + values * (x * power(INPUT_EXPONENT - (plane % (20 // BITS)) * BITS))
-            else:
-                product = found[2 * m] + values * x
-            total = found[2 * m + 1]
-            if KIND == "affine" or KIND == "int8":
-                total += x if PLANES > 1 else tl.sum(tl.reshape(x, (1, R, LANE)), 2)
-            added += (product, total)
-        found = added
-    summed: tl.tuple = ()
-    for m in tl.static_range(M):
-        product = found[2 * m]
-        total = found[2 * m + 1]
-        if PLANES > 1:
-            product = tl.sum(tl.reshape(product, (N, R, LANE)), 2)
-            total = tl.sum(tl.reshape(total, (1, R, LANE)), 2)
-        if PLANES > 1 and KIND == "affine":
-            product *= power(149 - INPUT_EXPONENT)
-        summed += (product, total)
-    return summed
+    planes: tl.tuple = ()
+    scales: tl.tuple = ()
+    for c in tl.static_range(CHUNKS):
+        word = (c * R + tl.arange(0, R)[:, None, None]) * LANE + tl.arange(0, LANE)[None, None, :]
+        for plane in tl.static_range(PLANES):
+            input = word // RUN * (RUN * PLANES) + plane * RUN + word % RUN
+            planes += (load_row(row_ptr, input, K, PLANES * BLOCK_W).to(tl.float32),)
+    if ROUNDS:
+        planes, scales = round_planes(planes, input_scale, KIND, X_GROUP, CHUNKS, PLANES, LANE, ON_CARD)
+    sums: tl.tuple = ()
+    factors: tl.tuple = ()
+    for c in tl.static_range(CHUNKS):
+        for set in tl.static_range(SETS):
+            total = tl.zeros((R, 1, LANE), tl.float32)
+            for plane in tl.static_range(set * (PLANES // SETS), (set + 1) * (PLANES // SETS)):
+                x = planes[c * PLANES + plane]
+                total += x
+                # Inputs make up for what codes lack, as far as they can.
+                factors += (x * power(input_power(KIND, BITS, plane)),)
+            sums += (tl.sum(total, 2, keep_dims=True),)
+    return factors, sums, scales
+
+
+@triton.jit
+def _product(
+    codes,
+    scales,
+    inputs,
+    term: tl.constexpr,
+    half: tl.constexpr,
+    table_ptr,
+    SCALES: tl.constexpr,
+    SCALES_OUTER: tl.constexpr,
+    MINS: tl.constexpr,
+    MINS_OUTER: tl.constexpr,
+    OFFSET: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    PLANES: tl.constexpr,
+    SETS: tl.constexpr,
+    IN_WORDS: tl.constexpr,
+    PAIR: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    HALVES: tl.constexpr,
+    LANE: tl.constexpr,
+    ON_CARD: tl.constexpr,
+):
+    """One part's weights times inputs, summed over each lane, [R, BLOCK_N, 1]."""
+    NUM_SCALES: tl.constexpr = SCALES + SCALES_OUTER + MINS + MINS_OUTER
+    PART: tl.constexpr = term * HALVES + half
+    R: tl.constexpr = codes[0].shape[0]
+    N: tl.constexpr = codes[0].shape[1]
+    total = tl.zeros((R, N, 1), tl.float32)
+    for c in tl.static_range(CHUNKS):
+        values = float_planes(codes[PART * CHUNKS + c], table_ptr, KIND, BITS, ON_CARD)
+        for set in tl.static_range(SETS):
+            products = tl.zeros((R, N, LANE), tl.float32)
+            for plane in tl.static_range(set * (PLANES // SETS), (set + 1) * (PLANES // SETS)):
+                products += values[plane] * inputs[3 * term][c * PLANES + plane]
+            product = tl.sum(products, 2, keep_dims=True) * power(output_power(KIND))
+            if OFFSET != 0:
+                product -= OFFSET * inputs[3 * term + 1][c * SETS + set]
+            product = _scaled(
+                product, inputs[3 * term + 1][c * SETS + set], scales,
+                (PART * CHUNKS + c if IN_WORDS else (PART * CHUNKS + c) * SETS + set) * NUM_SCALES,
+                set if IN_WORDS else None, PAIR, SCALES, SCALES_OUTER, MINS, MINS_OUTER,
+            )  # fmt: skip
+            if ROUNDS:
+                product *= inputs[3 * term + 2][c]
+            total += product
+    return total
+
+
+@triton.jit
+def _scaled(
+    product,
+    sums,
+    scales,
+    first: tl.constexpr,
+    BYTE: tl.constexpr,
+    PAIR: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALES_OUTER: tl.constexpr,
+    MINS: tl.constexpr,
+    MINS_OUTER: tl.constexpr,
+):
+    """A set's products times its scale, and its inputs' sum times its minimum; both are in `scales` from `first` on."""
+    if SCALES:
+        scale = loaded_scale(scales, first, SCALES_OUTER, PAIR, BYTE)
+        product *= scale
+        if PAIR is not None:
+            product += pair_minimum(scales[first], scale, PAIR) * sums
+    if MINS:
+        product += loaded_scale(scales, first + SCALES + SCALES_OUTER, MINS_OUTER, None, BYTE) * sums
+    return product

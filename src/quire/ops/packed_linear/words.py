@@ -14,6 +14,7 @@ Shape letters: M rows, N outputs, K inputs, G groups of inputs that share a scal
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,8 @@ from quire.ops.packed_linear.forms import (
 
 RUN = 16  # neighbouring words, and neighbouring inputs of one plane
 TINY = 1e-30  # the least that a row's largest number counts as, so that a row of zeros has a scale
+HALVES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+LARGEST_POWER = 136  # of two, 2 ** 9 as a byte: of larger ones (never seen) the rest becomes a scale of outputs
 GROUP_INPUTS = 128  # that share a scale of activations, with the rounding "float8 group"
 
 
@@ -43,7 +46,7 @@ class WordWeight:
     kind: str  # what a code means: "affine", "int8" (with a sign), "e2m1", "table" or "e4m3"
     codes: Tensor  # [N, W] int32 words; or bytes [N, K], uint8 or float8_e4m3fn
     # [N, G], or for every `rows` outputs one: a scale for each group; uint8 are powers of two, int8 whole numbers that
-    # `scales_NS` multiplies. None: only `outer_N`.
+    # `scales_NS` multiplies, int32 pairs (`pair`). None: only `outer_N`.
     scales_NG: Tensor | None
     k: int
     bits: int
@@ -51,7 +54,11 @@ class WordWeight:
     rows: int = 1  # outputs that share a scale of a group
     zero: int = 0  # affine: the code of the value 0 (plus minimum)
     mins_NG: Tensor | None = None  # float32; int8 are whole numbers that `mins_NS` multiplies
-    scales_NS: Tensor | None = None  # any float: a scale of several groups, S divides G
+    # What a word of `scales_NG` has in its lower and upper half: a scale in 16 bits ("float16" or "bfloat16"), and of
+    # the same type a minimum, or a whole number, the code of zero ("minimums", "zeros"). So all kernels' loads have
+    # four bytes or more, which can be under way while they compute.
+    pair: str | None = None
+    scales_NS: Tensor | None = None  # float32: a scale of several groups, S divides G
     mins_NS: Tensor | None = None
     outer_N: Tensor | None = None  # float32: a scale per output, on top of the others
     table: Tensor | None = None  # float32 [16]
@@ -59,6 +66,7 @@ class WordWeight:
     rounds: str | None = None  # of activations (`forms.ROUNDINGS`)
     input_scale: float | None = None
     one: Tensor | None = None  # 1.0, which the library's product of float8 wants as scales
+    run: int = RUN  # words that are neighbours, and neighbouring inputs of one plane
 
     @property
     def n(self) -> int:
@@ -68,6 +76,11 @@ class WordWeight:
     def planes(self) -> int:
         """Codes of a word; 1: codes are bytes."""
         return 32 // self.bits if self.codes.dtype == torch.int32 else 1
+
+    @cached_property
+    def in_words(self) -> "WordWeight":
+        """The same with bytes seen as words: runs of one, whose planes are neighbouring inputs."""
+        return self if self.planes > 1 else replace(self, codes=self.codes.view(torch.int32), run=1)
 
     def groups_of(self, outer_NS: Tensor | None) -> int:
         """How many groups share a scale of scales."""
@@ -86,16 +99,48 @@ class WordWeight:
             "KIND": self.kind,
             "BITS": self.bits,
             "PLANES": self.planes,
+            "RUN": self.run,
             "GROUP": self.group,
+            "G": 1 if self.scales_NG is None else self.scales_NG.shape[1],
+            "PAIR": self.pair,
             "SCALES_GROUPS": self.groups_of(self.scales_NS),
             "MINS_GROUPS": self.groups_of(self.mins_NS),
             "ROWS": self.rows,
         }
 
+    @cached_property
+    def loads_of_lane(self) -> int:
+        """How many scales, minimums and outer ones come with the codes of a run."""
+        present = (self.scales_NG, self.scales_NS, self.mins_NG, self.mins_NS)
+        sets = 1 if self.scales_in_words else self.run * self.planes // self.set_inputs
+        return sets * sum(tensor is not None for tensor in present)
+
+    @cached_property
+    def scales_in_words(self) -> bool:
+        """Whether a run has four scales (and minimums) of a byte, which can be loaded as one word.
+
+        Powers of two, or whole numbers with an outer scale."""
+        levels = [(self.scales_NG, self.scales_NS), (self.mins_NG, self.mins_NS)]
+        return self.group == self.set_inputs == self.run * self.planes // 4 and all(
+            codes_NG is None
+            or (
+                (codes_NG.dtype == torch.uint8 or (codes_NG.element_size() == 1 and self.groups_of(outer_NS) % 4 == 0))
+                and codes_NG.shape[1] % 4 == 0
+            )
+            for codes_NG, outer_NS in levels
+        )
+
+    @property
+    def folds_scales(self) -> bool:
+        """Whether tensor cores multiply values that are scaled already: then scales are padded, bytes in fours."""
+        if self.scales_NG is None or self.scales_NS is not None:
+            return False
+        return self.kind == "e2m1" and self.scales_NG.element_size() == 1 and self.group in (16, 32)
+
     @property
     def set_inputs(self) -> int:
         """Of a run's inputs, so many neighbours at least have one scale."""
-        run_inputs = RUN * self.planes
+        run_inputs = self.run * self.planes
         return run_inputs if self.group >= self.k else math.gcd(run_inputs, self.group)
 
     def codes_NK(self) -> Tensor:
@@ -114,8 +159,11 @@ class WordWeight:
         codes = self.codes_NK()
         scales = torch.ones(self.n, 1, device=codes.device)
         if self.scales_NG is not None:
-            scales = float_scales(_levels(self.scales_NG, self.scales_NS))
+            scales_NG = self.scales_NG[:, : -(-self.k // self.group)]
+            scales = float_scales(_levels(scales_NG, self.scales_NS))
         mins = None if self.mins_NG is None else _levels(self.mins_NG, self.mins_NS)
+        if self.pair is not None and self.scales_NG is not None:
+            scales, mins = _apart_again(self.scales_NG, self.pair)
         if self.kind == "e4m3" and self.scales_NG is not None:
             values = Float8(codes, scales, (self.rows, self.group)).numbers()
         elif self.kind == "e4m3":
@@ -157,14 +205,26 @@ def pack(form: Affine | Float8 | Table4) -> WordWeight | None:
         table = None if is_e2m1 else torch.tensor(form.table, device=form.codes_NK.device)
         kind = "e2m1" if is_e2m1 else "table"
         scales_NG, scales_NS = _apart(form.scales_NG, 4)
+        outer_N = form.outer_N
+        if scales_NG.dtype == torch.uint8 and int(scales_NG.max()) > LARGEST_POWER:
+            over_N1 = (scales_NG.int().amax(1, keepdim=True) - LARGEST_POWER).clamp(min=0)
+            scales_NG = (scales_NG.int() - over_N1).clamp(min=0).to(torch.uint8)
+            powers_N = torch.exp2(over_N1.flatten().float())
+            outer_N = powers_N if outer_N is None else outer_N * powers_N
         packed = WordWeight(kind, _words(form.codes_NK, 4), scales_NG, k, 4, form.group, table=table)
-        return replace(packed, outer_N=form.outer_N, scales_NS=scales_NS)
+        packed = replace(packed, outer_N=outer_N, scales_NS=scales_NS)
+        return replace(packed, scales_NG=_padded(scales_NG, packed)) if packed.folds_scales else packed
     if form.rounds == "int8 token":
         # The library multiplies numbers with a sign.
         scales_N = form.scales_NG.float().flatten()
         signed = form.codes_NK ^ 128
         return WordWeight("int8", signed, None, k, 8, k, zero=form.zero, outer_N=scales_N, rounds=form.rounds)
     bits = 4 if form.bits <= 4 else 8
+    paired = _paired(form)
+    if paired is not None:
+        words_NG, pair = paired
+        codes = _words(form.codes_NK, bits)
+        return WordWeight("affine", codes, words_NG, k, bits, form.group, pair=pair, order_K=form.order_K)
     scales_NG, scales_NS = _apart(form.scales_NG, form.bits)
     mins_NG, mins_NS = (None, None) if form.mins_NG is None else _apart(form.mins_NG, form.bits)
     if mins_NG is not None and mins_NS is None:
@@ -204,14 +264,46 @@ def _apart(scales: Tensor | TwoLevel, bits: int) -> tuple[Tensor, Tensor | None]
     All do, but for zero points of weights with 8 bits.
     """
     if isinstance(scales, Tensor):
-        return scales.contiguous(), None
+        return (scales if scales.element_size() == 1 else scales.float()).contiguous(), None
     if bits == 8:
         return scales.float(), None
-    return scales.codes_NG.contiguous().view(torch.int8), scales.outer_NS.contiguous()
+    return scales.codes_NG.contiguous().view(torch.int8), scales.outer_NS.float().contiguous()
+
+
+def _paired(form: Affine) -> tuple[Tensor, str] | None:
+    """Scales and zero points, or minimums, in the halves of words, if scales are numbers of 16 bits."""
+    scales, mins = form.scales_NG, form.mins_NG
+    if not isinstance(scales, Tensor) or scales.dtype not in HALVES:
+        return None
+    upper = torch.full_like(scales, form.zero, dtype=torch.int32)
+    second = "zeros"
+    if isinstance(mins, Tensor) and mins.dtype == scales.dtype and form.zero == 0:
+        upper, second = mins.contiguous().view(torch.int16).int(), "minimums"
+    elif isinstance(mins, TwoLevel) and mins.outer_NS.shape == scales.shape and torch.equal(mins.outer_NS, -scales):
+        upper = upper + mins.codes_NG.int()
+    elif mins is not None:
+        return None
+    lower = scales.contiguous().view(torch.int16).int() & 0xFFFF
+    return upper << 16 | lower, f"{HALVES[scales.dtype]} {second}"
+
+
+def _apart_again(words_NG: Tensor, pair: str) -> tuple[Tensor, Tensor]:
+    """(scales, minimums) in float32."""
+    dtype = torch.float16 if pair.startswith("float16") else torch.bfloat16
+    scales_NG = words_NG.to(torch.int16).view(dtype).float()
+    upper_NG = (words_NG >> 16).to(torch.int16)
+    return scales_NG, upper_NG.view(dtype).float() if pair.endswith("minimums") else -scales_NG * upper_NG.float()
 
 
 def _levels(scales_NG: Tensor, outer_NS: Tensor | None) -> Tensor | TwoLevel:
     return scales_NG if outer_NS is None else TwoLevel(scales_NG, outer_NS)
+
+
+def _padded(scales_NG: Tensor, w: WordWeight) -> Tensor:
+    """Scales of whole runs, zeros past the last input."""
+    num_groups = w.codes.shape[1] * w.planes // w.group
+    bytes_NG = scales_NG.view(torch.uint8)
+    return functional.pad(bytes_NG, (0, num_groups - bytes_NG.shape[1])).view(scales_NG.dtype)
 
 
 def _words(codes_NK: Tensor, bits: int) -> Tensor:
@@ -236,7 +328,7 @@ def _layout(w: WordWeight) -> tuple[object, ...]:
     optional = (w.scales_NG, w.mins_NG, w.scales_NS, w.mins_NS, w.outer_N)
     dtypes = tuple(None if tensor is None else (tensor.dtype, tensor.shape[1:]) for tensor in optional)
     table = None if w.table is None else tuple(w.table.tolist())
-    return w.kind, w.codes.dtype, w.k, w.bits, w.zero, w.group, w.rows, w.rounds, w.input_scale, dtypes, table
+    return w.kind, w.codes.dtype, w.k, w.bits, w.zero, w.group, w.pair, w.rows, w.rounds, w.input_scale, dtypes, table
 
 
 def concat(weights: list[WordWeight]) -> WordWeight:

@@ -1,16 +1,18 @@
-"""Quantized weights on a GPU, packed in words: our own kernels multiply few rows, and some hundred in tiles.
+"""Quantized weights on a GPU, packed in words: our own kernels multiply one row, and some hundred in tiles.
 
 More rows are the library's: it multiplies float8 with float8 and int8 with int8; for weights of other kinds, and where
 activations are not rounded, the weight is unpacked to 16 bits for the time of one product. Experts stay packed, too.
 """
 
 from collections.abc import Callable, Sequence
-from typing import get_args
+from functools import partial
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from quire.errors import UnsupportedModelError
+from quire.ops.elementwise.triton import fits_rounded_rms_norm
 from quire.ops.packed_linear import many_rows, rows, tiles, words
 from quire.ops.packed_linear import triton as kernels
 from quire.ops.packed_linear.forms import Blocks, Form, Plain, weight_only
@@ -56,7 +58,9 @@ class Words(Quantized):
         numbers = [piece if isinstance(piece, Tensor) else piece.numbers() for piece in self.pieces]
         return torch.cat([values.to(self.dtype) for values in numbers])
 
-    def apply(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+    def apply(self, x: Tensor | rows.Rounded, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+        if isinstance(x, rows.Rounded):
+            return _multiply_rounded(x, self.pieces[0], bias, out_dtype)
         if len(self.pieces) == 1:
             return _multiply(x, self.pieces[0], bias, out_dtype)
         y = torch.cat([_multiply(x, piece, None, out_dtype) for piece in self.pieces], -1)
@@ -64,9 +68,25 @@ class Words(Quantized):
 
     def apply_silu_mul(self, x: Tensor, bias: Tensor | None, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
         piece = self.pieces[0] if len(self.pieces) == 1 else None
-        if isinstance(piece, words.WordWeight) and kernels.few_rows(x, piece):
+        if isinstance(piece, words.WordWeight) and kernels.fits(x, piece):
             return kernels.linear_silu_mul(x, piece, bias)
         return super().apply_silu_mul(x, bias, silu_mul)
+
+    def silu_mul(self, plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
+        w = self._rounding()
+        return plain if w is None else partial(rows.rounded_silu_mul, w)
+
+    def rms_norm(self, plain: Callable[..., tuple[Tensor, Tensor]], num_rows: int) -> Callable[..., tuple[Any, Tensor]]:
+        w = self._rounding()
+        # One row is rounded by the kernel that multiplies it, in every one of its programs.
+        if w is None or num_rows == 1 or not fits_rounded_rms_norm(w.k):
+            return plain
+        return partial(rows.rounded_rms_norm, w)
+
+    def _rounding(self) -> words.WordWeight | None:
+        """The weight, if it is the only one, and wants rounded inputs."""
+        piece = self.pieces[0] if len(self.pieces) == 1 else None
+        return piece if isinstance(piece, words.WordWeight) and piece.rounds is not None else None
 
     def memory(self) -> dict[int, int]:
         tensors: list[Tensor] = []
@@ -90,11 +110,20 @@ def _concat(run: list[Piece]) -> Piece:
 def _multiply(x: Tensor, w: Piece, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
     if isinstance(w, Tensor):
         return dense.multiply(x, w, bias, out_dtype)
-    if kernels.few_rows(x, w):
+    if kernels.fits(x, w):
         return kernels.linear(x, w, bias, out_dtype)
+    if w.rounds is not None:
+        return _multiply_rounded(
+            rows.Rounded(*rows.round_rows(x, w.rounds, w.input_scale), x.dtype), w, bias, out_dtype
+        )
     multiply = tiles.linear if tiles.fits(x, w) else many_rows.linear
-    inputs, scales = rows.round_inputs(x, w)
-    return multiply(inputs, w, bias, out_dtype, scales=scales, dtype=x.dtype)
+    return multiply(x, w, bias, out_dtype)
+
+
+def _multiply_rounded(x: rows.Rounded, w: Piece, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    if isinstance(w, Tensor):
+        raise TypeError("plain weights want inputs as they are")
+    return many_rows.linear(x.codes, w, bias, out_dtype, scales=x.scales, dtype=x.dtype)
 
 
 class ExpertForms(Words):
