@@ -76,7 +76,7 @@ def has_finite_scales(type_name: str, raw: Tensor) -> bool:
 def _by_row(scales: Tensor | TwoLevel, n: int) -> Tensor | TwoLevel:
     if isinstance(scales, Tensor):
         return scales.reshape(n, -1)
-    return TwoLevel(scales.codes_NG.reshape(n, -1), scales.outer_NS.reshape(n, -1))
+    return TwoLevel(scales.codes_NG.reshape(n, -1), scales.outer_NS.reshape(n, -1), scales.bits)
 
 
 def _numbers(read: Callable[[Tensor], Affine | Table4]) -> Callable[[Tensor], Tensor]:
@@ -141,8 +141,8 @@ def _runs(packed: Tensor, bits: int) -> Tensor:
 
 
 def _q2_k(blocks: Tensor) -> Affine:
-    scales = TwoLevel(blocks[:, :16] & 15, _half(blocks, 80))
-    minimums = TwoLevel(blocks[:, :16] >> 4, -_half(blocks, 82))
+    scales = TwoLevel(blocks[:, :16] & 15, _half(blocks, 80), 4)
+    minimums = TwoLevel(blocks[:, :16] >> 4, -_half(blocks, 82), 4)
     return Affine(_runs(blocks[:, 16:80], 2), scales, 2, mins_NG=minimums)
 
 

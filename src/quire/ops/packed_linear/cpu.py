@@ -41,6 +41,7 @@ __all__ = [
 # By bits: up to how many rows integer products are faster than unpacking to bf16 tiles (benchmarks/cpu_linear.py).
 FEW_ROWS = {2: 4, 3: 4, 4: 4, 5: 4, 6: 4, 8: 5, 16: 0}
 SCALE_KINDS = {torch.float16: 0, torch.float32: 1, torch.int8: 2, torch.uint8: 3}  # `ScaleKind` in src/packed.h
+NIBBLES = 4
 
 
 class _Scales(ctypes.Structure):
@@ -118,7 +119,8 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 def _scales_view(scales: Scales | None) -> _Scales:
     if scales is None:
         return _Scales()
-    view = _Scales(scales.values.data_ptr(), 0, SCALE_KINDS[scales.values.dtype], 0)
+    kind = NIBBLES if scales.are_nibbles else SCALE_KINDS[scales.values.dtype]
+    view = _Scales(scales.values.data_ptr(), 0, kind, 0)
     if scales.outer is not None:
         view.outer, view.num_outer = scales.outer.data_ptr(), scales.outer.shape[1]
     return view

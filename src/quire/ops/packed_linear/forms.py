@@ -24,6 +24,7 @@ class TwoLevel:
 
     codes_NG: Tensor  # int8 or uint8
     outer_NS: Tensor  # any float; S divides G
+    bits: int = 8  # 4: all codes are below 16
 
     @property
     def shape(self) -> torch.Size:

@@ -34,22 +34,34 @@ PLAIN = ("F32", "F16", "BF16")
 class Scales:
     """Scales, or minimums, of a weight."""
 
-    values: Tensor  # [P, groups, 16] float16 or float32; int8, which `outer` multiplies; uint8: 2 ** (value - 128)
+    # [P, groups, 16] float16 or float32; int8, which `outer` multiplies; uint8: 2 ** (value - 128).
+    # With `outer`, uint8 [P, groups / 2, 16]: four bits for each of two neighbouring groups, the first in the low ones.
+    values: Tensor
     outer: Tensor | None = None  # float16 [P, outer groups, 16]
+
+    @property
+    def are_exponents(self) -> bool:
+        return self.values.dtype == torch.uint8 and self.outer is None
+
+    @property
+    def are_nibbles(self) -> bool:
+        return self.values.dtype == torch.uint8 and self.outer is not None
 
     def in_float32(self) -> Tensor:
         """[outputs, groups, 1]"""
         values = self.values.float()
-        if self.values.dtype == torch.uint8:
+        if self.are_exponents:
             values = torch.exp2(values - 128)
+        elif self.are_nibbles:
+            values = torch.stack((self.values & 15, self.values >> 4), 2).flatten(1, 2).float()
         if self.outer is not None:
             values = values * self.outer.float().repeat_interleave(values.shape[1] // self.outer.shape[1], 1)
         return values.transpose(1, 2).reshape(-1, values.shape[1], 1)
 
     def bound(self) -> float:
         """No scale is larger."""
-        largest = _largest(self.values)
-        if self.values.dtype == torch.uint8:
+        largest = 15.0 if self.are_nibbles else _largest(self.values)
+        if self.are_exponents:
             return 2.0 ** (largest - 128)
         return largest if self.outer is None else largest * _largest(self.outer)
 
@@ -210,6 +222,9 @@ def _pack_scales(scales: Tensor | TwoLevel, P: int, factor: float = 1.0, outer_N
         return _lanes(values_NG, P).transpose(1, 2).contiguous()
 
     if outer_N is None and isinstance(scales, TwoLevel) and factor == 1.0:
+        if scales.bits == 4 and scales.shape[1] % 2 == 0 and _fits_half(scales.outer_NS):
+            low, high = scales.codes_NG.unflatten(1, (-1, 2)).unbind(2)
+            return Scales(placed(low | high << 4), placed(scales.outer_NS.half()))
         fits_int8 = scales.codes_NG.dtype == torch.int8 or int(scales.codes_NG.max()) < 128
         if fits_int8 and _fits_half(scales.outer_NS):
             return Scales(placed(scales.codes_NG.to(torch.int8)), placed(scales.outer_NS.half()))

@@ -138,6 +138,12 @@ inline void store_scale(const Scales& scales, int64_t idx, float value) {
         case kFloat32: static_cast<float*>(values)[idx] = value; break;
         case kCodes: static_cast<int8_t*>(values)[idx] = int8_t(value); break;
         case kExponents: static_cast<uint8_t*>(values)[idx] = uint8_t(value); break;
+        case kNibbles: {  // groups come in order, the even one of a pair first
+            const int64_t group = idx / kLanes, at = group / 2 * kLanes + idx % kLanes;
+            auto& pair = static_cast<uint8_t*>(values)[at];
+            pair = group % 2 ? pair | uint8_t(value) << 4 : uint8_t(value);
+            break;
+        }
     }
 }
 

@@ -30,6 +30,7 @@ enum ScaleKind : int32_t {
     kFloat32,
     kCodes,      // int8, to be multiplied by `outer`
     kExponents,  // uint8: 2^(value - 128)
+    kNibbles,    // as kCodes, but of four bits: [panel][group / 2][16], the even group's in the low ones
 };
 
 // Mirrors `_Scales` in ops/packed_linear/cpu.py.
@@ -162,13 +163,22 @@ INLINE void each_group(const Weight& w, const Scales& scales, int64_t panel, int
             for (int i = 0; i < count; ++i) put(_mm512_loadu_ps(floats + i * kLanes));
             return;
         }
-        case kCodes: {
+        case kCodes:
+        case kNibbles: {
+            const auto* pairs = static_cast<const uint8_t*>(scales.values) + panel * w.num_groups / 2 * kLanes;
+            const auto code = [&](int i) {
+                if (scales.kind == kCodes) return _mm512_cvtepi8_epi32(load16(i));
+                const int group = first + i;
+                const auto* pair = reinterpret_cast<const __m128i*>(pairs + group / 2 * kLanes);
+                const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(pair));
+                return group % 2 ? _mm512_srli_epi32(both, 4) : _mm512_and_si512(both, _mm512_set1_epi32(15));
+            };
             const int per_outer = w.num_groups / scales.num_outer;
             const uint16_t* outer = scales.outer + (panel * scales.num_outer + first / per_outer) * kLanes;
             for (int i = 0, left = per_outer - first % per_outer; i < count; left = per_outer, outer += kLanes) {
                 const __m512 factor = load_halves(outer);
                 for (; left > 0 && i < count; --left, ++i)
-                    put(_mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load16(i))), factor));
+                    put(_mm512_mul_ps(_mm512_cvtepi32_ps(code(i)), factor));
             }
             return;
         }
