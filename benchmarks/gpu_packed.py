@@ -20,7 +20,8 @@ from torch import Tensor
 from quire.ops.moe import triton as moe
 from quire.ops.packed_linear import many_rows, rows, tiles, words
 from quire.ops.packed_linear import triton as one_row
-from quire.ops.packed_linear.forms import FLOAT8, Affine, Float8, Form, Table4, TwoLevel
+from quire.ops.packed_linear.forms import Affine, Float8, Form, Table4, TwoLevel
+from quire.ops.rounding.reference import FLOAT8
 from quire.ops.routing.reference import Routing
 from quire.ops.routing.triton import route
 

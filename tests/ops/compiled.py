@@ -24,7 +24,8 @@ from quire.ops.moe import triton as moe
 from quire.ops.moe import triton_sort
 from quire.ops.packed_linear import many_rows, rows, tiles, words
 from quire.ops.packed_linear import triton as few
-from quire.ops.packed_linear.forms import FLOAT8, Affine, Float8, Table4
+from quire.ops.packed_linear.forms import Affine, Float8, Table4
+from quire.ops.rounding.reference import FLOAT8
 from quire.ops.routing import triton as routing
 from quire.ops.routing.reference import Routing
 

@@ -12,7 +12,8 @@ from quire.ops.moe import reference as experts_twin
 from quire.ops.moe import triton as moe
 from quire.ops.packed_linear import many_rows, rows, tiles, words
 from quire.ops.packed_linear import triton as ops
-from quire.ops.packed_linear.forms import FLOAT8, Affine, Float8, Form, Table4, TwoLevel
+from quire.ops.packed_linear.forms import Affine, Float8, Form, Table4, TwoLevel
+from quire.ops.rounding.reference import FLOAT8
 from quire.quant.kept.triton import Words
 
 HAS_GPU = torch.cuda.is_available()

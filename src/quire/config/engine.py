@@ -19,6 +19,12 @@ Quantization = Literal[
     "auto-round", "compressed-tensors", "compressed_tensors", "modelopt", "modelopt_fp4", "bitsandbytes",
 ]  # fmt: skip
 QUANTIZATION_ALIASES = {"gptq_marlin": "gptq", "awq_marlin": "awq", "modelopt_fp4": "modelopt"}
+# Number types of the KV cache, vLLM's names included.
+KVCacheDtype = Literal[
+    "auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_per_token_head", "int8", "int8_per_token_head",
+    "fp8_e5m2",
+]  # fmt: skip
+KV_CACHE_ALIASES = {"fp8_e4m3": "fp8", "fp8_per_token_head": "fp8", "int8_per_token_head": "int8"}
 ONLINE_QUANTIZATIONS = ("fp8", "int8", "int4", "mxfp4")
 
 
@@ -66,6 +72,12 @@ class CacheConfig:
     """The paged KV cache"""
 
     block_size: int = knob(16, "tokens per KV block", low=1, high=1024)
+    kv_cache_dtype: KVCacheDtype = knob(
+        "auto",
+        "number type of cached keys and values: fp8 (fp8_e4m3) and int8 have a scale per token and head; "
+        "auto: the model's dtype, or fp8 where the checkpoint was made for it",
+    )
+    calculate_kv_scales: bool = knob(False, "accepted: scales of an 8-bit cache that the checkpoint lacks always are")
     enable_prefix_caching: bool = knob(True, "reuse the KV blocks of prompts that begin alike")
     gpu_memory_utilization: float = knob(
         0.9,

@@ -7,7 +7,14 @@ the result. Pure: the same inputs give the same config.
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from quire.config.engine import ONLINE_QUANTIZATIONS, EngineConfig, ModelConfig, Quantization, quantization_file
+from quire.config.engine import (
+    KV_CACHE_ALIASES,
+    ONLINE_QUANTIZATIONS,
+    EngineConfig,
+    ModelConfig,
+    Quantization,
+    quantization_file,
+)
 from quire.errors import ConfigError
 
 DEFAULT_CONTEXT_TOKENS = 2048  # for configs that do not say
@@ -31,11 +38,13 @@ def resolve(
     """`path` and `kind` ("gguf" or "hf") of the model's files, its config in Hugging Face's words."""
     model, scheduler = config.model, config.scheduler
     device = choose_device(config.device.device, machine)
+    dtype = "bfloat16" if model.dtype == "auto" else model.dtype
     step_tokens = (SERVING_STEP_TOKENS if serving else STEP_TOKENS)[device]
     return config.replace(
         model=path,
-        dtype="bfloat16" if model.dtype == "auto" else model.dtype,
+        dtype=dtype,
         quantization=_quantization(model, kind, device, hf_config),
+        kv_cache_dtype=_kv_cache_dtype(config.cache.kv_cache_dtype, dtype, hf_config),
         max_model_len=_max_model_len(model.max_model_len, hf_config),
         device=device,
         # The process that serves HTTP needs a core of its own.
@@ -89,6 +98,27 @@ def _own_quantization(asked: str, own: str) -> str:
         raise ConfigError(f"the checkpoint is quantized with {own:.40}: leave out --quantization {asked}")
     known = get_args(Quantization)
     return quantization_file(own) if quantization_file(own) in known else "none"  # the builder refuses others
+
+
+def _kv_cache_dtype(asked: str, dtype: str, hf_config: dict[str, Any]) -> str:
+    """The model's dtype, or "fp8" or "int8"."""
+    asked = KV_CACHE_ALIASES.get(asked, asked)
+    if asked == "auto":
+        return "fp8" if _has_fp8_cache(hf_config.get("quantization_config") or {}) else dtype
+    if asked == "fp8_e5m2":
+        raise ConfigError(
+            "--kv-cache-dtype fp8_e5m2 would keep two bits of each number, and scales make its range useless: use fp8"
+        )
+    if asked not in (dtype, "fp8", "int8"):
+        raise ConfigError(f"the model computes in {dtype}: --kv-cache-dtype is auto, {dtype}, fp8 or int8, not {asked}")
+    return asked
+
+
+def _has_fp8_cache(settings: dict[str, Any]) -> bool:
+    """Whether a checkpoint's `quantization_config` says that it was made for a cache in fp8."""
+    scheme = settings.get("kv_cache_scheme")
+    is_scheme = isinstance(scheme, dict) and scheme.get("type") == "float" and scheme.get("num_bits") == 8
+    return is_scheme or settings.get("kv_cache_quant_algo") == "FP8"
 
 
 def _max_model_len(asked: int | None, hf_config: dict[str, Any]) -> int:

@@ -19,6 +19,7 @@ DTYPE_BYTES = {
     "int8": 1,
     "uint8": 1,
 }
+ROUNDED = ("float8_e4m3fn", "int8")  # values of these types are codes, of which each vector has a scale
 
 
 class EntryPart(msgspec.Struct, frozen=True):
@@ -102,9 +103,9 @@ def Sliding(num_kv_heads: int, head_size: int, dtype: str, window: int) -> Cache
     return CacheSpec("sliding", _keys_and_values(num_kv_heads, head_size, dtype), window=window)
 
 
-def Latent(latent_size: int, dtype: str) -> CacheSpec:
-    """One vector of every token, from which keys and values of all heads are computed."""
-    return CacheSpec("latent", (EntryPart("latent", dtype, (latent_size,)),))
+def Latent(latent_size: int, rope_size: int, dtype: str) -> CacheSpec:
+    """One vector of every token, from which keys and values of all heads are computed, and a rotated part of keys."""
+    return CacheSpec("latent", (EntryPart("latent", dtype, (latent_size + rope_size,)), *_scales(dtype, 2)))
 
 
 def State(parts: tuple[EntryPart, ...], every: int) -> CacheSpec:
@@ -114,7 +115,12 @@ def State(parts: tuple[EntryPart, ...], every: int) -> CacheSpec:
 
 def _keys_and_values(num_kv_heads: int, head_size: int, dtype: str) -> tuple[EntryPart, ...]:
     shape = num_kv_heads, head_size
-    return EntryPart("keys", dtype, shape), EntryPart("values", dtype, shape)
+    return EntryPart("keys", dtype, shape), EntryPart("values", dtype, shape), *_scales(dtype, 2, num_kv_heads)
+
+
+def _scales(dtype: str, *shape: int) -> tuple[EntryPart, ...]:
+    """Of keys and of values, or of the latent and of its rotated part."""
+    return (EntryPart("scales", "float32", shape),) if dtype in ROUNDED else ()
 
 
 class Group(msgspec.Struct, frozen=True):

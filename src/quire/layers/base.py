@@ -38,6 +38,7 @@ class Runtime:
     dtype: torch.dtype
     max_len: int  # tokens of the longest context
     block_size: int  # tokens of a KV block
+    cache_dtype: torch.dtype  # of what is cached
     kernels: ModuleType  # norms, gated activations and lookups, as in ops/elementwise/reference.py
     logits_dtype: torch.dtype | None  # None: the model's own
     choose: Callable[..., ModuleType]  # (what, **needs): which implementation to use; see worker/choose.py

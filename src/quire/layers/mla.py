@@ -101,15 +101,16 @@ class MLA(CacheLayer):
         self.o_proj = Linear(self.num_heads * self.value_size, hidden_size, bias=bias, split="inputs", units=(by_head,))
 
     def cache_specs(self, dtype: str) -> dict[str, CacheSpec]:
-        return {"latent": Latent(self.latent_size + self.rope_size, dtype)}
+        return {"latent": Latent(self.latent_size, self.rope_size, dtype)}
 
     def attach_cache(self, name: str, group_idx: int, parts: dict[str, Tensor]) -> None:
-        self.group_idx, self.cache = group_idx, parts["latent"]
+        self.group_idx, self.cache, self.scales = group_idx, parts["latent"], parts.get("scales")
 
     def attach(self, runtime: Runtime, path: str) -> None:
         super().attach(runtime, path)
         sizes = {"latent_size": self.latent_size, "rope_size": self.rope_size, "block_size": runtime.block_size}
-        self.backend_class = runtime.choose("latent attention", **sizes).BACKEND
+        backend = runtime.choose("latent attention", **sizes, cache_dtype=runtime.cache_dtype)
+        self.backend_class = backend.BACKEND
 
     def forward(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
         num_tokens = x_TD.shape[0]
@@ -130,6 +131,7 @@ class MLA(CacheLayer):
             self.cache,
             slots_T,
             self.rope.interleaved,
+            scales=self.scales,
         )
         out_THV = q_THD.new_empty(num_tokens, self.num_heads, self.value_size)
         if tables.work != ():  # else all rows are uncached prefills
@@ -146,7 +148,7 @@ class MLA(CacheLayer):
         q_THP, q_THR = q_THD.split((self.nope_size, self.rope_size), 2)
         q_THL = self.backend.head_linear(q_THP, k_up_HPL)
         tables = self.context.tables[self.group_idx]
-        o_THL = self.backend.latent_attention(q_THL, q_THR, self.cache, tables, scale=self.scale)
+        o_THL = self.backend.latent_attention(q_THL, q_THR, self.cache, tables, scale=self.scale, scales=self.scales)
         self.backend.head_linear(o_THL, v_up_HVL.mT, out_THV)
 
     def _expanded(self, q_THD: Tensor, kv_TX: Tensor, out_THV: Tensor) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadModelFileError
-from quire.ops.packed_linear.forms import FLOAT8, MAX_FLOAT8, Float8, Form, float_scales
+from quire.ops.packed_linear.forms import Float8, Form, float_scales
+from quire.ops.rounding.reference import FLOAT8, MAX_FLOAT8
 from quire.quant._dummy import FLOAT8_SCALE, INPUT_SCALE
 from quire.quant._select import Modules, PlainReader, choice, while_loading
 from quire.quant.base import Choice, MethodMaker, Part, Reader, Stored, Use

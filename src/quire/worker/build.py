@@ -106,6 +106,7 @@ def make_runtime(
         dtype=choose.dtype,
         max_len=resolved(config.model.max_model_len),
         block_size=config.cache.block_size,
+        cache_dtype=choose.cache_dtype,
         kernels=choose("elementwise"),
         logits_dtype=None if is_gpu else torch.float32,  # samplers of GPUs convert as they read
         choose=choose,

@@ -18,6 +18,7 @@ from quire.errors import ConfigError, UnsupportedModelError
 log = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+CACHE_DTYPES = DTYPES | {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 # What is computed -> its modules for CPUs and for GPUs, the best first.
 CANDIDATES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -63,6 +64,7 @@ class Chooser:
         self.kind = "gpu" if runs_on_triton(config) else "cpu"
         self.device = torch.device(config.device.device)
         self.dtype = DTYPES[config.model.dtype]
+        self.cache_dtype = CACHE_DTYPES[config.cache.kv_cache_dtype]
         self.asked = config.device.attention_backend
         self.taken: dict[str, str] = {}  # what -> name of the module
         self.passed_over: dict[str, str] = {}  # "what: name" -> why

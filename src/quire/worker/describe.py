@@ -43,7 +43,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
     hf_config = read_config(files)
     choose = Chooser(config)
     model = build(config, hf_config, choose)
-    specs = kv_specs(model, DTYPES[config.model.dtype])
+    specs = kv_specs(model, choose.cache_dtype)
     layout = form_layout(specs, config.cache.block_size)
     weights = _weights(files, config, hf_config, model)
     weight_bytes = sum(row["bytes"] for row in weights)

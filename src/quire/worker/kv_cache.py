@@ -21,12 +21,12 @@ def cache_layers(model: nn.Module) -> dict[str, CacheLayer]:
     return {path: module for path, module in model.named_modules() if isinstance(module, CacheLayer)}
 
 
-def kv_specs(model: nn.Module, dtype: torch.dtype) -> dict[str, CacheSpec]:
+def kv_specs(model: nn.Module, cache_dtype: torch.dtype) -> dict[str, CacheSpec]:
     """The specs of all caches, by "path of the layer:name of the cache"."""
     specs: dict[str, CacheSpec] = {}
     for path, layer in cache_layers(model).items():
         if layer.shares is None:
-            named = layer.cache_specs(str(dtype).removeprefix("torch."))
+            named = layer.cache_specs(str(cache_dtype).removeprefix("torch."))
             specs |= {f"{path}:{name}": spec for name, spec in named.items()}
     return specs
 
@@ -52,7 +52,7 @@ class KVMemory:
             if layer.shares is not None:
                 owner = layers[layer.shares]
                 layer.group_idx = owner.group_idx
-                layer.cache = owner.cache
+                layer.cache, layer.scales = owner.cache, owner.scales
 
     def move(self, moves: Sequence[Move]) -> None:
         """Copies blocks to places outside of the device and back, in order, without waiting."""

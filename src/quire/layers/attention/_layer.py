@@ -26,6 +26,7 @@ class CacheLayer(Layer, ABC):
     # Set by the worker: which group's tables to read, where the cache is, the group's backend.
     group_idx: int
     cache: Tensor
+    scales: Tensor | None = None  # of a cache that holds codes
     backend: AttentionBackend
     # Backends are chosen, and divide their work, by these.
     num_heads: int
@@ -87,7 +88,9 @@ class Attention(CacheLayer):
 
     def attach(self, runtime: Runtime, path: str) -> None:
         super().attach(runtime, path)
-        backend = runtime.choose("attention", head_size=self.head_size, block_size=runtime.block_size)
+        backend = runtime.choose(
+            "attention", head_size=self.head_size, block_size=runtime.block_size, cache_dtype=runtime.cache_dtype
+        )
         self.backend_class = backend.BACKEND
         if self.window >= runtime.max_len:
             self.window = 0  # no context is longer than the window
@@ -99,9 +102,13 @@ class Attention(CacheLayer):
 
     def attach_cache(self, name: str, group_idx: int, parts: dict[str, Tensor]) -> None:
         self.group_idx = group_idx
-        keys = parts["keys"]  # in each block, values follow keys
-        shape = keys.shape[0], 2, *keys.shape[1:]
+        keys = parts["keys"]  # in each block, values follow keys, and their scales follow in the same order
+        num_blocks, size, num_heads, _ = keys.shape
+        shape = num_blocks, 2, *keys.shape[1:]
         self.cache = keys.as_strided(shape, (keys.stride(0), keys[0].numel(), *keys.stride()[1:]))
+        if (scales := parts.get("scales")) is not None:
+            strides = scales.stride(0), size * num_heads, num_heads, 1
+            self.scales = scales.as_strided((num_blocks, 2, size, num_heads), strides)
 
     def forward(
         self, qkv_TX: Tensor, positions_T: Tensor, q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None
@@ -109,10 +116,8 @@ class Attention(CacheLayer):
         """`qkv_TX`: q, k and v of each token side by side; returns [T, H * D]. Norms are over each head: of q and of k
         (if the layer has k), or of neither."""
         heads = qkv_TX.view(qkv_TX.shape[0], -1, self.head_size)
-        if self.shares is None:
-            num_written, written = self.num_kv_heads, self.cache
-        else:  # it reads another layer's cache: k and v have no heads, so queries are rotated and nothing is written
-            num_written, written = 0, self.cache[..., :0, :]
+        # A layer that reads another's cache has no k and v: queries are rotated, and nothing is written.
+        num_written = self.num_kv_heads if self.shares is None else 0
         q_THD, k_TKD, v_TKD = heads.split((self.num_heads, num_written, num_written), 1)
         norms: dict[str, Tensor | float | None] = {}
         if q_norm is not None:
@@ -121,10 +126,26 @@ class Attention(CacheLayer):
         slots_T = self.context.slots_T[self.group_idx]
         tables = self.context.tables[self.group_idx]
         self.backend.rope_and_write(
-            q_THD, k_TKD, v_TKD, self.rope.cos_sin, positions_T, written, slots_T, self.rope.interleaved, **norms
+            q_THD,
+            k_TKD,
+            v_TKD,
+            self.rope.cos_sin,
+            positions_T,
+            self.cache,
+            slots_T,
+            self.rope.interleaved,
+            scales=self.scales,
+            **norms,
         )
         out = self.backend.paged_attention(
-            q_THD, self.cache, tables, scale=self.scale, window=self.window, sinks_H=self.sinks, softcap=self.softcap
+            q_THD,
+            self.cache,
+            tables,
+            scale=self.scale,
+            window=self.window,
+            sinks_H=self.sinks,
+            softcap=self.softcap,
+            scales=self.scales,
         )
         if tables.uncached_prefills:
             cudnn.uncached_prefill_attention(q_THD, k_TKD, v_TKD, tables.uncached_prefills, out, scale=self.scale)

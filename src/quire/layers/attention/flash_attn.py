@@ -32,10 +32,14 @@ def _library() -> tuple[int, ModuleType]:
     )
 
 
-def why_not(device: torch.device, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
+def why_not(
+    device: torch.device, dtype: torch.dtype, head_size: int, block_size: int, cache_dtype: torch.dtype
+) -> str | None:
     version, _ = _library()
     if dtype not in (torch.float16, torch.bfloat16):
         return "it computes in 16-bit floats"
+    if cache_dtype != dtype:
+        return "it reads no 8-bit cache with a scale per token and head: leave out --kv-cache-dtype"
     if head_size % 8 or head_size > 256:
         return f"it has no kernel for head size {head_size}"
     if version == 2 and block_size % 256:
@@ -52,6 +56,7 @@ def paged_attention(
     window: int = 0,
     sinks_H: Tensor | None = None,
     softcap: float = 0.0,
+    scales: None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """As the reference, without sinks; the output of padding is undefined."""

@@ -81,10 +81,14 @@ class Planned:
         self.num_tokens = int(query_starts[-1])
 
 
-def why_not(device: torch.device, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
+def why_not(
+    device: torch.device, dtype: torch.dtype, head_size: int, block_size: int, cache_dtype: torch.dtype
+) -> str | None:
     _library()
     if dtype not in (torch.float16, torch.bfloat16):
         return "it computes in 16-bit floats"
+    if cache_dtype != dtype:
+        return "it reads no 8-bit cache with a scale per token and head: leave out --kv-cache-dtype"
     return None if head_size in (64, 128, 256) else f"it has no kernel for head size {head_size}"
 
 
@@ -110,6 +114,7 @@ class FlashInfer(AttentionBackend):
         window: int = 0,
         sinks_H: Tensor | None = None,
         softcap: float = 0.0,
+        scales: None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """As the reference, without sinks; `out` is contiguous. `tables` that are the same object are planned once."""

@@ -12,7 +12,9 @@ class Native(CpuBackend):
     paged_attention = staticmethod(paged_attention)
 
 
-def why_not(device: torch.device, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
+def why_not(
+    device: torch.device, dtype: torch.dtype, head_size: int, block_size: int, cache_dtype: torch.dtype
+) -> str | None:
     if supported(dtype, head_size, block_size):
         return None
     return f"no kernel is compiled for {dtype}, head size {head_size} and blocks of {block_size}"

@@ -12,7 +12,9 @@ class Reference(CpuBackend):
     paged_attention = staticmethod(paged_attention)
 
 
-def why_not(device: torch.device, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
+def why_not(
+    device: torch.device, dtype: torch.dtype, head_size: int, block_size: int, cache_dtype: torch.dtype
+) -> str | None:
     return None
 
 

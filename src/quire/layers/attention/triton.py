@@ -18,7 +18,9 @@ class Triton(WorkListBackend):
         return work_shape(dtype, layer.num_heads, layer.num_kv_heads, layer.head_size, decode=decode)
 
 
-def why_not(device: torch.device, dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
+def why_not(
+    device: torch.device, dtype: torch.dtype, head_size: int, block_size: int, cache_dtype: torch.dtype
+) -> str | None:
     if supports(dtype, head_size, block_size):
         return None
     return f"it has no kernel for {dtype}, head size {head_size} and blocks of {block_size}"

@@ -12,7 +12,14 @@ class LatentReference(CpuBackend):
     latent_attention = staticmethod(mla.latent_attention)
 
 
-def why_not(device: torch.device, dtype: torch.dtype, latent_size: int, rope_size: int, block_size: int) -> str | None:
+def why_not(
+    device: torch.device,
+    dtype: torch.dtype,
+    latent_size: int,
+    rope_size: int,
+    block_size: int,
+    cache_dtype: torch.dtype,
+) -> str | None:
     return None
 
 

@@ -18,7 +18,14 @@ class LatentTriton(WorkListBackend):
         return mla.work_shape(dtype, layer.num_heads, layer.latent_size, decode=decode)
 
 
-def why_not(device: torch.device, dtype: torch.dtype, latent_size: int, rope_size: int, block_size: int) -> str | None:
+def why_not(
+    device: torch.device,
+    dtype: torch.dtype,
+    latent_size: int,
+    rope_size: int,
+    block_size: int,
+    cache_dtype: torch.dtype,
+) -> str | None:
     if mla.supports(dtype, latent_size, rope_size, block_size):
         return None
     return f"it has no kernel for {dtype}, latents of {latent_size} + {rope_size} values and blocks of {block_size}"

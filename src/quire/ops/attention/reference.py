@@ -7,12 +7,14 @@ in a batch of tiles: B tiles, Q queries per tile, N keys per tile.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from quire.ops.rounding.reference import round_vectors
 
 # A tile is at most this many consecutive queries of one row. It limits how many scores are computed in vain, for keys
 # that come after the query.
@@ -50,15 +52,28 @@ class _Tile(NamedTuple):
         return self.first_pos + self.num_queries - self.first_key
 
 
-def write_kv(cache: Tensor, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
-    """Store keys and values at `slots_T` (block id * block size + offset); a negative slot is padding."""
-    block_size = cache.shape[2]
-    if bool((slots_T < 0).any()):
-        keep = slots_T >= 0
-        k_TKD, v_TKD, slots_T = k_TKD[keep], v_TKD[keep], slots_T[keep]
-    blocks, offsets = slots_T // block_size, slots_T % block_size
-    cache[blocks, 0, offsets] = k_TKD.to(cache.dtype)
-    cache[blocks, 1, offsets] = v_TKD.to(cache.dtype)
+def write_kv(
+    cache: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    slots_T: Tensor,
+    scales: Tensor | None = None,
+    fixed_scales: tuple[float, float] | None = None,
+) -> None:
+    """Store keys and values at `slots_T` (block id * block size + offset); a negative slot is padding.
+
+    With `scales` [blocks, 2, block_size, K] the cache holds codes: k and v are rounded, here in place, too. Of
+    `fixed_scales`, the first is for all keys and the second for all values.
+    """
+    keep = slots_T >= 0
+    blocks, offsets = slots_T[keep] // cache.shape[2], slots_T[keep] % cache.shape[2]
+    for half, x_TKD in enumerate((k_TKD, v_TKD)):
+        codes = x_TKD
+        if scales is not None:
+            codes, scales_TK = round_vectors(x_TKD, cache.dtype, fixed_scales and fixed_scales[half])
+            x_TKD.copy_(codes.float() * scales_TK[..., None])
+            scales[blocks, half, offsets] = scales_TK[keep]
+        cache[blocks, half, offsets] = codes[keep].to(cache.dtype)
 
 
 def paged_attention(
@@ -70,14 +85,34 @@ def paged_attention(
     window: int = 0,
     sinks_H: Tensor | None = None,
     softcap: float = 0.0,
+    scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each query over its row's cached tokens; `cache` is [blocks, 2, block_size, K, D].
 
-    `window` > 0 limits a query at position p to p-window+1 .. p. `sinks_H` is one learned logit per head that
-    takes part in the softmax and has no value. Query tokens past `query_starts[R]` are padding: their output is
-    not written.
+    With `scales` [blocks, 2, block_size, K] it holds codes. `window` > 0 limits a query at position p to p-window+1 ..
+    p. `sinks_H` is one learned logit per head that takes part in the softmax and has no value. Query tokens past
+    `query_starts[R]` are padding: their output is not written.
     """
+
+    def read(block_BN: Tensor, offset_BN: Tensor) -> Tensor:
+        kv = cache[block_BN, :, offset_BN]
+        return kv if scales is None else kv.float() * scales[block_BN, :, offset_BN].unsqueeze(-1)
+
+    return attend_to(read, q_THD, tables, scale, window, sinks_H, softcap, out)
+
+
+def attend_to(
+    read: Callable[[Tensor, Tensor], Tensor],
+    q_THD: Tensor,
+    tables: AttentionTables,
+    scale: float,
+    window: int = 0,
+    sinks_H: Tensor | None = None,
+    softcap: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`paged_attention` to the keys and values that `read` gives, [B, N, 2, K, D], of blocks and offsets [B, N]."""
     out = torch.empty_like(q_THD) if out is None else out
     for batch, num_queries, num_keys in _batches(_tiles(tables, window), q_THD.shape[1]):
         fields = torch.tensor(batch, dtype=torch.int64, device=q_THD.device)
@@ -95,7 +130,7 @@ def paged_attention(
         if window:
             visible_BQN &= k_pos > q_pos - window
         block_BN = tables.block_table[row, key_pos_BN // tables.block_size].long()
-        kv = cache[block_BN, :, key_pos_BN % tables.block_size]
+        kv = read(block_BN, key_pos_BN % tables.block_size)
         out_BQHD = _attend(q_THD[token_BQ], kv, visible_BQN, scale, softcap, sinks_H)
         out[token_BQ[real_BQ]] = out_BQHD[real_BQ].to(out.dtype)
     return out

@@ -4,7 +4,8 @@ Called by `layers/attention`; the runner plans and uploads the list (`work.py`) 
 and block tables; nothing of requests, schedulers or models.
 
 A cache is passed as [blocks, 2, block_size, K, D], but the bytes inside a block are in this backend's own order, head
-by head: [2, K, block_size, D] (`cache_view`), so that a head's keys of one block are one contiguous piece.
+by head: [2, K, block_size, D] (`cache_view`), so that a head's keys of one block are one contiguous piece. Of a cache
+with 8-bit codes, scales lie [2, K, block_size] in a block; they multiply scores and probabilities, not elements.
 
 Shape letters: T query tokens of the step, R rows, H query heads, K key/value heads, G = H/K, D head size (in the kernel
 padded to a power of two), U units; in a unit: M tile rows (row m is head m % G of its query token m // G), N keys at a
@@ -67,6 +68,7 @@ def paged_attention(
     window: int = 0,
     sinks_H: Tensor | None = None,
     softcap: float = 0.0,
+    scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """As the twin; `scale` is positive. q and out may be strided along T and H.
@@ -84,7 +86,8 @@ def paged_attention(
     for work in works:
         _attention[K, work.units.shape[0]](
             q_THD,
-            cache,
+            as_bytes(cache),
+            scales,
             tables.block_table,
             work.units,
             tables.shifts,
@@ -99,11 +102,13 @@ def paged_attention(
             out.stride(0),
             out.stride(1),
             cache.stride(0),
+            0 if scales is None else scales.stride(0),
             tables.block_table.stride(0),
             G=H // K,
             D=D,
             BLOCK_D=max(16, triton.next_power_of_2(D)),
             BLOCK_SIZE=block_size,
+            CODES=code_kind(cache),
             WINDOW=window,
             SOFTCAP=softcap,
             TILE_M=work.tile.tile_m,
@@ -129,6 +134,7 @@ def load_unit(units, unit):
 def _attention(
     q,
     cache,
+    scales,
     block_table,
     units,
     shifts,
@@ -143,11 +149,13 @@ def _attention(
     out_token_stride,
     out_head_stride,
     block_stride,
+    scales_stride,
     table_stride,
     G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    CODES: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -180,6 +188,8 @@ def _attention(
     q_MD = tl.load(q + q_M[:, None] + d_D[None, :], mask=is_real_MD, other=0.0)
     keys = cache + kv_head * (BLOCK_SIZE * D) + d_D[None, :]
     values = keys + tl.num_programs(0) * (BLOCK_SIZE * D)
+    key_scales = None if CODES is None else scales + kv_head * BLOCK_SIZE
+    value_scales = None if CODES is None else key_scales + tl.num_programs(0) * BLOCK_SIZE
     max_M = tl.full((TILE_M,), LOWEST, tl.float32)
     sum_M = tl.zeros((TILE_M,), tl.float32)
     acc_MD = tl.zeros((TILE_M, BLOCK_D), tl.float32)
@@ -187,10 +197,11 @@ def _attention(
         key_N = start + n_N
         in_range_ND = (key_N < end)[:, None] & (d_D < D)[None, :]
         offset_N = block_N.to(tl.int64) * block_stride + key_N % BLOCK_SIZE * D
+        scale_N = block_N.to(tl.int64) * scales_stride + key_N % BLOCK_SIZE
         next_key_N = key_N + TILE_N
         block_N = tl.load(table + next_key_N // BLOCK_SIZE, mask=next_key_N < end, other=0)
-        k_ND = tl.load(keys + offset_N[:, None], mask=in_range_ND, other=0.0)
-        s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
+        k_ND = tl.load(keys + offset_N[:, None], mask=in_range_ND, other=0)
+        s_MN = scores(q_MD, k_ND, key_scales, scale_N, key_N < end, CODES)
         if SOFTCAP > 0:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
             s_MN = SOFTCAP * LOG2_E * (1 - 2 / (tl.exp2(s_MN * (factor * 2 / SOFTCAP)) + 1))
         # Whether some query must not see some of these keys.
@@ -208,8 +219,9 @@ def _attention(
         alpha_M = tl.exp2(max_M - new_max_M)
         max_M = new_max_M
         sum_M = sum_M * alpha_M + tl.sum(p_MN, 1)
-        v_ND = tl.load(values + offset_N[:, None], mask=in_range_ND, other=0.0)
-        acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD * alpha_M[:, None], input_precision="ieee")
+        v_ND = tl.load(values + offset_N[:, None], mask=in_range_ND, other=0)
+        acc_MD *= alpha_M[:, None]
+        acc_MD = add_values(acc_MD, p_MN, v_ND, value_scales, scale_N, key_N < end, CODES, q_MD.dtype)
 
     if num_splits == 1:
         if sinks is not None:
@@ -249,6 +261,47 @@ def _attention(
         BLOCK_D,
         TILE_M,
     )
+
+
+def code_kind(cache: Tensor) -> str | None:
+    """How `code_values` reads a cache's bytes; None: they are no codes."""
+    return {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}.get(cache.dtype)
+
+
+def as_bytes(cache: Tensor) -> Tensor:
+    """Kernels read and write float8 codes as bytes."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+
+
+@triton.jit
+def scores(q_MD, k_ND, scales, scale_N, inside_N, CODES: tl.constexpr):
+    """q k^T; if keys are codes, times their scales, at `scale_N` behind `scales`."""
+    if CODES is None:
+        return tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
+    else:
+        s_MN = tl.dot(q_MD, tl.trans(code_values(k_ND, CODES, q_MD.dtype)), input_precision="ieee")
+        return s_MN * tl.load(scales + scale_N, mask=inside_N, other=0.0)[None, :]
+
+
+@triton.jit
+def add_values(acc_MD, p_MN, v_ND, scales, scale_N, inside_N, CODES: tl.constexpr, DTYPE: tl.constexpr):
+    """acc + p v; values that are codes have scales, as in `scores`, and are multiplied as DTYPE."""
+    if CODES is not None:
+        scale_N = tl.load(scales + scale_N, mask=inside_N, other=0.0)
+        if DTYPE == tl.float16:  # for which scaled probabilities may be too small; scaled values are not
+            v_ND = (code_values(v_ND, CODES, tl.float32) * scale_N[:, None]).to(tl.float16)
+        else:
+            v_ND = code_values(v_ND, CODES, DTYPE)
+            p_MN *= scale_N[None, :]
+    return tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD, input_precision="ieee")
+
+
+@triton.jit
+def code_values(codes, CODES: tl.constexpr, DTYPE: tl.constexpr):
+    """What codes stand for, before they are scaled; exact in 16-bit floats."""
+    if CODES == "e4m3":
+        codes = codes.to(tl.float8e4nv, bitcast=True)
+    return codes.to(DTYPE)
 
 
 @triton.jit

@@ -73,10 +73,16 @@ def rope_and_write(
     q_norm_D: Tensor | None = None,
     k_norm_D: Tensor | None = None,
     eps: float = 0.0,
+    scales: Tensor | None = None,
+    fixed_scales: tuple[float, float] | None = None,
 ) -> None:
-    """Each head of q and k normed if weights are given, then `rope`, in place; then k and v into the cache."""
+    """Each head of q and k normed if weights are given, then `rope`, in place; then k and v into the cache.
+
+    k and v may have no heads: then nothing is written.
+    """
     for x, weight_D in ((q_THD, q_norm_D), (k_TKD, k_norm_D)):
         if weight_D is not None:
             x.copy_(rms_norm(x, weight_D, eps)[0])
     rope(q_THD, k_TKD, cos_sin, positions_T, interleaved)
-    write_kv(cache, k_TKD, v_TKD, slots_T)
+    if k_TKD.shape[1]:
+        write_kv(cache, k_TKD, v_TKD, slots_T, scales, fixed_scales)

@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.launch import INTERPRETED, options, pdl
-from quire.ops.packed_linear.rounding import empty_codes, round_groups
 from quire.ops.packed_linear.words import as_bytes
+from quire.ops.rounding.triton import empty_codes, round_groups
 
 # The widest row that is held in registers; wider rows are read twice, in tiles of this size.
 MAX_ROW = 8192

@@ -4,8 +4,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.attention.triton import as_bytes, code_kind
 from quire.ops.elementwise.triton import PER_THREAD, scaled
-from quire.ops.launch import options, pdl
+from quire.ops.launch import INTERPRETED, options, pdl
+from quire.ops.rounding.triton import round_parts
 
 
 def rope_config(num_tokens: int, num_pairs: int) -> tuple[int, int]:
@@ -29,6 +31,8 @@ def rope_and_write(
     q_norm_D: Tensor | None = None,
     k_norm_D: Tensor | None = None,
     eps: float = 0.0,
+    scales: Tensor | None = None,
+    fixed_scales: tuple[float, float] | None = None,
 ) -> None:
     """As the twin, in one launch; norm weights are given for both q and k or for neither.
 
@@ -47,21 +51,26 @@ def rope_and_write(
             v_TKD,
             cos_sin,
             positions_T,
-            cache,
+            as_bytes(cache),
             slots_T,
+            scales,
             q_norm_D,
             k_norm_D,
             eps,
+            *(fixed_scales or (None, None)),
             q_THD.stride(0),
             k_TKD.stride(0),
             v_TKD.stride(0),
             cache.stride(0),
+            0 if scales is None else scales.stride(0),
             H=num_heads,
             K=num_kv_heads,
             D=head_size,
             ROTARY=rotary_dim,
             BLOCK_SIZE=cache.shape[2],
             INTERLEAVED=interleaved,
+            CODES=code_kind(cache),
+            ON_CARD=not INTERPRETED,
             C=heads,
             P=num_pairs,
             PDL=pdl(q_THD),
@@ -79,19 +88,25 @@ def _rope_and_write_kernel(
     positions_ptr,
     cache_ptr,
     slots_ptr,
+    scales_ptr,
     q_norm_ptr,
     k_norm_ptr,
     eps,
+    fixed_k_scale,
+    fixed_v_scale,
     q_stride,
     k_stride,
     v_stride,
     cache_stride,
+    scales_stride,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
     ROTARY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    CODES: tl.constexpr,
+    ON_CARD: tl.constexpr,
     C: tl.constexpr,
     P: tl.constexpr,
     PDL: tl.constexpr,
@@ -114,11 +129,16 @@ def _rope_and_write_kernel(
             positions_ptr + token,
             None,
             None,
+            None,
+            None,
             cache_stride,
+            scales_stride,
             D,
             ROTARY,
             BLOCK_SIZE,
             INTERLEAVED,
+            None,
+            ON_CARD,
             P,
             PDL,
         )
@@ -133,11 +153,16 @@ def _rope_and_write_kernel(
             positions_ptr + token,
             cache_ptr + head_C1 * (BLOCK_SIZE * D),
             slots_ptr + token,
+            None if CODES is None else scales_ptr + head_C1 * BLOCK_SIZE,
+            fixed_k_scale,
             cache_stride,
+            scales_stride,
             D,
             ROTARY,
             BLOCK_SIZE,
             INTERLEAVED,
+            CODES,
+            ON_CARD,
             P,
             PDL,
         )
@@ -147,8 +172,15 @@ def _rope_and_write_kernel(
         inside = (head_C1 < K) & (i_1D < D)
         if PDL:
             tl.extra.cuda.gdc_wait()
-        v_CD = tl.load(v_ptr + token * v_stride + head_C1 * D + i_1D, inside)
+        v_at = v_ptr + token * v_stride + head_C1 * D + i_1D
+        v_CD = tl.load(v_at, inside, 0.0)
         slot = tl.load(slots_ptr + token).to(tl.int64)
+        if CODES is not None:
+            codes, numbers, scale_C1 = round_parts((v_CD,), fixed_v_scale, v_CD.dtype, CODES, ON_CARD)
+            tl.store(v_at, numbers[0], inside)
+            v_CD = codes[0]
+            scale_at = scales_ptr + (K + head_C1) * BLOCK_SIZE + place_in_cache(slot, scales_stride, BLOCK_SIZE, 1)
+            tl.store(scale_at, scale_C1, (head_C1 < K) & (slot >= 0))
         to_C1 = cache_ptr + (K + head_C1) * (BLOCK_SIZE * D) + place_in_cache(slot, cache_stride, BLOCK_SIZE, D)
         tl.store(to_C1 + i_1D, v_CD, inside & (slot >= 0))
 
@@ -169,15 +201,22 @@ def _turn(
     position_ptr,
     cache_C1,
     slot_ptr,
+    scales_C1,
+    fixed_scale,
     cache_stride,
+    scales_stride,
     D: tl.constexpr,
     ROTARY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    CODES: tl.constexpr,
+    ON_CARD: tl.constexpr,
     P: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Norms and rotates the heads at the pointers `x_C1`, in place, and writes them to the cache, where there is one.
+
+    With CODES they are rounded, in place too.
 
     A head is three tiles: the first numbers of all pairs, the second ones, and the part that is not rotated.
     """
@@ -219,13 +258,14 @@ def _turn(
             x3 = scaled(wide3, inverse, tl.load(norm_ptr + i3_1R, i3_1R < D, 0.0), x3.dtype)
     wide1, wide2 = x1.to(tl.float32), x2.to(tl.float32)
     x1, x2 = wide1 * cos - wide2 * sin, wide2 * cos + wide1 * sin
-
-    tl.store(x_C1 + i1_CP, x1, inside_CP)
-    tl.store(x_C1 + i2_CP, x2, inside_CP)
-    if REST > 0:
-        tl.store(x_C1 + i3_1R, x3, inside_CR)
-    if cache_C1 is not None:
-        tl.store(to_C1 + i1_CP, x1, inside_CP & (slot >= 0))
-        tl.store(to_C1 + i2_CP, x2, inside_CP & (slot >= 0))
-        if REST > 0:
-            tl.store(to_C1 + i3_1R, x3, inside_CR & (slot >= 0))
+    parts = (x1, x2, x3) if REST > 0 else (x1, x2)
+    places = (i1_CP, i2_CP, i3_1R) if REST > 0 else (i1_CP, i2_CP)
+    insides = (inside_CP, inside_CP, inside_CR) if REST > 0 else (inside_CP, inside_CP)
+    cached = parts
+    if CODES is not None:
+        cached, parts, scale_C1 = round_parts(parts, fixed_scale, x_C1.dtype.element_ty, CODES, ON_CARD)
+        tl.store(scales_C1 + place_in_cache(slot, scales_stride, BLOCK_SIZE, 1), scale_C1, inside_C1 & (slot >= 0))
+    for i in tl.static_range(len(parts)):
+        tl.store(x_C1 + places[i], parts[i], insides[i])
+        if cache_C1 is not None:
+            tl.store(to_C1 + places[i], cached[i], insides[i] & (slot >= 0))

@@ -17,12 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.attention.reference import AttentionTables
-from quire.ops.attention.triton import LOG2_E, LOWEST, _merge, load_unit
+from quire.ops.attention.triton import LOG2_E, LOWEST, _merge, add_values, as_bytes, code_kind, load_unit, scores
 from quire.ops.attention.work import Tile, WorkShape, plan
 from quire.ops.elementwise.triton import scaled
 from quire.ops.elementwise.triton_rope import place_in_cache
-from quire.ops.launch import capability, has_little_shared_memory, options, pdl
+from quire.ops.launch import INTERPRETED, capability, has_little_shared_memory, options, pdl
 from quire.ops.mla import reference
+from quire.ops.rounding.triton import round_parts
 
 # A split tile is merged this many columns at a time, so that its loads fit in registers.
 MERGE_COLUMNS = 128
@@ -79,6 +80,7 @@ def norm_rope_and_write(
     cache: Tensor,
     slots_T: Tensor,
     interleaved: bool = False,
+    scales: Tensor | None = None,
 ) -> None:
     """As the twin, in one launch. q may be strided along T and H, kv along T."""
     num_tokens, num_heads, rope_size = q_THR.shape
@@ -90,16 +92,20 @@ def norm_rope_and_write(
             eps,
             cos_sin,
             positions_T,
-            cache,
+            as_bytes(cache),
             slots_T,
+            scales,
             q_THR.stride(0),
             q_THR.stride(1),
             kv_TX.stride(0),
             cache.stride(0),
+            0 if scales is None else scales.stride(0),
             H=num_heads,
             L=len(norm_L),
             R=rope_size,
             BLOCK_SIZE=cache.shape[1],
+            CODES=code_kind(cache),
+            ON_CARD=not INTERPRETED,
             INTERLEAVED=interleaved,
             C=ROPE_HEADS,
             P=triton.next_power_of_2(rope_size // 2),
@@ -119,14 +125,18 @@ def _norm_rope_and_write_kernel(
     positions,
     cache,
     slots,
+    scales,
     q_token_stride,
     q_head_stride,
     kv_stride,
     cache_stride,
+    scales_stride,
     H: tl.constexpr,
     L: tl.constexpr,
     R: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    CODES: tl.constexpr,
+    ON_CARD: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     C: tl.constexpr,
     P: tl.constexpr,
@@ -161,13 +171,24 @@ def _norm_rope_and_write_kernel(
     inside_1P = p_1P < R // 2
     y1_1P, y2_1P = _turned(kv + L + i1_1P, kv + L + i2_1P, angles, p_1P, inside_1P, R)
     c_L = scaled(wide_L, inverse, norm_L, c_L.dtype)
+    cached = c_L[None, :], y1_1P, y2_1P
+    if CODES is not None:
+        dtype: tl.constexpr = kv.dtype.element_ty
+        codes_1L, numbers_1L, latent_scale = round_parts((c_L[None, :],), None, dtype, CODES, ON_CARD)
+        codes_1P, (y1_1P, y2_1P), rope_scale = round_parts((y1_1P, y2_1P), None, dtype, CODES, ON_CARD)
+        c_L = tl.reshape(numbers_1L[0], (L,))
+        cached = codes_1L[0], codes_1P[0], codes_1P[1]
     tl.store(kv + l_L, c_L)
     tl.store(kv + L + i1_1P, y1_1P, inside_1P)
     tl.store(kv + L + i2_1P, y2_1P, inside_1P)
     if slot >= 0:
-        tl.store(cache + l_L, c_L)
-        tl.store(cache + L + i1_1P, y1_1P, inside_1P)
-        tl.store(cache + L + i2_1P, y2_1P, inside_1P)
+        tl.store(cache + l_L[None, :], cached[0])
+        tl.store(cache + L + i1_1P, cached[1], inside_1P)
+        tl.store(cache + L + i2_1P, cached[2], inside_1P)
+        if CODES is not None:
+            scales += place_in_cache(slot, scales_stride, BLOCK_SIZE, 2) + tl.zeros((1, 1), tl.int32)
+            tl.store(scales, latent_scale)
+            tl.store(scales + 1, rope_scale)
 
 
 @triton.jit
@@ -254,7 +275,14 @@ def _head_linear_kernel(
 
 
 def latent_attention(
-    q_THL: Tensor, q_THR: Tensor, cache: Tensor, tables: AttentionTables, *, scale: float, out: Tensor | None = None
+    q_THL: Tensor,
+    q_THR: Tensor,
+    cache: Tensor,
+    tables: AttentionTables,
+    *,
+    scale: float,
+    scales: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """As the twin; `scale` is positive. Both parts of q, and out, may be strided along T and H.
 
@@ -272,7 +300,8 @@ def latent_attention(
         _latent_attention[num_tiles, work.units.shape[0]](
             q_THL,
             q_THR,
-            cache,
+            as_bytes(cache),
+            scales,
             tables.block_table,
             work.units,
             tables.shifts,
@@ -288,12 +317,14 @@ def latent_attention(
             out.stride(0),
             out.stride(1),
             cache.stride(0),
+            0 if scales is None else scales.stride(0),
             tables.block_table.stride(0),
             G=G,
             L=L,
             R=R,
             BLOCK_R=max(16, triton.next_power_of_2(R)),
             BLOCK_SIZE=cache.shape[1],
+            CODES=code_kind(cache),
             TILE_M=work.tile.tile_m,
             TILE_N=work.tile.tile_n,
             MERGE_COLUMNS=min(MERGE_COLUMNS, L),
@@ -310,6 +341,7 @@ def _latent_attention(
     q_latent,
     q_rope,
     cache,
+    scales,
     block_table,
     units,
     shifts,
@@ -325,12 +357,14 @@ def _latent_attention(
     out_token_stride,
     out_head_stride,
     block_stride,
+    scales_stride,
     table_stride,
     G: tl.constexpr,
     L: tl.constexpr,
     R: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    CODES: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     MERGE_COLUMNS: tl.constexpr,
@@ -369,11 +403,16 @@ def _latent_attention(
         key_N = start + n_N
         in_range_N1 = (key_N < end)[:, None]
         vector_N = block_N.to(tl.int64) * block_stride + key_N % BLOCK_SIZE * (L + R)
+        scale_N = block_N.to(tl.int64) * scales_stride + key_N % BLOCK_SIZE * 2
         block_N = tl.load(table + (key_N + TILE_N) // BLOCK_SIZE, mask=key_N + TILE_N < end, other=0)
-        c_NL = tl.load(cache + vector_N[:, None] + l_L[None, :], mask=in_range_N1, other=0.0)
-        k_NR = tl.load(cache + vector_N[:, None] + (L + r_R)[None, :], mask=in_range_N1 & (r_R < R)[None, :], other=0.0)
-        s_MN = tl.dot(q_MR, tl.trans(k_NR), input_precision="ieee")
-        s_MN = tl.dot(q_ML, tl.trans(c_NL), s_MN, input_precision="ieee")
+        c_NL = tl.load(cache + vector_N[:, None] + l_L[None, :], mask=in_range_N1, other=0)
+        k_NR = tl.load(cache + vector_N[:, None] + (L + r_R)[None, :], mask=in_range_N1 & (r_R < R)[None, :], other=0)
+        if CODES is None:
+            s_MN = tl.dot(q_MR, tl.trans(k_NR), input_precision="ieee")
+            s_MN = tl.dot(q_ML, tl.trans(c_NL), s_MN, input_precision="ieee")
+        else:
+            s_MN = scores(q_MR, k_NR, scales, scale_N + 1, key_N < end, CODES)
+            s_MN += scores(q_ML, c_NL, scales, scale_N, key_N < end, CODES)
         if start + TILE_N > tl.minimum(end, pos + 1):  # else all queries see all these keys
             visible_MN = (key_N[None, :] <= pos_M[:, None]) & (key_N < end)[None, :]
             s_MN = tl.where(visible_MN, s_MN, float("-inf"))
@@ -382,7 +421,8 @@ def _latent_attention(
         alpha_M = tl.exp2(max_M - new_max_M)
         max_M = new_max_M
         sum_M = sum_M * alpha_M + tl.sum(p_MN, 1)
-        acc_ML = tl.dot(p_MN.to(c_NL.dtype), c_NL, acc_ML * alpha_M[:, None], input_precision="ieee")
+        acc_ML *= alpha_M[:, None]
+        acc_ML = add_values(acc_ML, p_MN, c_NL, scales, scale_N, key_N < end, CODES, q_ML.dtype)
 
     if num_splits == 1:
         out_M = token_M.to(tl.int64) * out_token_stride + head_M.to(tl.int64) * out_head_stride

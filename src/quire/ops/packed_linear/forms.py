@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FLOAT8 = torch.float8_e4m3fn
-MAX_FLOAT8 = 448.0
 # The values of the four-bit float E2M1, by code.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 

@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from quire.ops.launch import options, pdl, wait_turn
 from quire.ops.packed_linear.decode import group_scale, load_row, pair_minimum, pair_scale, plane_values
-from quire.ops.packed_linear.forms import FLOAT8
 from quire.ops.packed_linear.rows import rescale
-from quire.ops.packed_linear.words import GROUP_INPUTS, WordWeight, as_bytes
+from quire.ops.packed_linear.words import WordWeight, as_bytes
+from quire.ops.rounding.reference import FLOAT8, GROUP_INPUTS
 
 INT8_MIN_ROWS = 17  # the library multiplies no fewer
 # From here on the library's product of float8 with scales of rows and outputs is faster than scales multiplied later.

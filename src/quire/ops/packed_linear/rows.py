@@ -15,8 +15,8 @@ from torch import Tensor
 from quire.ops.elementwise import triton as elementwise
 from quire.ops.launch import INTERPRETED, options, pdl, wait_turn
 from quire.ops.moe.activation import gated, linear_activation
-from quire.ops.packed_linear.rounding import empty_codes, round_groups
 from quire.ops.packed_linear.words import WordWeight, as_bytes
+from quire.ops.rounding.triton import empty_codes, round_groups
 
 # ---- rounding activations --------------------------------------------------------------------------------------------
 

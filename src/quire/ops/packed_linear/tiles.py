@@ -31,7 +31,8 @@ from quire.ops.packed_linear.decode import (
     power,
 )
 from quire.ops.packed_linear.rows import rescale
-from quire.ops.packed_linear.words import GROUP_INPUTS, RUN, WordWeight, as_bytes
+from quire.ops.packed_linear.words import RUN, WordWeight, as_bytes
+from quire.ops.rounding.reference import GROUP_INPUTS
 
 BYTES_AT_ONCE = 128  # codes of a row that are multiplied at once, if codes are bytes
 MAX_SPLITS = 8

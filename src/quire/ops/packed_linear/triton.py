@@ -31,8 +31,9 @@ from quire.ops.packed_linear.decode import (
     pair_minimum,
     power,
 )
-from quire.ops.packed_linear.rounding import round_planes
-from quire.ops.packed_linear.words import GROUP_INPUTS, WordWeight
+from quire.ops.packed_linear.words import WordWeight
+from quire.ops.rounding.reference import GROUP_INPUTS
+from quire.ops.rounding.triton import round_planes
 
 MULTIPROCESSORS = 132
 PROGRAMS = 4  # of four warps, of a multiprocessor

@@ -21,22 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.ops.packed_linear.forms import (
-    E2M1,
-    FLOAT8,
-    MAX_FLOAT8,
-    Affine,
-    Float8,
-    Table4,
-    TwoLevel,
-    float_scales,
-)
+from quire.ops.packed_linear.forms import E2M1, Affine, Float8, Table4, TwoLevel, float_scales
+from quire.ops.rounding.reference import FLOAT8, GROUP_INPUTS, round_vectors
 
 RUN = 16  # neighbouring words, and neighbouring inputs of one plane
-TINY = 1e-30  # the least that a row's largest number counts as, so that a row of zeros has a scale
 HALVES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 LARGEST_POWER = 136  # of two, 2 ** 9 as a byte: of larger ones (never seen) the rest becomes a scale of outputs
-GROUP_INPUTS = 128  # that share a scale of activations, with the rounding "float8 group"
 
 
 @dataclass(frozen=True, eq=False)
@@ -362,17 +352,12 @@ def as_bytes(codes: Tensor) -> Tensor:
 
 def round_rows(x_MK: Tensor, rounds: str, input_scale: float | None = None) -> tuple[Tensor, Tensor]:
     """Activations as codes (float8 or int8), and their scales in float32: [M, 1], or one per group of inputs."""
-    x = x_MK.float()
-    largest_code = 127.0 if rounds == "int8 token" else MAX_FLOAT8
-    group = GROUP_INPUTS if rounds == "float8 group" else x.shape[1]
-    groups = functional.pad(x, (0, -x.shape[1] % group)).unflatten(1, (-1, group))
-    largest = groups.abs().amax(2).clamp(min=TINY)
-    if rounds == "float8 static":
-        largest = torch.full_like(largest, (input_scale or 1.0) * MAX_FLOAT8)
-    scaled = (groups * (largest_code / largest)[..., None]).flatten(1)[:, : x.shape[1]]
-    scaled = scaled.clamp(-largest_code, largest_code)
-    codes = scaled.round().to(torch.int8) if rounds == "int8 token" else scaled.to(FLOAT8)
-    return codes, largest / largest_code
+    K = x_MK.shape[1]
+    group = GROUP_INPUTS if rounds == "float8 group" else K
+    groups = functional.pad(x_MK, (0, -K % group)).unflatten(1, (-1, group))
+    dtype = torch.int8 if rounds == "int8 token" else FLOAT8
+    codes, scales_MG = round_vectors(groups, dtype, (input_scale or 1.0) if rounds == "float8 static" else None)
+    return codes.flatten(1)[:, :K], scales_MG
 
 
 def linear(x_MK: Tensor, w: WordWeight, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:

@@ -1,7 +1,7 @@
-"""Inputs rounded to 8 bits inside a kernel, in Triton; twin: `round_rows` in `words.py`.
+"""Numbers rounded to 8 bits inside a kernel, in Triton; twin: `reference.py`.
 
-Used by `triton.py`, whose programs round a row themselves, by `rows.py`, and by norms (`ops/elementwise`), whose
-outputs are a layer's inputs. Knows tensors only.
+Used by `ops/packed_linear`, by norms (`ops/elementwise`), whose outputs are a layer's inputs, and where keys and values
+are written to the cache. Knows tensors only.
 """
 
 import torch
@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.packed_linear.forms import FLOAT8
-from quire.ops.packed_linear.words import GROUP_INPUTS, TINY
+from quire.ops.rounding.reference import FLOAT8, GROUP_INPUTS, TINY
 
 ROWS_PAST_END = 128
 
@@ -32,17 +31,12 @@ def empty_codes(num_rows: int, width: int, rounds: str, device: torch.device) ->
 @triton.jit
 def round_groups(x_N, input_scale, GROUP: tl.constexpr, IS_INT8: tl.constexpr, ON_CARD: tl.constexpr):
     """(codes of a row or a part of it, as bytes; the scales of its groups)."""
-    LARGEST: tl.constexpr = 127.0 if IS_INT8 else 448.0
+    KIND: tl.constexpr = "int8" if IS_INT8 else "e4m3"
     N: tl.constexpr = x_N.shape[0]
     x = tl.reshape(x_N, (N // GROUP, GROUP))
-    if input_scale is None:
-        largest = tl.maximum(tl.max(tl.abs(x), 1), TINY_INPUT)
-    else:
-        largest = tl.full((N // GROUP,), 1.0, tl.float32) * (input_scale * LARGEST)
-    codes = to_code(x * tl.div_rn(LARGEST, largest)[:, None], "int8" if IS_INT8 else "e4m3", ON_CARD)
-    if not IS_INT8:
-        codes = codes.to(tl.uint8, bitcast=True)
-    return tl.reshape(codes, (N,)), tl.div_rn(largest, LARGEST)
+    inverse, scales = scale_of(tl.max(tl.abs(x), 1), input_scale, KIND)
+    codes = stored_code(to_code(x * inverse[:, None], KIND, ON_CARD), KIND)
+    return tl.reshape(codes, (N,)), scales
 
 
 @triton.jit
@@ -91,6 +85,45 @@ def round_planes(
             codes += (to_code(planes[c * PLANES + plane] * inverse, KIND, ON_CARD).to(tl.float32),)
         scales += (tl.div_rn(shared, LARGEST),)
     return codes, scales
+
+
+@triton.jit
+def scale_of(largest, fixed_scale, KIND: tl.constexpr):
+    """(what numbers are multiplied by to get codes, what codes are multiplied by), where `largest` shares a scale."""
+    LARGEST: tl.constexpr = 127.0 if KIND == "int8" else 448.0
+    if fixed_scale is None:
+        largest = tl.maximum(largest, TINY_INPUT)
+    else:
+        largest = tl.zeros_like(largest) + fixed_scale * LARGEST
+    return tl.div_rn(LARGEST, largest), tl.div_rn(largest, LARGEST)
+
+
+@triton.jit
+def round_parts(parts, fixed_scale, DTYPE: tl.constexpr, KIND: tl.constexpr, ON_CARD: tl.constexpr):
+    """(codes, the numbers they stand for, scales [C, 1]) of vectors that are cut in parts, each [C, …].
+
+    The numbers are rounded to DTYPE first.
+    """
+    NUM_PARTS: tl.constexpr = len(parts)
+    largest_C1 = tl.zeros((parts[0].shape[0], 1), tl.float32)
+    wide: tl.tuple = ()
+    for i in tl.static_range(NUM_PARTS):
+        wide += (parts[i].to(DTYPE).to(tl.float32),)
+        largest_C1 = tl.maximum(largest_C1, tl.max(tl.abs(wide[i]), 1, keep_dims=True))
+    inverse_C1, scale_C1 = scale_of(largest_C1, fixed_scale, KIND)
+    codes: tl.tuple = ()
+    numbers: tl.tuple = ()
+    for i in tl.static_range(NUM_PARTS):
+        code = to_code(wide[i] * inverse_C1, KIND, ON_CARD)
+        codes += (stored_code(code, KIND),)
+        numbers += (code.to(tl.float32) * scale_C1,)
+    return codes, numbers, scale_C1
+
+
+@triton.jit
+def stored_code(codes, KIND: tl.constexpr):
+    """Float8 codes as bytes."""
+    return codes if KIND == "int8" else codes.to(tl.uint8, bitcast=True)
 
 
 @triton.jit
