@@ -15,7 +15,7 @@ class Native(CpuBackend):
 def why_not(
     device: torch.device, dtype: torch.dtype, head_size: int, block_size: int, cache_dtype: torch.dtype
 ) -> str | None:
-    if supported(dtype, head_size, block_size):
+    if supported(dtype, cache_dtype, head_size, block_size):
         return None
     return f"no kernel is compiled for {dtype}, head size {head_size} and blocks of {block_size}"
 

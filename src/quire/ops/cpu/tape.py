@@ -73,12 +73,12 @@ def bind(library: ctypes.CDLL, name: str, argtypes: Iterable[type]) -> Callable[
     return call
 
 
-def compiled(source: str, **functions: Iterable[type]) -> SimpleNamespace:
+def compiled(source: str, *defines: str, **functions: Iterable[type]) -> SimpleNamespace:
     """The functions of `src/<source>.cpp`, named without "quire_", as callables whose calls are recorded.
 
-    Also has `available`: False where nothing could be compiled, so that there are no functions and twins must run.
+    `defines`: as `build.load` takes them. Also has `available`: False where nothing could be compiled, so that there are no functions and twins must run.
     """
-    library = load(source)
+    library = load(source, *defines)
     if library is None:
         return SimpleNamespace(available=False)
     callables = {name: bind(library, f"quire_{name}", argtypes) for name, argtypes in functions.items()}

@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.ops.cpu.tape import Rows, compiled
 
 _PTR, _INT = ctypes.c_void_p, ctypes.c_int64
+CODES = {torch.int8: 1, torch.float8_e4m3fn: 2}  # what a cache may hold, as the kernels call it
 
 
 @functools.cache
@@ -22,7 +23,7 @@ def _kernels() -> SimpleNamespace:
         "elementwise",
         rms_norm=[ctypes.c_int, *[_PTR] * 3, _INT, *[_PTR] * 2, Rows, _INT, ctypes.c_float],
         silu_mul=[ctypes.c_int, _PTR, _PTR, Rows, _INT],
-        rope_and_write=[ctypes.c_int, *[_PTR] * 7, Rows, *[_INT] * 10, _PTR, _PTR, ctypes.c_float],
+        rope_and_write=[*[ctypes.c_int] * 2, *[_PTR] * 8, Rows, *[_INT] * 11, _PTR, _PTR, *[ctypes.c_float] * 3],
         embed=[_PTR, _PTR, _PTR, Rows, _INT],
     )
 
@@ -84,11 +85,17 @@ def rope_and_write(
     q_norm_D: Tensor | None = None,
     k_norm_D: Tensor | None = None,
     eps: float = 0.0,
+    scales: Tensor | None = None,
+    fixed_scales: tuple[float, float] | None = None,
 ) -> None:
-    """As the twin, in one pass. Tokens with a negative slot are padding: they are rotated, but not written."""
+    """As the twin, in one pass, but k and v themselves are not rounded to codes: nobody reads them any more.
+
+    Tokens with a negative slot are padding: they are rotated, but not written.
+    """
     num_tokens, num_heads, head_size = q_THD.shape
     _kernels().rope_and_write(
         q_THD.dtype == torch.bfloat16,
+        CODES.get(cache.dtype, 0),
         q_THD.data_ptr(),
         k_TKD.data_ptr(),
         v_TKD.data_ptr(),
@@ -96,6 +103,7 @@ def rope_and_write(
         positions_T.data_ptr(),
         slots_T.data_ptr(),
         cache.data_ptr(),
+        None if scales is None else scales.data_ptr(),
         num_tokens,
         num_heads,
         k_TKD.shape[1],
@@ -106,8 +114,10 @@ def rope_and_write(
         v_TKD.stride(0),
         cache.shape[2],
         cache.stride(0),
+        0 if scales is None else scales.stride(0),
         interleaved,
         None if q_norm_D is None else q_norm_D.data_ptr(),
         None if k_norm_D is None else k_norm_D.data_ptr(),
         eps,
+        *(fixed_scales or (0.0, 0.0)),
     )

@@ -1,4 +1,5 @@
-// Paged attention for float32 and bfloat16. Called through ctypes by ops/attention/cpu.py; the torch twin in
+// Paged attention for float32 and bfloat16, over a cache of the same numbers (QUIRE_CODES 0), of int8 (1) or of float8
+// codes (2). Their scales multiply scores and probabilities. Called through ctypes by ops/attention/cpu.py; the torch twin in
 // ops/attention/reference.py says what it must compute, kv_layout.h how the cache lies.
 //
 // A unit of work is a tile: the queries of a few consecutive tokens of one row, all heads that share one kv head (of a
@@ -40,9 +41,11 @@ struct Args {
     const void* q;
     void* out;
     const char* cache;
+    const float* scales;  // of a cache of codes
     const int32_t *query_starts, *context_lens, *block_table;
     const float* sinks;  // per query head, or null
-    int64_t num_rows, num_heads, num_kv_heads, head_size, block_size, block_stride, q_stride, out_stride, table_stride;
+    int64_t num_rows, num_heads, num_kv_heads, head_size, block_size, block_stride, scales_stride, q_stride, out_stride,
+        table_stride;
     int64_t window;        // 0: none
     float scale, softcap;  // scale > 0
 
@@ -124,15 +127,20 @@ class Tile {
     // What lines are multiplied by. Two fused multiply-adds of floats take half the time of one bfloat16 dot product.
     using Factor = std::conditional_t<AMX, Elem, float>;
     using Line = typename E::Line;
+    // Lines that products read: AMX wants codes as bfloat16.
+    using Wide = std::conditional_t<AMX, u32x16_loose, Line>;
+    static constexpr int WIDE_PACK = AMX ? 2 : E::PACK;
     // Keys per turn of the online softmax: many spare work on the outputs, few leave cache for what is fetched ahead.
     static constexpr int STEP = AMX ? 128 : 64;
     static constexpr int CHUNKS = STEP / CHUNK;
-    static constexpr int V_LINES = CHUNK / E::PACK;  // of one chunk, per 16 dims
-    static_assert(HEADS_AT_ONCE <= CHUNKS);          // v_copy holds a chunk of each
+    static constexpr int V_LINES = CHUNK / WIDE_PACK;  // of one chunk, per 16 dims
+    static_assert(HEADS_AT_ONCE <= CHUNKS);            // v_copy holds a chunk of each
+    static constexpr bool COPIES_KEYS = AMX && E::IS_CODED;
 
     // The chunks of one step: null where no query of the tile looks (the block table may hold anything there).
     struct Keys {
         const Line *k[CHUNKS] = {}, *v[CHUNKS] = {};
+        const float* scales[CHUNKS] = {};  // of keys, if these are codes
 
         Keys moved(int64_t bytes) const {
             const int64_t lines = bytes / sizeof(Line);
@@ -153,7 +161,9 @@ class Tile {
     float* s;          // [block][STEP]: scores of a step
     Factor* p;         // [block][STEP]: their exponentials
     float* alpha;      // [block]: what a step multiplies earlier sums by
-    Line* v_copy;      // [kv heads][D / 16][V_LINES] of the last chunk; with AMX [D / 16][CHUNKS][V_LINES]
+    Wide* v_copy;      // [kv heads][D / 16][V_LINES] of the last chunk; with AMX [D / 16][CHUNKS][V_LINES]
+    Wide* k_copy;      // AMX, of codes: [CHUNKS][D / 2]
+    float *k_scales, *v_scales;  // of codes: [kv heads][STEP]
     State part, total;
 
    public:
@@ -163,7 +173,10 @@ class Tile {
           D(a.head_size), G(a.group()), width(u.num_kv_heads * G), rows(u.num_tokens * width),
           padded_rows(padded(rows)), unfinished(kept) {
         auto take = [&](int64_t bytes) { return std::exchange(memory, memory + bytes); };
-        v_copy = (Line*)take(STEP * D * sizeof(Elem));
+        v_copy = (Wide*)take(STEP * D * sizeof(Elem));
+        k_copy = (Wide*)take(COPIES_KEYS ? STEP * D * sizeof(Elem) : 0);
+        k_scales = (float*)take(E::IS_CODED ? HEADS_AT_ONCE * STEP * sizeof(float) : 0);
+        v_scales = (float*)take(E::IS_CODED ? HEADS_AT_ONCE * STEP * sizeof(float) : 0);
         s = (float*)take(AMX_BLOCK * STEP * sizeof(float));
         p = (Factor*)take(AMX_BLOCK * STEP * sizeof(Factor));
         alpha = (float*)take(AMX_BLOCK * sizeof(float));
@@ -173,7 +186,8 @@ class Tile {
     }
 
     static size_t bytes(int64_t rows, int64_t head_size) {
-        return (STEP * sizeof(Elem) + padded(rows) * sizeof(Factor)) * head_size +
+        return ((COPIES_KEYS + 1) * STEP * sizeof(Elem) + padded(rows) * sizeof(Factor)) * head_size +
+               E::IS_CODED * 2 * HEADS_AT_ONCE * STEP * sizeof(float) +
                AMX_BLOCK * (STEP * (sizeof(float) + sizeof(Factor)) + sizeof(float)) +
                2 * State::bytes(padded(rows), head_size);
     }
@@ -206,6 +220,7 @@ class Tile {
             Keys next = find(u, first + STEP);
             if (following && first + STEP >= u.end_pos())
                 next = find(*following, first_step(*following, following->first_part));
+            if constexpr (E::IS_CODED) gather_scales(keys, first);
             if constexpr (AMX)
                 amx_step(state, keys, first);
             else
@@ -228,8 +243,25 @@ class Tile {
             const char* chunk = a.cache + layout.chunk_at(table[pos / a.block_size], unit.kv_head, pos % a.block_size);
             keys.k[c] = (const Line*)chunk;
             keys.v[c] = (const Line*)(chunk + layout.half_bytes());
+            if constexpr (E::IS_CODED)
+                keys.scales[c] = a.scales + layout.scales_at(table[pos / a.block_size], a.scales_stride, unit.kv_head,
+                                                             pos % a.block_size);
         }
         return keys;
+    }
+
+    // The scales of a step; 0 where nothing may be seen, as slots may hold anything there, also NaN.
+    void gather_scales(const Keys& keys, int64_t first) {
+        for (int64_t h = 0; h < u.num_kv_heads; h++)
+            for (int c = 0; c < CHUNKS; c++) {
+                const int64_t written = keys.k[c] ? num_written(first + c * CHUNK) : 0;
+                const float* from = keys.scales[c] + h * a.block_size;
+                float *k_to = k_scales + h * STEP + c * CHUNK, *v_to = v_scales + h * STEP + c * CHUNK;
+                for (int64_t i = 0; i < CHUNK; i++) {
+                    k_to[i] = i < written ? from[i] * E::CodeType::UNIT : 0;
+                    v_to[i] = i < written ? from[i + a.num_kv_heads * a.block_size] * E::CodeType::UNIT : 0;
+                }
+            }
     }
 
     // Tokens of the chunk at `pos` that the tile may see. Slots behind them may hold NaN, which a weight of 0 keeps.
@@ -242,10 +274,13 @@ class Tile {
         }
     }
 
-    // Into the second-level cache: a step of all heads is more than the first holds.
-    static void prefetch(const Line* line) { __builtin_prefetch(line, 0, 2); }
+    // Line `i` of a chunk, if 64 bytes begin with it, into the second-level cache: a step of all heads is more than the
+    // first holds.
+    static void prefetch(const Line* chunk, int64_t i) {
+        if (i % (64 / sizeof(Line)) == 0) __builtin_prefetch(chunk + i, 0, 2);
+    }
     void fetch(const Line* chunk) const {
-        for (int64_t i = 0; chunk && i < CHUNK * D / (LANES * E::PACK); i++) prefetch(chunk + i);
+        for (int64_t i = 0; chunk && i < CHUNK * D / (LANES * E::PACK); i++) prefetch(chunk, i);
     }
 
     // A function of its own: inlined into its caller, it grows so large that gcc leaves calls in its inner loops.
@@ -256,7 +291,7 @@ class Tile {
         for (int64_t h = 0; h < u.num_kv_heads; h++) {
             of_head[h] = keys.moved(h * layout.head_bytes());
             ahead[h] = next.moved(h * layout.head_bytes());
-            hide_unwritten(of_head[h], v_copy + h * V_LINES * D / LANES, first);
+            if constexpr (!E::IS_CODED) hide_unwritten(of_head[h], v_copy + h * V_LINES * D / LANES, first);
         }
         for (int64_t m = 0; m < rows; m += VECTOR_BLOCK) {
             const int64_t end = std::min<int64_t>(rows, m + VECTOR_BLOCK);
@@ -304,7 +339,7 @@ class Tile {
         for (int j = 0; j < N; j++) k[j] = keys.k[c + j], ahead[j] = next.k[c + j] ? next.k[c + j] : k[j];
         for (int64_t d = 0; d < D / E::PACK; d++) {
             for (int j = 0; j < N; j++) {
-                if (FETCH) prefetch(ahead[j] + d);
+                if (FETCH) prefetch(ahead[j], d);
                 for (int r = 0; r < M; r++) acc[r][j] = E::mac(acc[r][j], k[j][d], w + r * D + d * E::PACK);
             }
         }
@@ -335,7 +370,7 @@ class Tile {
             const float* w = p + i * STEP + c * CHUNK;
             for (int t = 0; t < V_LINES; t++) {
                 for (int j = 0; j < N; j++) {
-                    if (FETCH) prefetch(ahead + j * V_LINES + t);
+                    if (FETCH) prefetch(ahead, j * V_LINES + t);
                     for (int r = 0; r < M; r++)
                         acc[r][j] = E::mac(acc[r][j], v[j * V_LINES + t], w + r * STEP + t * E::PACK);
                 }
@@ -351,6 +386,7 @@ class Tile {
         alignas(64) float old_top[AMX_BLOCK] = {}, new_top[AMX_BLOCK] = {};
         for (int64_t m = begin, token = begin / width, head = begin % width; m < end; m++) {
             const int64_t seen = u.first_pos + token + 1 - first;  // columns before this are not in the future
+            if constexpr (E::IS_CODED) scale(s + (m - begin) * STEP, k_scales + head / G * STEP);
             mask(s + (m - begin) * STEP, a.window ? seen - a.window : 0, seen);
             old_top[m - begin] = state.top[m];
             new_top[m - begin] = state.top[m] = std::max(state.top[m], largest(s + (m - begin) * STEP) * factor);
@@ -364,10 +400,15 @@ class Tile {
             for (int c = 0; c < STEP; c += LANES) {
                 v16 e = exp2(fma(load(x + c), splat(factor), minus_top));
                 sum += e;
+                if constexpr (E::IS_CODED) e *= load(v_scales + m % width / G * STEP + c);
                 store(to + c, e);
             }
             state.sum[m] = fma(state.sum[m], splat(alpha[m - begin]), sum);
         }
+    }
+
+    static void scale(float* x, const float* by) {
+        for (int c = 0; c < STEP; c += LANES) store(x + c, load(x + c) * load(by + c));
     }
 
     static float largest(const float* x) {
@@ -392,23 +433,40 @@ class Tile {
     }
 
     void amx_step(State& state, const Keys& keys, int64_t first) {
-        for (int c = 0; c < CHUNKS; c++)
+        const Wide* k[CHUNKS] = {};
+        for (int c = 0; c < CHUNKS; c++) {
             for (int64_t i = 0; i < D / LANES; i++) {
-                Line* to = v_copy + (i * CHUNKS + c) * V_LINES;
-                if (keys.v[c])
-                    copy_v(to, keys.v[c] + i * V_LINES, num_written(first + c * CHUNK));
+                Wide* to = v_copy + (i * CHUNKS + c) * V_LINES;
+                if (!keys.v[c])
+                    memset((void*)to, 0, V_LINES * sizeof(Wide));
+                else if constexpr (E::IS_CODED)
+                    widen_pairs(to, keys.v[c] + i * CHUNK, V_LINES);
                 else
-                    memset((void*)to, 0, V_LINES * sizeof(Line));
+                    copy_v(to, keys.v[c] + i * V_LINES, num_written(first + c * CHUNK));
             }
+            if constexpr (!E::IS_CODED)
+                k[c] = keys.k[c];
+            else if (keys.k[c])
+                k[c] = widen_pairs(k_copy + c * D / 2, keys.k[c], D / 2);
+        }
         for (int64_t m = 0; m < rows; m += AMX_BLOCK)
-            padded_rows - m > 16 ? amx_block<2>(state, keys, first, m) : amx_block<1>(state, keys, first, m);
+            padded_rows - m > 16 ? amx_block<2>(state, k, first, m) : amx_block<1>(state, k, first, m);
+    }
+
+    // Lines of codes, in pairs as lines of bfloat16, in which all codes are exact.
+    static Wide* widen_pairs(Wide* to, const Line* from, int64_t num_pairs) {
+        for (int64_t i = 0; i < num_pairs; i++) {
+            const u32x16 low = (u32x16)E::CodeType::widen(from[2 * i]), high = (u32x16)E::CodeType::widen(from[2 * i + 1]);
+            to[i] = low >> 16 | (high & 0xffff0000u);
+        }
+        return to;
     }
 
     template <int MT>
-    void amx_block(State& state, const Keys& keys, int64_t first, int64_t m) {
+    void amx_block(State& state, const Wide* const* k, int64_t first, int64_t m) {
         amx::fence();
         for (int c = 0; c < CHUNKS; c += 2) {
-            const Line *k0 = keys.k[c], *k1 = keys.k[c + 1];
+            const Wide *k0 = k[c], *k1 = k[c + 1];
             if (!k0 && !k1) continue;
             // A chunk nobody sees gets another's scores: the mask hides them.
             amx::product<MT, false>(s + c * CHUNK, STEP * 4, q + m * D, D * 2, k0 ? k0 : k1, k1 ? k1 : k0, D / 32);
@@ -421,7 +479,7 @@ class Tile {
                     store(state.o + d, load(state.o + d) * alpha[i - m]);
         amx::fence();
         for (int64_t d = 0; d < D; d += 2 * LANES) {
-            const Line* v = v_copy + d / LANES * CHUNKS * V_LINES;
+            const Wide* v = v_copy + d / LANES * CHUNKS * V_LINES;
             amx::product<MT, true>(state.o + m * D + d, D * 4, p, STEP * 2, v, v + CHUNKS * V_LINES, STEP / 32);
         }
     }
@@ -476,7 +534,7 @@ struct Buffer {
 
 template <class E>
 void run_unit(const Args& a, const Unit& u, const Unit* following, char* memory, char* kept) {
-    if constexpr (AMX_BUILT && E::PACK == 2)
+    if constexpr (AMX_BUILT && sizeof(typename E::Elem) == 2)
         if (u.num_kv_heads == 1 && u.num_tokens * a.group() >= AMX_MIN_ROWS && a.head_size % 32 == 0 && amx::allowed())
             return Tile<E, true>(a, u, following, memory, kept).run();
     Tile<E, false>(a, u, following, memory, kept).run();
@@ -498,9 +556,10 @@ void paged_attention(const Args& a) {
     char* const kept_states = parts.empty() ? nullptr : kept.at_least(parts.size() * kept_bytes);
 #pragma omp parallel if (parallel)
     {
-        amx::Tiles tiles(E::PACK == 2 && AMX_BUILT && amx::allowed());
+        constexpr bool HAS_AMX = AMX_BUILT && sizeof(typename E::Elem) == 2;
+        amx::Tiles tiles(HAS_AMX && amx::allowed());
         char* memory = scratch.at_least(
-            std::max(Tile<E, true>::bytes(max_rows, a.head_size), Tile<E, false>::bytes(max_rows, a.head_size)));
+            std::max(Tile<E, HAS_AMX>::bytes(max_rows, a.head_size), Tile<E, false>::bytes(max_rows, a.head_size)));
         for (size_t i = claimed++, next; i < todo.size(); i = next) {
             next = claimed++;
             run_unit<E>(a, todo[i], next < todo.size() ? &todo[next] : nullptr, memory,
@@ -522,13 +581,20 @@ void paged_attention(const Args& a) {
 
 extern "C" {
 
-void quire_paged_attention(int bf16, const void* q, void* out, const char* cache, const int32_t* query_starts,
-                           const int32_t* context_lens, const int32_t* block_table, const float* sinks,
-                           int64_t num_rows, int64_t num_heads, int64_t num_kv_heads, int64_t head_size,
-                           int64_t block_size, int64_t block_stride, int64_t q_stride, int64_t out_stride,
-                           int64_t table_stride, int64_t window, float scale, float softcap) {
-    Args args{q, out, cache, query_starts, context_lens, block_table, sinks, num_rows, num_heads, num_kv_heads,
-              head_size, block_size, block_stride, q_stride, out_stride, table_stride, window, scale, softcap};
+void quire_paged_attention(int bf16, const void* q, void* out, const char* cache, const float* scales,
+                           const int32_t* query_starts, const int32_t* context_lens, const int32_t* block_table,
+                           const float* sinks, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,
+                           int64_t head_size, int64_t block_size, int64_t block_stride, int64_t scales_stride,
+                           int64_t q_stride, int64_t out_stride, int64_t table_stride, int64_t window, float scale,
+                           float softcap) {
+    const Args args{q, out, cache, scales, query_starts, context_lens, block_table, sinks, num_rows, num_heads,
+                    num_kv_heads, head_size, block_size, block_stride, scales_stride, q_stride, out_stride,
+                    table_stride, window, scale, softcap};
+#if QUIRE_CODES == 0
     (bf16 ? paged_attention<BF16> : paged_attention<F32>)(args);
+#else
+    using Code = std::conditional_t<QUIRE_CODES == 1, Int8, Float8>;
+    (bf16 ? paged_attention<Coded<uint16_t, Code>> : paged_attention<Coded<float, Code>>)(args);
+#endif
 }
 }

@@ -139,10 +139,12 @@ struct RopeArgs {
     const float* cos_sin;
     const int64_t *positions, *slots;
     char* cache;
+    float* scales;  // of a cache of codes
     int64_t num_tokens, num_heads, num_kv_heads, head_size, rot_dim, q_stride, k_stride, v_stride;
-    int64_t block_size, block_stride;
+    int64_t block_size, block_stride, scales_stride;
     bool interleaved;
     float eps;
+    float fixed_scales[2];
 };
 
 // All heads of one token: normed if there is a weight, then rotated.
@@ -189,7 +191,13 @@ void rope_and_write(const RopeArgs& a) {
             turn_heads(k + t * a.k_stride, a.num_kv_heads, (const Elem*)a.k_norm, cos, a);
         }
         for (int64_t h = 0; write && h < a.num_kv_heads; h++, k += a.head_size, v += a.head_size)
-            if (end - first == CHUNK)
+            if constexpr (E::IS_CODED) {
+                for (int64_t t = first; t < end; t++) {
+                    const int64_t block = a.slots[t] / a.block_size, offset = a.slots[t] % a.block_size;
+                    layout.store_codes(a.cache, a.slots[t], h, k + (t - first) * a.k_stride, v + (t - first) * a.v_stride,
+                                       a.fixed_scales, a.scales + layout.scales_at(block, a.scales_stride, h, offset));
+                }
+            } else if (end - first == CHUNK)
                 layout.store_chunk(a.cache, a.slots[first], h, k, a.k_stride, v, a.v_stride);
             else
                 layout.store_token(a.cache, a.slots[first], h, k, v);
@@ -221,16 +229,21 @@ void quire_embed(char* out, const char* table, const int32_t* ids, int64_t rows,
     for (int64_t r = 0; r < rows; r++) std::memcpy(out + r * row_bytes, table + ids[r] * row_bytes, row_bytes);
 }
 
-void quire_rope_and_write(int bf16, void* q, void* k, const void* v, const float* cos_sin, const int64_t* positions,
-                          const int64_t* slots, char* cache, int64_t num_tokens, int64_t num_heads,
-                          int64_t num_kv_heads, int64_t head_size, int64_t rot_dim, int64_t q_stride, int64_t k_stride,
-                          int64_t v_stride, int64_t block_size, int64_t block_stride, int64_t interleaved,
-                          const void* q_norm, const void* k_norm, float eps) {
-    RopeArgs args{q, k, v, q_norm, k_norm, cos_sin, positions, slots, cache, num_tokens, num_heads, num_kv_heads,
-                  head_size, rot_dim, q_stride, k_stride, v_stride, block_size, block_stride, interleaved != 0, eps};
-    if (bf16)
-        rope_and_write<BF16>(args);
-    else
-        rope_and_write<F32>(args);
+// `codes`: what the cache holds, 0 the same numbers as q, 1 int8, 2 float8.
+void quire_rope_and_write(int bf16, int codes, void* q, void* k, const void* v, const float* cos_sin,
+                          const int64_t* positions, const int64_t* slots, char* cache, float* scales,
+                          int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_size,
+                          int64_t rot_dim, int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t block_size,
+                          int64_t block_stride, int64_t scales_stride, int64_t interleaved, const void* q_norm,
+                          const void* k_norm, float eps, float fixed_k_scale, float fixed_v_scale) {
+    const RopeArgs args{q, k, v, q_norm, k_norm, cos_sin, positions, slots, cache, scales, num_tokens, num_heads,
+                        num_kv_heads, head_size, rot_dim, q_stride, k_stride, v_stride, block_size, block_stride,
+                        scales_stride, interleaved != 0, eps, {fixed_k_scale, fixed_v_scale}};
+    constexpr void (*KERNELS[3][2])(const RopeArgs&) = {
+        {rope_and_write<F32>, rope_and_write<BF16>},
+        {rope_and_write<Coded<float, Int8>>, rope_and_write<Coded<uint16_t, Int8>>},
+        {rope_and_write<Coded<float, Float8>>, rope_and_write<Coded<uint16_t, Float8>>},
+    };
+    KERNELS[codes][bf16](args);
 }
 }
