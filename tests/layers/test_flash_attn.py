@@ -247,7 +247,7 @@ def test_results_go_where_they_are_wanted_and_tables_need_no_rows(install) -> No
 
 
 def supports(dtype: torch.dtype, head_size: int, block_size: int) -> bool:
-    return backend.why_not(torch.device("cpu"), dtype, head_size, block_size) is None
+    return backend.why_not(torch.device("cpu"), dtype, head_size, block_size, dtype) is None
 
 
 def test_what_is_supported_depends_on_the_version(install) -> None:

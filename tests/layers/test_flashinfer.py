@@ -187,7 +187,7 @@ def test_tokens_past_the_last_row_are_left_as_they_are(library) -> None:
 
 
 def supports(dtype: torch.dtype, head_size: int, block_size: int) -> bool:
-    return backend.why_not(torch.device("cpu"), dtype, head_size, block_size) is None
+    return backend.why_not(torch.device("cpu"), dtype, head_size, block_size, dtype) is None
 
 
 def test_what_is_supported(library) -> None:

@@ -155,6 +155,6 @@ def test_at_published_sizes_576_values_are_kept_of_a_token() -> None:
     with torch.device("meta"):
         layer = MLA(config, config.rope(interleaved=True))
     (spec,) = layer.cache_specs("bfloat16").values()
-    assert spec == Latent(576, "bfloat16") and spec.bytes_per_token == 1152
+    assert spec == Latent(512, 64, "bfloat16") and spec.bytes_per_token == 1152
     bytes_of_keys_and_values = 2 * config.num_attention_heads * config.v_head_dim * 2
     assert bytes_of_keys_and_values / spec.bytes_per_token > 56

@@ -48,5 +48,5 @@ def test_a_latent_cache_holds_576_values_of_a_token_at_the_published_sizes():
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
     model = empty({**deepseek_v2.TINY, **sizes}, "bfloat16")
     specs = kv_specs(model, torch.bfloat16)
-    assert set(specs.values()) == {Latent(576, "bfloat16")} and len(specs) == deepseek_v2.TINY["num_hidden_layers"]
+    assert set(specs.values()) == {Latent(512, 64, "bfloat16")} and len(specs) == deepseek_v2.TINY["num_hidden_layers"]
     assert {spec.bytes_per_token for spec in specs.values()} == {1152}

@@ -18,6 +18,7 @@ from torch import Tensor
 from quire.ops.attention import cpu as native
 from quire.ops.attention import reference as twin
 from quire.ops.attention.reference import AttentionTables
+from quire.ops.rounding.reference import FLOAT8, round_vectors
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
@@ -34,6 +35,7 @@ class Case:
     learned_sinks: bool = False
     softcap: float = 0.0
     dtype: torch.dtype = torch.float32
+    codes: torch.dtype | None = None  # the cache holds these, and scales
 
 
 @dataclass
@@ -74,6 +76,9 @@ class World:
 
     def _dense(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         case, n = self.case, len(k)
+        if case.codes is not None:
+            (k, k_scales), (v, v_scales) = (round_vectors(x, case.codes) for x in (k, v))
+            k, v = k.float() * k_scales[..., None], v.float() * v_scales[..., None]
         k, v = (x.double().repeat_interleave(case.group, 1) for x in (k, v))
         s = torch.einsum("qhd,khd->hqk", q.double(), k) / math.sqrt(case.head_size)
         if case.softcap:
@@ -96,8 +101,7 @@ def paged(ops: ModuleType, world: World, seed: int = 1) -> Tensor:
     num_blocks = [-(-len(k) // size) for k in world.keys]
     pool = torch.randperm(sum(num_blocks) + 3, generator=random).int()
     num_elements = 2 * size * case.num_kv_heads * case.head_size
-    memory = torch.full((len(pool), num_elements + case.padding), math.nan, dtype=case.dtype)
-    cache = memory[:, :num_elements].view(len(pool), 2, size, case.num_kv_heads, case.head_size)
+    memory, cache, scales = caches(case, len(pool))
     table = torch.full((len(num_blocks), max(num_blocks) + 1), -1, dtype=torch.int32)
     taken = 0
     for row, (k, v, (n, before)) in enumerate(zip(world.keys, world.values, case.rows, strict=True)):
@@ -105,10 +109,10 @@ def paged(ops: ModuleType, world: World, seed: int = 1) -> Tensor:
         taken += num_blocks[row]
         pos = torch.arange(n + before)
         slots = table[row, pos // size].long() * size + pos % size
-        (write_kv if ops is native else twin.write_kv)(cache, k, v, slots)
+        (write_kv if ops is native else twin.write_kv)(cache, k.clone(), v.clone(), slots, scales)
         if case.window:  # blocks that no query sees any more have been freed
             for logical in range(max(0, before - case.window + 1) // size):
-                cache[table[row, logical]] = math.nan
+                memory[table[row, logical]] = 255
                 table[row, logical] = -1
     starts = torch.tensor([0, *(n for n, _ in case.rows)]).cumsum(0).int()
     lens = torch.tensor([len(k) for k in world.keys]).int()
@@ -118,13 +122,34 @@ def paged(ops: ModuleType, world: World, seed: int = 1) -> Tensor:
     fused = torch.cat((q.flatten(1), torch.full((len(q), 48), math.nan, dtype=case.dtype)), 1)
     q = fused[:, : q[0].numel()].view(q.shape)
     out = torch.full(q.shape, math.nan, dtype=case.dtype)
-    assert memory[:, num_elements:].isnan().all()  # what lies between blocks was not written
-    return ops.paged_attention(q, cache, tables, **world.options, out=out)
+    num_bytes = num_elements * cache.itemsize + (0 if scales is None else scales[0].numel() * 4)
+    assert (memory[:, num_bytes:] == 255).all()  # what lies between blocks was not written
+    return ops.paged_attention(q, cache, tables, **world.options, scales=scales, out=out)
+
+
+def caches(case: Case, num_blocks: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(bytes of blocks with padding between, a cache in them, its scales if it has any), all NaN.
+
+    Bytes of 255 are NaN in floats of 8, 16 and 32 bits, and -1 as integers.
+    """
+    shape = 2, case.block_size, case.num_kv_heads, case.head_size
+    dtype = case.codes or case.dtype
+    cache_bytes = math.prod(shape) * dtype.itemsize
+    scales_bytes = 0 if case.codes is None else math.prod(shape[:3]) * 4
+    num_padding = case.padding * (dtype.itemsize if case.codes is None else 4)
+    memory = torch.full((num_blocks, cache_bytes + scales_bytes + num_padding), 255, dtype=torch.uint8)
+    cache = memory.view(dtype)[:, : math.prod(shape)].unflatten(1, shape)
+    if case.codes is None:
+        return memory, cache, None
+    scales = memory[:, cache_bytes : cache_bytes + scales_bytes].view(torch.float32)
+    return memory, cache, scales.unflatten(1, shape[:3])
 
 
 def test_the_compiled_kernel_is_what_these_tests_run() -> None:
-    assert native.supported(torch.float32, 64, 16) and native.supported(torch.bfloat16, 128, 32)
-    assert not native.supported(torch.float16, 64, 16) and not native.supported(torch.float32, 64, 8)
+    float32, bfloat16, float16 = torch.float32, torch.bfloat16, torch.float16
+    assert native.supported(float32, float32, 64, 16) and native.supported(bfloat16, bfloat16, 128, 32)
+    assert native.supported(bfloat16, torch.int8, 128, 32) and native.supported(float32, FLOAT8, 64, 16)
+    assert not native.supported(float16, float16, 64, 16) and not native.supported(float32, float32, 64, 8)
 
 
 row = st.tuples(st.integers(1, 70), st.sampled_from([0, 1, 15, 16, 17, 63, 64, 100, 300]))
@@ -140,6 +165,7 @@ cases = st.builds(
     learned_sinks=st.booleans(),
     softcap=st.sampled_from([0.0, 0.0, 3.0, 30.0]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    codes=st.sampled_from([None, torch.int8, FLOAT8]),
 )
 
 

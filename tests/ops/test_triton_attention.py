@@ -17,6 +17,7 @@ from quire.ops.attention import triton as ops
 from quire.ops.attention import work as work_lists
 from quire.ops.attention.reference import AttentionTables
 from quire.ops.attention.work import END_KEY, FIRST_UNIT, NUM_SPLITS, AttentionWork, Tile
+from quire.ops.rounding.reference import FLOAT8, round_vectors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -45,6 +46,7 @@ class Case:
     learned_sinks: bool = False
     softcap: float = 0.0
     dtype: torch.dtype = torch.float32
+    codes: torch.dtype | None = None  # the cache holds these, and scales
     tile: Tile = SMALL
     num_programs: int = 1  # more than there are tiles: long rows are split
 
@@ -74,9 +76,20 @@ class World:
                     plain[pool[taken], :, [p % size for p in kept]] = values
                     taken += 1
         # Blocks are padded, as where groups of different layers share a pool.
-        padded = torch.full((len(pool), 2 * size * K * D + 32), math.nan, dtype=case.dtype, device=DEVICE)
+        dtype = case.codes or case.dtype
+        padded = torch.full((len(pool), 2 * size * K * D + 32), math.nan, device=DEVICE).to(dtype)
         self.cache = padded[:, : 2 * size * K * D].view(len(pool), 2, size, K, D)
-        ops.cache_view(self.cache).copy_(plain.transpose(2, 3))
+        self.scales = None
+        if case.codes is not None:
+            codes, scales = round_vectors(plain, case.codes)
+            plain = codes.float() * scales[..., None]
+            memory = torch.full((len(pool), 2 * K * size + 8), math.nan, device=DEVICE)
+            by_head = memory[:, : 2 * K * size].unflatten(1, (2, K, size))
+            by_head.copy_(scales.transpose(2, 3))
+            self.scales = by_head.view(len(pool), 2, size, K)
+            ops.cache_view(ops.as_bytes(self.cache)).copy_(ops.as_bytes(codes).transpose(2, 3))
+        else:
+            ops.cache_view(self.cache).copy_(plain.transpose(2, 3))
         self.plain = plain.float().to(DEVICE)
         starts = [0, *np.cumsum([n for n, _ in case.rows])]
         self.num_tokens = starts[-1] + 2  # two of padding
@@ -126,7 +139,7 @@ class World:
     def run(self, work: AttentionWork | None) -> Tensor:
         out = torch.full(self.q_THD.shape, math.nan, dtype=self.case.dtype, device=DEVICE)
         tables = replace(self.tables, work=(work,) if work else None)
-        ops.paged_attention(self.q_THD, self.cache, tables, **self.options(), out=out)
+        ops.paged_attention(self.q_THD, self.cache, tables, **self.options(), scales=self.scales, out=out)
         assert out[-2:].isnan().all()  # padding tokens
         return out[:-2]
 
@@ -160,6 +173,10 @@ CASES = {
     "everything": Case(MIXED, window=33, learned_sinks=True, softcap=20.0),
     "float16": Case(MIXED, dtype=torch.float16),
     "float16 in tall tiles": Case(MIXED, dtype=torch.float16, tile=TALL),
+    "int8": Case(MIXED, num_kv_heads=2, codes=torch.int8),
+    "float8": Case(MIXED, num_kv_heads=2, codes=FLOAT8),
+    "int8, everything": Case(MIXED, window=33, learned_sinks=True, softcap=20.0, codes=torch.int8, tile=TALL),
+    "float8 of heads of 80, float16": Case(MIXED, head_size=80, block_size=32, dtype=torch.float16, codes=FLOAT8),
 }
 SPLIT = ((1, 300), (2, 260), (1, 40))
 SPLIT_CASES = {
@@ -171,6 +188,8 @@ SPLIT_CASES = {
     "learned sinks": Case(SPLIT, learned_sinks=True, num_programs=8, tile=LONG),
     "window": Case(SPLIT, window=300, num_programs=8, tile=LONG),
     "everything": Case(SPLIT, window=300, learned_sinks=True, softcap=20.0, num_programs=8),
+    "int8": Case(SPLIT, num_programs=8, codes=torch.int8),
+    "float8": Case(SPLIT, num_programs=8, tile=LONG, codes=FLOAT8),
 }
 
 
@@ -191,10 +210,13 @@ def test_long_rows_are_split_and_merged_by_the_last_to_arrive(case: Case) -> Non
     assert not work.counters.any()
 
 
+@pytest.mark.parametrize("codes", [None, torch.int8, FLOAT8])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [((1, 40), (1, 130)), ((35, 0), (1, 60))], ids=["decode", "prefill"])
-def test_without_a_work_list_it_is_planned_on_the_spot_with_the_shipped_tiles(rows: tuple, dtype: torch.dtype) -> None:
-    World(Case(rows, head_size=128, dtype=dtype)).check()
+def test_without_a_work_list_it_is_planned_on_the_spot_with_the_shipped_tiles(
+    rows: tuple, dtype: torch.dtype, codes: torch.dtype | None
+) -> None:
+    World(Case(rows, head_size=128, dtype=dtype, codes=codes)).check()
 
 
 @pytest.mark.parametrize("case", [Case(((1, 30),) * 3), Case(((1, 500),), num_programs=16)], ids=["whole", "split"])
@@ -215,7 +237,7 @@ def test_a_row_among_others_gets_the_bits_it_gets_alone_when_not_split() -> None
 
 
 def supports(dtype: torch.dtype, head_size: int, block_size: int) -> bool:
-    return backend.why_not(torch.device("cpu"), dtype, head_size, block_size) is None
+    return backend.why_not(torch.device("cpu"), dtype, head_size, block_size, dtype) is None
 
 
 def test_the_backend_takes_what_the_kernels_take() -> None:

@@ -5,10 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.ops.codes import one_step_apart
 
 from quire.ops.elementwise import reference as twin
 from quire.ops.elementwise import triton as ops
 from quire.ops.elementwise import triton_rope
+from quire.ops.rounding.reference import FLOAT8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter computes float32 and float16; bfloat16 is for the card.
@@ -136,6 +138,34 @@ def check_rope_and_write(x: dict[str, torch.Tensor], **options) -> None:
         close(found, wanted)
     close(memory[:, :2].transpose(2, 3), expected_cache)
     assert memory[:, 2].isnan().all()
+
+
+@dtypes
+@pytest.mark.parametrize("codes", [torch.int8, FLOAT8])
+@pytest.mark.parametrize("fixed", [None, (0.02, 0.004)], ids=["", "fixed scales"])
+@pytest.mark.parametrize(("head_size", "rotary_dim"), [(64, 64), (96, 32)])
+def test_keys_and_values_are_rounded_as_by_the_twin(
+    head_size: int, rotary_dim: int, fixed: tuple | None, codes: torch.dtype, dtype: torch.dtype
+) -> None:
+    x, K = inputs(33, 9, 3, head_size, rotary_dim, dtype), 3
+    found = []
+    for module in (twin, triton_rope):
+        cache = torch.zeros(6, 2 * 16 * K * head_size, dtype=torch.uint8, device=DEVICE).view(codes)
+        scales = torch.full((6, 2 * 16 * K), math.nan, device=DEVICE)
+        options = {"scales": scales.view(6, 2, 16, K), "fixed_scales": fixed}
+        qkv = run(module, cache.view(6, 2, 16, K, head_size), x, **options)
+        inside = (6, 2, 16, K) if module is twin else (6, 2, K, 16)
+        cache, scales = cache.unflatten(1, (*inside[1:], head_size)), scales.view(inside)
+        found.append((*qkv, *((cache, scales) if module is twin else (cache.transpose(2, 3), scales.transpose(2, 3)))))
+    (q, k, v, cache, scales), (their_q, their_k, their_v, their_cache, their_scales) = found
+    close(q, their_q)
+    close(scales, their_scales)
+    assert scales.isfinite().all(1).sum() == K * (x["slots"] >= 0).sum()
+    assert one_step_apart(cache, their_cache) <= 0.01 * cache.numel()
+    step = 32 if codes == FLOAT8 else 1
+    for ours, theirs, half in ((k, their_k, 0), (v, their_v, 1)):
+        largest = scales[:, half].nan_to_num().max().item()
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1.1 * step * largest)
 
 
 @dtypes

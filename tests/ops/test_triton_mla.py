@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from tests.ops.codes import one_step_apart
 from torch import Tensor
 
 from quire.ops.attention import work as work_lists
@@ -16,6 +17,7 @@ from quire.ops.attention.reference import AttentionTables
 from quire.ops.attention.work import NUM_SPLITS, AttentionWork, Tile
 from quire.ops.mla import reference as twin
 from quire.ops.mla import triton as mla
+from quire.ops.rounding.reference import FLOAT8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
@@ -38,6 +40,7 @@ class Case:
     rope_size: int = 16
     block_size: int = 16
     dtype: torch.dtype = torch.float32
+    codes: torch.dtype | None = None  # the cache holds these, and scales
     tile: Tile = SMALL
     num_programs: int = 1  # more than there are tiles: long rows are split
 
@@ -52,7 +55,8 @@ class World:
         lens = [n + before for n, before in case.rows]
         num_blocks = [-(-n // size) for n in lens]
         pool = torch.randperm(sum(num_blocks) + 3, generator=random).int()
-        padded = torch.full((len(pool), size * (L + R) + 32), math.nan, dtype=case.dtype)
+        padded = torch.full((len(pool), size * (L + R) + 32), math.nan).to(case.codes or case.dtype)
+        scales = None if case.codes is None else torch.full((len(pool), size + 4, 2), math.nan)[:, :size]
         cache = padded[:, : size * (L + R)].view(len(pool), size, L + R)
         # The r-th row of the step reads row 2r+1 of a table that is wider than needed.
         table = torch.full((2 * len(lens) + 1, max(num_blocks) + 5), -1, dtype=torch.int32)
@@ -60,8 +64,9 @@ class World:
         for r, (n, row_blocks) in enumerate(zip(lens, blocks, strict=True)):
             table[2 * r + 1, : len(row_blocks)] = row_blocks
             slots = torch.tensor([int(row_blocks[p // size]) * size + p % size for p in range(n)])
-            twin.write_latent(cache, torch.randn((n, L + R), generator=random), slots)
+            twin.write_latent(cache, torch.randn((n, L + R), generator=random), slots, L, scales)
         self.cache = padded.to(DEVICE)[:, : size * (L + R)].view_as(cache)
+        self.scales = None if scales is None else scales.to(DEVICE)
         starts = [0, *np.cumsum([n for n, _ in case.rows])]
         num_tokens = starts[-1] + 2  # two of padding
         self.q_THL = torch.randn((H, num_tokens, L), generator=random).to(case.dtype).to(DEVICE).transpose(0, 1)
@@ -100,7 +105,8 @@ class World:
     def run(self, work: AttentionWork | None) -> Tensor:
         out = torch.full(self.q_THL.shape, math.nan, dtype=self.case.dtype, device=DEVICE)
         tables = replace(self.tables, work=(work,) if work else None)
-        mla.latent_attention(self.q_THL, self.q_THR, self.cache, tables, scale=self.scale, out=out)
+        options = {"scale": self.scale, "scales": self.scales}
+        mla.latent_attention(self.q_THL, self.q_THR, self.cache, tables, **options, out=out)
         assert out[-2:].isnan().all()  # padding tokens
         return out[:-2]
 
@@ -109,8 +115,9 @@ class World:
         return (self.case.latent_size + self.case.rope_size) ** -0.5
 
     def check(self, work: AttentionWork | None = None) -> None:
-        wide = (x.float() for x in (self.q_THL, self.q_THR, self.cache))
-        expected = twin.latent_attention(*wide, self.tables, scale=self.scale)[:-2]
+        cache = self.cache.float() if self.scales is None else self.cache
+        q_THL, q_THR = self.q_THL.float(), self.q_THR.float()
+        expected = twin.latent_attention(q_THL, q_THR, cache, self.tables, scale=self.scale, scales=self.scales)[:-2]
         torch.testing.assert_close(self.run(work).float(), expected, rtol=0, atol=TOLERANCE[self.case.dtype])
 
 
@@ -132,6 +139,9 @@ CASES = {
     "a rotated part of 8": Case(MIXED, latent_size=32, rope_size=8),
     "large latents": Case(((1, 50), (3, 3)), num_heads=16, latent_size=512, rope_size=64),
     "float16": Case(MIXED, dtype=torch.float16),
+    "int8": Case(MIXED, codes=torch.int8),
+    "float8 in tall tiles": Case(MIXED, tile=TALL, codes=FLOAT8),
+    "float8 of float16": Case(MIXED, dtype=torch.float16, codes=FLOAT8),
 }
 SPLIT = ((1, 300), (2, 260), (1, 40))
 SPLIT_CASES = {
@@ -141,6 +151,7 @@ SPLIT_CASES = {
     "more heads than a tile has": Case(SPLIT, num_heads=40, num_programs=24),
     "large latents": Case(((1, 290),), num_heads=16, latent_size=512, rope_size=64, num_programs=4),
     "float16": Case(SPLIT, dtype=torch.float16, latent_size=256, rope_size=32, num_programs=8),
+    "float8": Case(SPLIT, codes=FLOAT8, num_programs=8),
 }
 
 
@@ -184,25 +195,41 @@ def test_every_head_is_in_one_tile_that_its_config_has_room_for(num_heads: int, 
 # ---- before attention ----
 
 
+@pytest.mark.parametrize("codes", [None, torch.int8, FLOAT8])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_latents_are_normed_rotated_and_written_as_by_the_twin(dtype: torch.dtype, interleaved: bool) -> None:
+def test_latents_are_normed_rotated_and_written_as_by_the_twin(
+    dtype: torch.dtype, interleaved: bool, codes: torch.dtype | None
+) -> None:
     random = torch.Generator().manual_seed(1)
     T, H, L, R, size = 5, 20, 64, 24, 16
     fused = torch.randn((T, H, R + 16), generator=random).to(dtype).to(DEVICE)
     kv = torch.randn((T, L + R + 8), generator=random).to(dtype).to(DEVICE)
-    cache = torch.full((4, size, L + R), math.nan, dtype=dtype, device=DEVICE)
+    cache = torch.full((4, size, L + R), math.nan, device=DEVICE).to(codes or dtype)
+    scales = torch.full((4, size, 2), math.nan, device=DEVICE)
     norm_L = torch.rand(L, generator=random).add(0.5).to(dtype).to(DEVICE)
     cos_sin = torch.randn((64, R), generator=random).to(DEVICE)
     positions = torch.tensor([3, 0, 63, 7, 9], device=DEVICE)
     slots = torch.tensor([37, 0, 63, -1, 16], device=DEVICE)
-    ours = [x.clone() for x in (fused, kv, cache)]
-    theirs = [x.clone() for x in (fused, kv, cache)]
-    for module, (q, kv, cache) in ((mla, ours), (twin, theirs)):
-        module.norm_rope_and_write(q[..., 16:], kv[:, 8:], norm_L, 1e-6, cos_sin, positions, cache, slots, interleaved)
-    for actual, expected in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[dtype], equal_nan=True)
-    assert theirs[2].isfinite().all(2).sum() == 4  # slots written: all but the padding's
+    ours = [x.clone() for x in (fused, kv, cache, scales)]
+    theirs = [x.clone() for x in (fused, kv, cache, scales)]
+    for module, (q, kv, cache, scales) in ((mla, ours), (twin, theirs)):
+        options = {} if codes is None else {"scales": scales}
+        place = cos_sin, positions, cache, slots, interleaved
+        module.norm_rope_and_write(q[..., 16:], kv[:, 8:], norm_L, 1e-6, *place, **options)
+    if codes is None:
+        assert theirs[2].isfinite().all(2).sum() == 4  # slots written: all but the padding's
+        for actual, expected in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[dtype], equal_nan=True)
+        return
+    assert theirs[3].isfinite().all(2).sum() == 4
+    torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=TOLERANCE[dtype])
+    torch.testing.assert_close(ours[3], theirs[3], rtol=4 * TOLERANCE[dtype], atol=0, equal_nan=True)
+    is_written = theirs[3].isfinite().all(2)
+    differing = one_step_apart(ours[2][is_written], theirs[2][is_written])
+    assert differing <= 0.02 * theirs[2][is_written].numel()
+    step = theirs[3][is_written].max().item() * (32 if codes == FLOAT8 else 1)
+    torch.testing.assert_close(ours[1], theirs[1], rtol=0, atol=step + TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("sizes", [(24, 40), (512, 128)], ids=str)

@@ -18,7 +18,7 @@ from quire.errors import ConfigError, UnsupportedModelError
 log = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-CACHE_DTYPES = DTYPES | {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+CODE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}  # of a KV cache that does not have the model's dtype
 
 # What is computed -> its modules for CPUs and for GPUs, the best first.
 CANDIDATES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -57,6 +57,11 @@ def runs_on_triton(config: EngineConfig) -> bool:
     return config.device.device == "cuda" or config.device.interpret_triton
 
 
+def cache_dtype(config: EngineConfig) -> torch.dtype:
+    """What cached values are stored as."""
+    return CODE_DTYPES.get(config.cache.kv_cache_dtype, DTYPES[config.model.dtype])
+
+
 class Chooser:
     """Chooses modules, and remembers which were taken and why better candidates were passed over."""
 
@@ -64,7 +69,7 @@ class Chooser:
         self.kind = "gpu" if runs_on_triton(config) else "cpu"
         self.device = torch.device(config.device.device)
         self.dtype = DTYPES[config.model.dtype]
-        self.cache_dtype = CACHE_DTYPES[config.cache.kv_cache_dtype]
+        self.cache_dtype = cache_dtype(config)
         self.asked = config.device.attention_backend
         self.taken: dict[str, str] = {}  # what -> name of the module
         self.passed_over: dict[str, str] = {}  # "what: name" -> why

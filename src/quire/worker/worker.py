@@ -18,7 +18,7 @@ from quire.layers.attention.base import Limits
 from quire.layers.linear import LMHead
 from quire.sampling.custom import load as load_processors
 from quire.worker.build import build
-from quire.worker.choose import CACHE_DTYPES, DTYPES, runs_on_triton
+from quire.worker.choose import DTYPES, cache_dtype, runs_on_triton
 from quire.worker.device import Device
 from quire.worker.drafter import NoDrafter
 from quire.worker.dummy import dummy_tensors
@@ -82,7 +82,7 @@ class Worker:
         return sum(seen.values())
 
     def kv_specs(self) -> dict[str, CacheSpec]:
-        return kv_specs(self.model, CACHE_DTYPES[self.config.cache.kv_cache_dtype])
+        return kv_specs(self.model, cache_dtype(self.config))
 
     def kv_memory_bytes(self) -> int:
         self.is_rehearsed = True

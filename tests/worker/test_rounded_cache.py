@@ -1,0 +1,138 @@
+"""Keys and values in 8 bits: the same tokens on all devices and however a prompt is computed, since all that attention
+reads is rounded first."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from quire import LLM, SamplingParams
+from quire.errors import ConfigError
+from quire.models import deepseek_v2, gemma4
+from quire.ops.attention import cudnn
+from quire.worker.kv_cache import cache_layers
+from tests.ops.codes import one_step_apart
+from tests.worker.test_gpu import DEVICE, MIXED, OPTIONS, PROMPTS, answers, ids, tiny
+
+CACHES = ("int8", "fp8")
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2, use_sliding_window=False)
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return {name: ids(answers(model, MIXED, device="cpu", kv_cache_dtype=name)[0]) for name in ("auto", *CACHES)}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_tokens_are_the_same_with_all_kernels(model, expected, name):
+    for options in ({"device": "cpu", "attention_backend": "reference"}, DEVICE):
+        found, _, _ = answers(model, MIXED, **options, kv_cache_dtype=name)
+        assert ids(found) == expected[name]
+
+
+@pytest.mark.parametrize("device", [{"device": "cpu"}, DEVICE], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("name", CACHES)
+def test_tokens_do_not_depend_on_how_prompts_are_computed(model, expected, name, device):
+    options = {**device, "kv_cache_dtype": name}
+    for how in ({"max_num_batched_tokens": 7}, {"max_num_batched_tokens": 96}, {"enable_prefix_caching": False}):
+        assert ids(answers(model, MIXED, **options, **how)[0]) == expected[name]
+    preempted, preemptions, _ = answers(model, MIXED, **options, num_gpu_blocks_override=7, enable_prefix_caching=False)
+    assert ids(preempted) == expected[name] and preemptions
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_prompt_that_finds_its_beginning_goes_on_as_one_that_does_not(model, name):
+    prompt = list(range(20, 60))
+    options = {**OPTIONS, "device": "cpu", "kv_cache_dtype": name}
+    with LLM(str(model), **options) as llm:
+        first, again = (llm.generate([prompt], PARAMS, use_tqdm=False)[0] for _ in range(2))
+    assert not first.num_cached_tokens and again.num_cached_tokens == 32
+    assert first.outputs[0].token_ids == again.outputs[0].token_ids
+
+
+def codes_of(model, prompt, **options):
+    """What all layers have cached after a prompt: (codes, scales) of each."""
+    with LLM(str(model), **{**OPTIONS, **options}) as llm:
+        llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+        layers = cache_layers(llm.client.engine.executor.worker.model).values()
+        return [(layer.cache.cpu().clone(), layer.scales.cpu().clone()) for layer in layers]
+
+
+@pytest.mark.parametrize("device", [{"device": "cpu"}, DEVICE], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("name", CACHES)
+def test_chunks_and_whole_prompts_write_the_same_codes(model, name, device, monkeypatch):
+    if device is DEVICE:  # long prompts read their own keys and values instead of the cache
+        monkeypatch.setattr(cudnn, "MIN_TOKENS", 16)
+        monkeypatch.setattr(cudnn, "STEP", 1)
+        monkeypatch.setattr(cudnn, "supports", lambda like, head_size, value_size: True)
+        monkeypatch.setattr(cudnn, "uncached_prefill_attention", plain_attention)
+    prompt, options = list(range(20, 95)), {**device, "kv_cache_dtype": name, "enable_prefix_caching": False}
+    whole = codes_of(model, prompt, **options, max_num_batched_tokens=96)
+    chunked = codes_of(model, prompt, **options, max_num_batched_tokens=9)
+    num_differing = num_codes = 0
+    for (cache, scales), (other_cache, other_scales) in zip(whole, chunked, strict=True):
+        assert cache.any() and scales.any()
+        torch.testing.assert_close(scales, other_scales, rtol=1e-5, atol=0)
+        num_differing += one_step_apart(cache, other_cache)
+        num_codes += 2 * len(prompt) * cache.shape[3] * cache.shape[4]
+    print(f"{num_differing} of {num_codes} codes differ")
+    assert num_differing <= 1e-4 * num_codes
+
+
+def plain_attention(q_THD, k_TKD, v_TKD, spans, out, *, scale):
+    """As cuDNN's, in plain torch."""
+    for first, count in spans:
+        q, k, v = (x[first : first + count].transpose(0, 1)[None].float() for x in (q_THD, k_TKD, v_TKD))
+        found = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        out[first : first + count] = found[0].transpose(0, 1).to(out.dtype)
+
+
+def saved(folder, config, class_name):
+    """Random weights of a family's smallest config."""
+    torch.manual_seed(0)
+    fields = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
+    settings = transformers.AutoConfig.for_model(config["model_type"], **fields)
+    net = getattr(transformers, class_name)(settings).float()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    net.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("family", [deepseek_v2, gemma4], ids=["latents", "windows and shared caches"])
+def test_every_kind_of_cache_can_be_rounded(tmp_path, family):
+    config = dict(family.TINY)
+    folder = saved(tmp_path, config, config["architectures"][0])
+    options = {"num_gpu_blocks_override": 64, "kv_cache_dtype": "fp8"}
+    expected, _, _ = answers(folder, PARAMS, PROMPTS[:2], device="cpu", **options)
+    found, _, _ = answers(folder, PARAMS, PROMPTS[:2], **DEVICE, **options)
+    assert ids(found) == ids(expected)
+
+
+def test_rounding_changes_little_but_something(model):
+    """Logprobs of a prompt differ from those with a cache in float32, and not by much."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    prompt = list(range(20, 90))
+
+    def logprobs(name):
+        _, _, (output,) = answers(model, params, [prompt], device="cpu", kv_cache_dtype=name)
+        return torch.tensor([entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], prompt[1:])])
+
+    exact = logprobs("auto")
+    for name, most in (("int8", 0.02), ("fp8", 0.1)):
+        error = (logprobs(name) - exact).abs().mean()
+        assert 1e-5 < error < most
+
+
+def test_backends_that_cannot_read_codes_are_refused(model, monkeypatch):
+    for asked, reason in (("fp8_e5m2", "use fp8"), ("float16", "computes in float32")):
+        with pytest.raises(ConfigError, match=reason):
+            LLM(str(model), **OPTIONS, device="cpu", kv_cache_dtype=asked)
