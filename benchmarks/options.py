@@ -1,0 +1,65 @@
+"""What an option costs: the same workload with different options, engines side by side, their runs alternating.
+
+    python benchmarks/options.py --workloads mixed64,stream-1024 --pairs 9 \\
+        --side kv_cache_dtype=auto --side kv_cache_dtype=int8 --side kv_cache_dtype=fp8
+
+A side is options of `LLM` as NAME=VALUE, separated by commas; the first side is the one others are compared with.
+Prints the median of each figure, and of its ratio to the first side's in the same round.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from contextlib import ExitStack
+from statistics import median
+from typing import Any
+
+from quire import LLM
+from quire.api.commands.bench import generator
+from quire.bench import workloads
+
+
+def options_of(side: str) -> dict[str, Any]:
+    """Values are read as JSON where they are JSON: numbers, true, false."""
+    options = {}
+    for pair in filter(None, side.split(",")):
+        name, _, value = pair.partition("=")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--workloads", default="mixed64,stream-1024")
+    parser.add_argument("--side", action="append", required=True)
+    parser.add_argument("--pairs", type=int, default=9)
+    args = parser.parse_args()
+    for name in args.workloads.split(","):
+        workload = workloads.build(name, args.device)
+        figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        with ExitStack() as stack:
+            common = {"device": args.device, "max_model_len": workload.max_model_len, "enable_prefix_caching": False}
+            llms = {
+                side: stack.enter_context(LLM(args.model, **common, kv_cache_memory_bytes=1 << 30, **options_of(side)))
+                for side in args.side
+            }
+            for round_idx in range(args.pairs + 1):
+                for side, llm in llms.items():
+                    measured = workloads.measure(workload, generator(llm, workload.temperature, show=False))
+                    for key, value in measured.items():
+                        if round_idx:  # the first warms up
+                            figures[key][side].append(value)
+        for key, by_side in figures.items():
+            first = by_side[args.side[0]]
+            for side, values in by_side.items():
+                ratio = median(value / other for value, other in zip(values, first, strict=True))
+                print(f"{name:12} {key:14} {side or 'default':28} {median(values):10.2f}   {ratio:.3f}x", flush=True)
+
+
+if __name__ == "__main__":
+    main()
