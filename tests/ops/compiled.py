@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 from quire.ops import launch
 from quire.ops.attention import triton as attention
 from quire.ops.attention.reference import AttentionTables
+from quire.ops.elementwise.triton_rope import rope_and_write
 from quire.ops.mla import triton as mla
 from quire.ops.moe import triton as moe
 from quire.ops.moe import triton_sort
@@ -135,7 +136,26 @@ def latents() -> None:
             mla.latent_attention(q_latent, q_rope, cache, tables(2, num_queries, 4096), scale=0.1)
 
 
-GROUPS = {group.__name__: group for group in (experts, packed, packed_experts, routers, attentions, latents)}
+def rounded_caches() -> None:
+    H, K, D = 32, 8, 128
+    for dtype in (torch.int8, FLOAT8):
+        cache = zeros(512, 2 * 16 * K * D).view(dtype).view(512, 2, 16, K, D)
+        scales = torch.empty(512, 2, 16, K)
+        qkv = bf16(64, H, D), bf16(64, K, D), bf16(64, K, D)
+        where = torch.empty(4096, D), torch.empty(64, dtype=torch.int64), cache, torch.empty(64, dtype=torch.int64)
+        rope_and_write(*qkv, *where, scales=scales)
+        for num_queries in (1, 64):
+            given = tables(2, num_queries, 4096)
+            attention.paged_attention(bf16(2 * num_queries, H, D), cache, given, scale=0.1, scales=scales)
+    q_latent, q_rope = bf16(2, 16, 576).split((512, 64), 2)
+    latent_cache, latent_scales = zeros(512, 16, 576).view(FLOAT8), torch.empty(512, 16, 2)
+    mla.latent_attention(q_latent, q_rope, latent_cache, tables(2, 1, 4096), scale=0.1, scales=latent_scales)
+    place = torch.empty(4096, 64), torch.empty(2, dtype=torch.int64), latent_cache, torch.empty(2, dtype=torch.int64)
+    mla.norm_rope_and_write(bf16(2, 16, 64), bf16(2, 576), bf16(512), 1e-6, *place, scales=latent_scales)
+
+
+ALL = experts, packed, packed_experts, routers, attentions, latents, rounded_caches
+GROUPS = {group.__name__: group for group in ALL}
 
 
 class Driver:

@@ -29,6 +29,12 @@ KERNELS = {
     "routers": {"_logits_kernel", "_route_kernel"},
     "attentions": {"_attention"},
     "latents": {"_latent_attention"},
+    "rounded_caches": {
+        "_rope_and_write_kernel",
+        "_attention",
+        "_norm_rope_and_write_kernel",
+        "_latent_attention",
+    },
 }
 
 

@@ -2,13 +2,18 @@
 reads is rounded first."""
 
 import json
+import math
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
-from quire.errors import ConfigError
+from quire.config import EngineConfig
+from quire.config.resolve import Machine, resolve
+from quire.errors import BadModelFileError, ConfigError
+from quire.layers.attention import flash_attn, flashinfer
 from quire.models import deepseek_v2, gemma4
 from quire.ops.attention import cudnn
 from quire.worker.kv_cache import cache_layers
@@ -141,7 +146,62 @@ def test_rounding_changes_little_but_something(model):
         assert 1e-5 < error < most
 
 
-def test_backends_that_cannot_read_codes_are_refused(model, monkeypatch):
+def with_scales(model, folder, name, **scales):
+    """The model with tensors added, as checkpoints made for a float8 cache have them."""
+    tensors = load_file(model / "model.safetensors")
+    for layer in range(2):
+        tensors |= {f"model.layers.{layer}.self_attn.{name.format(part)}": torch.tensor(scales[part]) for part in "kv"}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text((model / "config.json").read_text())
+    return folder
+
+
+@pytest.mark.parametrize("name", ["{}_scale", "{0}_proj.{0}_scale"])
+def test_scales_of_the_checkpoint_are_used(model, tmp_path, name):
+    folder = with_scales(model, tmp_path, name, k=0.5, v=0.25)
+    for _, scales in codes_of(folder, list(range(20, 40)), device="cpu", kv_cache_dtype="fp8"):
+        keys, values = scales.unbind(1)
+        assert set(keys.unique().tolist()) == {0.0, 0.5} and set(values.unique().tolist()) == {0.0, 0.25}
+    for _, scales in codes_of(folder, list(range(20, 40)), device="cpu", kv_cache_dtype="int8"):
+        assert len(scales.unique()) > 4
+
+
+@pytest.mark.parametrize("wrong", [0.0, math.inf, -1.0])
+def test_a_scale_that_is_none_is_refused_by_name(model, tmp_path, wrong):
+    folder = with_scales(model, tmp_path, "{}_scale", k=0.5, v=wrong)
+    with pytest.raises(BadModelFileError, match="self_attn.v_scale must be one positive number"):
+        LLM(str(folder), **OPTIONS, device="cpu", kv_cache_dtype="fp8")
+
+
+def settings_of(**settings):
+    return {"quantization_config": {"quant_method": "compressed-tensors", **settings}}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, "bfloat16"),
+        (settings_of(kv_cache_scheme={"num_bits": 8, "type": "float"}), "fp8"),
+        (settings_of(kv_cache_scheme={"num_bits": 8, "type": "int"}), "bfloat16"),
+        (settings_of(kv_cache_scheme=None), "bfloat16"),
+        (settings_of(kv_cache_quant_algo="FP8"), "fp8"),
+    ],
+)
+def test_auto_is_what_the_checkpoint_was_made_for(config, expected):
+    resolved = resolve(EngineConfig.from_kwargs(), "model", "hf", config, Machine(num_cores=2))
+    assert resolved.cache.kv_cache_dtype == expected
+    given = EngineConfig.from_kwargs(kv_cache_dtype="int8_per_token_head")
+    assert resolve(given, "model", "hf", config, Machine(num_cores=2)).cache.kv_cache_dtype == "int8"
+
+
+@pytest.mark.parametrize("backend", [flash_attn, flashinfer])
+def test_libraries_without_scales_say_that_they_cannot(backend, monkeypatch):
+    monkeypatch.setattr(backend, "_library", lambda: (3, None))
+    why = backend.why_not(torch.device("cuda"), torch.bfloat16, 128, 16, torch.int8)
+    assert "leave out --kv-cache-dtype" in why
+
+
+def test_other_types_are_refused_with_the_reason(model):
     for asked, reason in (("fp8_e5m2", "use fp8"), ("float16", "computes in float32")):
         with pytest.raises(ConfigError, match=reason):
             LLM(str(model), **OPTIONS, device="cpu", kv_cache_dtype=asked)

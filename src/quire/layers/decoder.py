@@ -4,16 +4,21 @@ Used by models. The residual stream is passed on as (x, residual), and is their 
 layer is given the step's `context`: after its attention it computes only the tokens whose hidden states are wanted.
 """
 
+import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
+from quire.errors import BadModelFileError
+from quire.layers.attention import Attention
 from quire.layers.base import Layer, StepContext
 from quire.layers.config import DecoderConfig
 from quire.layers.embedding import Embedding
 from quire.layers.linear import LMHead
 from quire.layers.weights import RawTensor
+from quire.ops.rounding.reference import FLOAT8
 
 MakeNorm = Callable[[], nn.Module]
 
@@ -129,7 +134,7 @@ class Decoder(Layer):
         return scaled(self.embed_tokens(token_ids_T), self.embed_scale)
 
 
-# Of a checkpoint made for 8-bit KV caches: a cache of 16 bits needs none of them.
+# Of a checkpoint made for float8 KV caches. Queries and probabilities are never rounded here.
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_output_scale")
 
 
@@ -180,9 +185,22 @@ class CausalLM(Layer):
         is_copy = name == "lm_head.weight" and self.lm_head.tied_to is not None
         is_past_last = layer.isdigit() and int(layer) >= self.config.num_hidden_layers
         is_draft = self.has_drafts and is_past_last
-        is_unused = is_draft or is_copy or name.endswith((*self.unused, *CACHE_SCALES))
-        if not is_unused:
+        is_unused = is_draft or is_copy or name.endswith(self.unused)
+        if name.endswith(CACHE_SCALES):
+            self._take_cache_scale(name, tensor)
+        elif not is_unused:
             yield name, tensor
+
+    def _take_cache_scale(self, name: str, tensor: RawTensor) -> None:
+        """The scale that a checkpoint has for all cached keys, or values, of a layer: used if the cache is float8."""
+        found = re.fullmatch(r"(.+)\.self_attn\.(?:[kv]_proj\.)?([kv])_scale", name)
+        attention = found and dict(self.named_modules()).get(f"{found[1]}.self_attn.attn")
+        if not found or not isinstance(attention, Attention) or self.runtime.cache_dtype != FLOAT8:
+            return
+        values = tensor.dense(torch.float32).flatten()
+        if len(values) != 1 or not 0 < values.item() < math.inf:
+            raise BadModelFileError(f"{name} must be one positive number: the scale of a layer's KV cache")
+        attention.own_scales["keys" if found[2] == "k" else "values"] = values.item()
 
     def checkpoint_path(self, path: str) -> str:
         """What checkpoints call the module at `path`; quantizations refer to modules by this name."""

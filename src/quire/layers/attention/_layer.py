@@ -81,6 +81,9 @@ class Attention(CacheLayer):
         q_units, _ = head_units(num_heads, num_kv_heads)
         self.splits = {"sinks": Split("outputs", (Section(num_heads, q_units),))}
         self.shares = shares
+        self.own_scales: dict[
+            str, float
+        ] = {}  # of "keys" and "values" in a float8 cache, where the checkpoint has them
 
     @property
     def is_plain(self) -> bool:
@@ -94,6 +97,11 @@ class Attention(CacheLayer):
         self.backend_class = backend.BACKEND
         if self.window >= runtime.max_len:
             self.window = 0  # no context is longer than the window
+
+    @property
+    def fixed_scales(self) -> tuple[float, float] | None:
+        """Of all cached keys and values; None: each token and head has its own."""
+        return (self.own_scales["keys"], self.own_scales["values"]) if len(self.own_scales) == 2 else None
 
     def cache_specs(self, dtype: str) -> dict[str, CacheSpec]:
         if self.window:
@@ -135,6 +143,7 @@ class Attention(CacheLayer):
             slots_T,
             self.rope.interleaved,
             scales=self.scales,
+            fixed_scales=self.fixed_scales,
             **norms,
         )
         out = self.backend.paged_attention(

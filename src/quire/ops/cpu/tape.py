@@ -76,8 +76,8 @@ def bind(library: ctypes.CDLL, name: str, argtypes: Iterable[type]) -> Callable[
 def compiled(source: str, *defines: str, **functions: Iterable[type]) -> SimpleNamespace:
     """The functions of `src/<source>.cpp`, named without "quire_", as callables whose calls are recorded.
 
-    `defines`: as `build.load` takes them. Also has `available`: False where nothing could be compiled, so that there are
-    no functions and twins must run.
+    `defines`: as `build.load` takes them. Also has `available`: False where nothing could be compiled, so that there
+    are no functions and twins must run.
     """
     library = load(source, *defines)
     if library is None:

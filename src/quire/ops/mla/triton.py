@@ -175,8 +175,8 @@ def _norm_rope_and_write_kernel(
     if CODES is not None:
         dtype: tl.constexpr = kv.dtype.element_ty
         codes_1L, numbers_1L, latent_scale = round_parts((c_L[None, :],), None, dtype, CODES, ON_CARD)
-        codes_1P, (y1_1P, y2_1P), rope_scale = round_parts((y1_1P, y2_1P), None, dtype, CODES, ON_CARD)
-        c_L = tl.reshape(numbers_1L[0], (L,))
+        codes_1P, numbers_1P, rope_scale = round_parts((y1_1P, y2_1P), None, dtype, CODES, ON_CARD)
+        c_L, y1_1P, y2_1P = tl.reshape(numbers_1L[0], (L,)), numbers_1P[0], numbers_1P[1]
         cached = codes_1L[0], codes_1P[0], codes_1P[1]
     tl.store(kv + l_L, c_L)
     tl.store(kv + L + i1_1P, y1_1P, inside_1P)
