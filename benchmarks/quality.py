@@ -3,8 +3,9 @@
     python benchmarks/quality.py model.gguf --texts english.txt code.py [--kinds gguf bf16 int4 …] [--tokens 20000]
 
 The baseline is the GGUF file dequantized once to bfloat16 safetensors, from which the online methods start. Kinds that
-end in "+x" round activations too, as products on GPUs do, with the torch twins of those kernels. Texts are named by the
-first digits of their SHA-256 in the table. All runs on the CPU; prompts are the texts in pieces of 1,024 tokens.
+end in "+x" round activations too, as products on GPUs do, with the torch twins of those kernels; "kv-" are plain
+weights with a KV cache of 8 bits. Texts are named by the first digits of their SHA-256 in the table. All runs on the
+CPU; prompts are the texts in pieces of `--piece` tokens.
 """
 
 import argparse
@@ -32,8 +33,7 @@ from quire.quant.plain.dense import Dense
 from quire.worker import choose
 from quire.worker.load import checkpoint_tensors
 
-PIECE = 1024
-KINDS = ("bf16", "gguf", "fp8", "int8", "int4", "mxfp4", "fp8+x", "int8+x")
+KINDS = ("bf16", "gguf", "fp8", "int8", "int4", "mxfp4", "fp8+x", "int8+x", "kv-fp8", "kv-int8")
 PARAMS = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
 
 
@@ -80,7 +80,10 @@ def mean_logprob(llm: LLM, pieces: list[list[int]]) -> float:
 
 def measure(kind: str, gguf: Path, folder: Path, pieces: dict[str, list[list[int]]]) -> dict[str, float]:
     name, _, rounded = kind.partition("+")
-    options = {"device": "cpu", "dtype": "bfloat16", "max_model_len": PIECE + 8, "enable_prefix_caching": False}
+    longest = max(len(piece) for some in pieces.values() for piece in some)
+    options = {"device": "cpu", "dtype": "bfloat16", "max_model_len": longest + 8, "enable_prefix_caching": False}
+    if name.startswith("kv-"):
+        options["kv_cache_dtype"], name = name.removeprefix("kv-"), "bf16"
     model, quantization = (gguf, "gguf") if name == "gguf" else (folder, "none" if name == "bf16" else name)
     candidates = choose.CANDIDATES["quantized linear"]["cpu"]
     choose.CANDIDATES["quantized linear"]["cpu"] = ("benchmarks.quality",) if rounded else candidates
@@ -91,7 +94,7 @@ def measure(kind: str, gguf: Path, folder: Path, pieces: dict[str, list[list[int
         choose.CANDIDATES["quantized linear"]["cpu"] = candidates
 
 
-def cut(gguf: Path, texts: list[Path], num_tokens: int) -> dict[str, list[list[int]]]:
+def cut(gguf: Path, texts: list[Path], num_tokens: int, size: int) -> dict[str, list[list[int]]]:
     """Pieces of the beginning of each text, equally many tokens of all together at least `num_tokens`."""
     tokenizer = ModelInfo.open(EngineConfig.from_kwargs(model=str(gguf), device="cpu")).need_tokenizer("a text")
     pieces = {}
@@ -99,7 +102,7 @@ def cut(gguf: Path, texts: list[Path], num_tokens: int) -> dict[str, list[list[i
         content = path.read_text()
         ids = tokenizer.encode_as_text(content)[: -(-num_tokens // len(texts))]
         name = f"{path.name} {hashlib.sha256(content.encode()).hexdigest()[:12]}"
-        pieces[name] = [ids[start : start + PIECE] for start in range(0, len(ids) - 1, PIECE)]
+        pieces[name] = [ids[start : start + size] for start in range(0, len(ids) - 1, size)]
     return pieces
 
 
@@ -109,8 +112,9 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, nargs="+", required=True)
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--tokens", type=int, default=20_000)
+    parser.add_argument("--piece", type=int, default=1024)
     args = parser.parse_args()
-    pieces = cut(args.gguf, args.texts, args.tokens)
+    pieces = cut(args.gguf, args.texts, args.tokens, args.piece)
     num_tokens = sum(len(piece) - 1 for some in pieces.values() for piece in some)
     print(f"{args.gguf.name}, {num_tokens:,} tokens\n\n| kept as | {' | '.join(pieces)} | seconds |")
     print("| --- |" + " --- |" * (len(pieces) + 1))

@@ -186,9 +186,9 @@ def _norm_rope_and_write_kernel(
         tl.store(cache + L + i1_1P, cached[1], inside_1P)
         tl.store(cache + L + i2_1P, cached[2], inside_1P)
         if CODES is not None:
-            scales += place_in_cache(slot, scales_stride, BLOCK_SIZE, 2) + tl.zeros((1, 1), tl.int32)
-            tl.store(scales, latent_scale)
-            tl.store(scales + 1, rope_scale)
+            scales_11 = scales + place_in_cache(slot, scales_stride, BLOCK_SIZE, 2) + tl.zeros((1, 1), tl.int32)
+            tl.store(scales_11, latent_scale)
+            tl.store(scales_11 + 1, rope_scale)
 
 
 @triton.jit
