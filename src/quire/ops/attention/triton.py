@@ -186,10 +186,12 @@ def _attention(
     is_real_MD = (m_M < num_tokens * G)[:, None] & (d_D < D)[None, :]
     q_M = token_M.to(tl.int64) * q_token_stride + head_M * q_head_stride
     q_MD = tl.load(q + q_M[:, None] + d_D[None, :], mask=is_real_MD, other=0.0)
+    if CODES is not None:
+        q_MD, q_scale_M = for_codes(q_MD)
+        key_scales = scales + kv_head * BLOCK_SIZE
+        value_scales = key_scales + tl.num_programs(0) * BLOCK_SIZE
     keys = cache + kv_head * (BLOCK_SIZE * D) + d_D[None, :]
     values = keys + tl.num_programs(0) * (BLOCK_SIZE * D)
-    key_scales = None if CODES is None else scales + kv_head * BLOCK_SIZE
-    value_scales = None if CODES is None else key_scales + tl.num_programs(0) * BLOCK_SIZE
     max_M = tl.full((TILE_M,), LOWEST, tl.float32)
     sum_M = tl.zeros((TILE_M,), tl.float32)
     acc_MD = tl.zeros((TILE_M, BLOCK_D), tl.float32)
@@ -201,7 +203,10 @@ def _attention(
         next_key_N = key_N + TILE_N
         block_N = tl.load(table + next_key_N // BLOCK_SIZE, mask=next_key_N < end, other=0)
         k_ND = tl.load(keys + offset_N[:, None], mask=in_range_ND, other=0)
-        s_MN = scores(q_MD, k_ND, key_scales, scale_N, key_N < end, CODES)
+        if CODES is None:
+            s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
+        else:
+            s_MN = coded_scores(q_MD, q_scale_M, k_ND, key_scales + scale_N, key_N < end, CODES)
         if SOFTCAP > 0:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
             s_MN = SOFTCAP * LOG2_E * (1 - 2 / (tl.exp2(s_MN * (factor * 2 / SOFTCAP)) + 1))
         # Whether some query must not see some of these keys.
@@ -209,10 +214,7 @@ def _attention(
         if WINDOW:
             is_partly_hidden |= start < pos + num_tokens - WINDOW
         if is_partly_hidden:
-            visible_MN = (key_N[None, :] <= pos_M[:, None]) & (key_N < end)[None, :]
-            if WINDOW:
-                visible_MN &= key_N[None, :] > pos_M[:, None] - WINDOW
-            s_MN = tl.where(visible_MN, s_MN, float("-inf"))
+            s_MN = tl.where(_visible(key_N, end, pos_M, WINDOW), s_MN, float("-inf"))
         s_factor = 1.0 if SOFTCAP > 0 else factor
         new_max_M = tl.maximum(max_M, tl.max(s_MN, 1) * s_factor)
         p_MN = tl.exp2(s_MN * s_factor - new_max_M[:, None])
@@ -221,7 +223,10 @@ def _attention(
         sum_M = sum_M * alpha_M + tl.sum(p_MN, 1)
         v_ND = tl.load(values + offset_N[:, None], mask=in_range_ND, other=0)
         acc_MD *= alpha_M[:, None]
-        acc_MD = add_values(acc_MD, p_MN, v_ND, value_scales, scale_N, key_N < end, CODES, q_MD.dtype)
+        if CODES is None:
+            acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD, input_precision="ieee")
+        else:
+            acc_MD += coded_sums(p_MN, v_ND, value_scales + scale_N, key_N < end, CODES, q_MD.dtype)
 
     if num_splits == 1:
         if sinks is not None:
@@ -263,6 +268,15 @@ def _attention(
     )
 
 
+@triton.jit
+def _visible(key_N, end, pos_M, WINDOW: tl.constexpr):
+    """Which keys the queries at the positions `pos_M` see."""
+    visible_MN = (key_N[None, :] <= pos_M[:, None]) & (key_N < end)[None, :]
+    if WINDOW:
+        visible_MN &= key_N[None, :] > pos_M[:, None] - WINDOW
+    return visible_MN
+
+
 def code_kind(cache: Tensor) -> str | None:
     """How `code_values` reads a cache's bytes; None: they are no codes."""
     return {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}.get(cache.dtype)
@@ -274,31 +288,36 @@ def as_bytes(cache: Tensor) -> Tensor:
 
 
 @triton.jit
-def scores(q_MD, k_ND, scales, scale_N, inside_N, CODES: tl.constexpr):
-    """q k^T; if keys are codes, times their scales, at `scale_N` behind `scales`."""
-    if CODES is None:
-        return tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
+def for_codes(q_MD):
+    """(q to be multiplied by codes, a scale of each row). All codes are exact in float16; scaled, all numbers fit."""
+    if q_MD.dtype == tl.float32:
+        scale_M = tl.full((q_MD.shape[0],), 1.0, tl.float32)
     else:
-        s_MN = tl.dot(q_MD, tl.trans(code_values(k_ND, CODES, q_MD.dtype)), input_precision="ieee")
-        return s_MN * tl.load(scales + scale_N, mask=inside_N, other=0.0)[None, :]
+        wide_MD = q_MD.to(tl.float32)
+        scale_M = tl.maximum(tl.max(tl.abs(wide_MD), 1), 1e-30)
+        q_MD = (wide_MD / scale_M[:, None]).to(tl.float16)
+    return q_MD, scale_M
 
 
 @triton.jit
-def add_values(acc_MD, p_MN, v_ND, scales, scale_N, inside_N, CODES: tl.constexpr, DTYPE: tl.constexpr):
-    """acc + p v; values that are codes have scales, as in `scores`, and are multiplied as DTYPE."""
-    if CODES is not None:
-        scale_N = tl.load(scales + scale_N, mask=inside_N, other=0.0)
-        if DTYPE == tl.float16:  # for which scaled probabilities may be too small; scaled values are not
-            v_ND = (code_values(v_ND, CODES, tl.float32) * scale_N[:, None]).to(tl.float16)
-        else:
-            v_ND = code_values(v_ND, CODES, DTYPE)
-            p_MN *= scale_N[None, :]
-    return tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD, input_precision="ieee")
+def coded_scores(q_MD, q_scale_M, codes_ND, scales_N, inside_N, CODES: tl.constexpr):
+    """q k^T, where keys are codes with scales at the pointers `scales_N`, and q is `for_codes`."""
+    s_MN = tl.dot(q_MD, tl.trans(code_values(codes_ND, CODES, q_MD.dtype)), input_precision="ieee")
+    return s_MN * q_scale_M[:, None] * tl.load(scales_N, mask=inside_N, other=0.0)[None, :]
+
+
+@triton.jit
+def coded_sums(p_MN, codes_ND, scales_N, inside_N, CODES: tl.constexpr, DTYPE: tl.constexpr):
+    """p v, where values are codes with scales at the pointers `scales_N`, multiplied as DTYPE."""
+    scale_N = tl.load(scales_N, mask=inside_N, other=0.0)
+    largest = tl.maximum(tl.max(scale_N, 0), 1e-30)  # so that probabilities times scales fit float16
+    p_MN = (p_MN * (scale_N / largest)[None, :]).to(DTYPE)
+    return tl.dot(p_MN, code_values(codes_ND, CODES, DTYPE), input_precision="ieee") * largest
 
 
 @triton.jit
 def code_values(codes, CODES: tl.constexpr, DTYPE: tl.constexpr):
-    """What codes stand for, before they are scaled; exact in 16-bit floats."""
+    """What codes stand for, before they are scaled."""
     if CODES == "e4m3":
         codes = codes.to(tl.float8e4nv, bitcast=True)
     return codes.to(DTYPE)

@@ -17,7 +17,17 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.attention.reference import AttentionTables
-from quire.ops.attention.triton import LOG2_E, LOWEST, _merge, add_values, as_bytes, code_kind, load_unit, scores
+from quire.ops.attention.triton import (
+    LOG2_E,
+    LOWEST,
+    _merge,
+    as_bytes,
+    code_kind,
+    coded_scores,
+    coded_sums,
+    for_codes,
+    load_unit,
+)
 from quire.ops.attention.work import Tile, WorkShape, plan
 from quire.ops.elementwise.triton import scaled
 from quire.ops.elementwise.triton_rope import place_in_cache
@@ -396,6 +406,9 @@ def _latent_attention(
     rope_M = token_M.to(tl.int64) * rope_token_stride + head_M.to(tl.int64) * rope_head_stride
     q_ML = tl.load(q_latent + latent_M[:, None] + l_L[None, :], mask=is_real_M1, other=0.0)
     q_MR = tl.load(q_rope + rope_M[:, None] + r_R[None, :], mask=is_real_M1 & (r_R < R)[None, :], other=0.0)
+    if CODES is not None:
+        q_ML, latent_scale_M = for_codes(q_ML)
+        q_MR, rope_scale_M = for_codes(q_MR)
     max_M = tl.full((TILE_M,), LOWEST, tl.float32)
     sum_M = tl.zeros((TILE_M,), tl.float32)
     acc_ML = tl.zeros((TILE_M, L), tl.float32)
@@ -411,8 +424,8 @@ def _latent_attention(
             s_MN = tl.dot(q_MR, tl.trans(k_NR), input_precision="ieee")
             s_MN = tl.dot(q_ML, tl.trans(c_NL), s_MN, input_precision="ieee")
         else:
-            s_MN = scores(q_MR, k_NR, scales, scale_N + 1, key_N < end, CODES)
-            s_MN += scores(q_ML, c_NL, scales, scale_N, key_N < end, CODES)
+            s_MN = coded_scores(q_MR, rope_scale_M, k_NR, scales + scale_N + 1, key_N < end, CODES)
+            s_MN += coded_scores(q_ML, latent_scale_M, c_NL, scales + scale_N, key_N < end, CODES)
         if start + TILE_N > tl.minimum(end, pos + 1):  # else all queries see all these keys
             visible_MN = (key_N[None, :] <= pos_M[:, None]) & (key_N < end)[None, :]
             s_MN = tl.where(visible_MN, s_MN, float("-inf"))
@@ -422,7 +435,10 @@ def _latent_attention(
         max_M = new_max_M
         sum_M = sum_M * alpha_M + tl.sum(p_MN, 1)
         acc_ML *= alpha_M[:, None]
-        acc_ML = add_values(acc_ML, p_MN, c_NL, scales, scale_N, key_N < end, CODES, q_ML.dtype)
+        if CODES is None:
+            acc_ML = tl.dot(p_MN.to(c_NL.dtype), c_NL, acc_ML, input_precision="ieee")
+        else:
+            acc_ML += coded_sums(p_MN, c_NL, scales + scale_N, key_N < end, CODES, q_ML.dtype)
 
     if num_splits == 1:
         out_M = token_M.to(tl.int64) * out_token_stride + head_M.to(tl.int64) * out_head_stride
