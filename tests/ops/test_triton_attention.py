@@ -16,6 +16,7 @@ from quire.ops.attention import reference as twin
 from quire.ops.attention import triton as ops
 from quire.ops.attention import work as work_lists
 from quire.ops.attention.reference import AttentionTables
+from quire.ops.attention.triton_codes import as_bytes, values_view
 from quire.ops.attention.work import END_KEY, FIRST_UNIT, NUM_SPLITS, AttentionWork, Tile
 from quire.ops.rounding.reference import FLOAT8, round_vectors
 
@@ -87,7 +88,9 @@ class World:
             by_head = memory[:, : 2 * K * size].unflatten(1, (2, K, size))
             by_head.copy_(scales.transpose(2, 3))
             self.scales = by_head.view(len(pool), 2, size, K)
-            ops.cache_view(ops.as_bytes(self.cache)).copy_(ops.as_bytes(codes).transpose(2, 3))
+            bytes_of_cache, (keys, values) = as_bytes(self.cache), as_bytes(codes).unbind(1)
+            ops.cache_view(bytes_of_cache)[:, 0].copy_(keys.transpose(1, 2))
+            values_view(bytes_of_cache).copy_(values.permute(0, 2, 3, 1))
         else:
             ops.cache_view(self.cache).copy_(plain.transpose(2, 3))
         self.plain = plain.float().to(DEVICE)

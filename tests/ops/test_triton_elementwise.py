@@ -7,6 +7,8 @@ import pytest
 import torch
 from tests.ops.codes import one_step_apart
 
+from quire.ops.attention.triton import cache_view
+from quire.ops.attention.triton_codes import as_bytes, values_view
 from quire.ops.elementwise import reference as twin
 from quire.ops.elementwise import triton as ops
 from quire.ops.elementwise import triton_rope
@@ -154,9 +156,13 @@ def test_keys_and_values_are_rounded_as_by_the_twin(
         scales = torch.full((6, 2 * 16 * K), math.nan, device=DEVICE)
         options = {"scales": scales.view(6, 2, 16, K), "fixed_scales": fixed}
         qkv = run(module, cache.view(6, 2, 16, K, head_size), x, **options)
-        inside = (6, 2, 16, K) if module is twin else (6, 2, K, 16)
-        cache, scales = cache.unflatten(1, (*inside[1:], head_size)), scales.view(inside)
-        found.append((*qkv, *((cache, scales) if module is twin else (cache.transpose(2, 3), scales.transpose(2, 3)))))
+        cache = as_bytes(cache.view(6, 2, 16, K, head_size))
+        scales = scales.view(6, 2, 16, K)
+        if module is triton_rope:  # in its own order
+            keys = cache_view(cache)[:, 0].transpose(1, 2)
+            cache = torch.stack((keys, values_view(cache).permute(0, 3, 1, 2)), 1)
+            scales = scales.view(6, 2, K, 16).transpose(2, 3)
+        found.append((*qkv, cache.contiguous().view(codes), scales))
     (q, k, v, cache, scales), (their_q, their_k, their_v, their_cache, their_scales) = found
     close(q, their_q)
     close(scales, their_scales)

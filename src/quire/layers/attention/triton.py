@@ -21,6 +21,8 @@ class Triton(WorkListBackend):
 def why_not(
     device: torch.device, dtype: torch.dtype, head_size: int, block_size: int, cache_dtype: torch.dtype
 ) -> str | None:
+    if cache_dtype != dtype and block_size % 16:
+        return "it reads 8-bit caches in blocks of 16 tokens, or multiples of it: change --block-size"
     if supports(dtype, head_size, block_size):
         return None
     return f"it has no kernel for {dtype}, head size {head_size} and blocks of {block_size}"

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.attention.triton import as_bytes, code_kind
+from quire.ops.attention.triton_codes import as_bytes, code_kind
 from quire.ops.elementwise.triton import PER_THREAD, scaled
 from quire.ops.launch import INTERPRETED, options, pdl
 from quire.ops.rounding.triton import round_parts
@@ -181,8 +181,10 @@ def _rope_and_write_kernel(
             v_CD = codes[0]
             scale_at = scales_ptr + (K + head_C1) * BLOCK_SIZE + place_in_cache(slot, scales_stride, BLOCK_SIZE, 1)
             tl.store(scale_at, scale_C1, (head_C1 < K) & (slot >= 0))
-        to_C1 = cache_ptr + (K + head_C1) * (BLOCK_SIZE * D) + place_in_cache(slot, cache_stride, BLOCK_SIZE, D)
-        tl.store(to_C1 + i_1D, v_CD, inside & (slot >= 0))
+        # Of codes, neighbouring tokens lie side by side; else neighbouring numbers of a token.
+        VECTOR: tl.constexpr = D if CODES is None else 1
+        to_C1 = cache_ptr + (K + head_C1) * (BLOCK_SIZE * D) + place_in_cache(slot, cache_stride, BLOCK_SIZE, VECTOR)
+        tl.store(to_C1 + i_1D * (1 if CODES is None else BLOCK_SIZE), v_CD, inside & (slot >= 0))
 
 
 @triton.jit

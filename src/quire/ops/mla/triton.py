@@ -17,17 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.attention.reference import AttentionTables
-from quire.ops.attention.triton import (
-    LOG2_E,
-    LOWEST,
-    _merge,
-    as_bytes,
-    code_kind,
-    coded_scores,
-    coded_sums,
-    for_codes,
-    load_unit,
-)
+from quire.ops.attention.triton_codes import as_bytes, code_kind, code_values, for_codes
+from quire.ops.attention.triton_parts import LOG2_E, LOWEST, load_unit, merge
 from quire.ops.attention.work import Tile, WorkShape, plan
 from quire.ops.elementwise.triton import scaled
 from quire.ops.elementwise.triton_rope import place_in_cache
@@ -347,6 +338,22 @@ def latent_attention(
 
 
 @triton.jit
+def _coded_scores(q_MD, q_scale_M, codes_ND, scales_N, inside_N, CODES: tl.constexpr):
+    """q k^T, where keys are codes with scales at the pointers `scales_N`, and q is `for_codes`."""
+    s_MN = tl.dot(q_MD, tl.trans(code_values(codes_ND, CODES, q_MD.dtype)), input_precision="ieee")
+    return s_MN * q_scale_M[:, None] * tl.load(scales_N, mask=inside_N, other=0.0)[None, :]
+
+
+@triton.jit
+def _coded_sums(p_MN, codes_ND, scales_N, inside_N, CODES: tl.constexpr, DTYPE: tl.constexpr):
+    """p v, where values are codes with scales at the pointers `scales_N`, multiplied as DTYPE."""
+    scale_N = tl.load(scales_N, mask=inside_N, other=0.0)
+    largest = tl.maximum(tl.max(scale_N, 0), 1e-30)  # so that probabilities times scales fit float16
+    p_MN = (p_MN * (scale_N / largest)[None, :]).to(DTYPE)
+    return tl.dot(p_MN, code_values(codes_ND, CODES, DTYPE), input_precision="ieee") * largest
+
+
+@triton.jit
 def _latent_attention(
     q_latent,
     q_rope,
@@ -407,8 +414,8 @@ def _latent_attention(
     q_ML = tl.load(q_latent + latent_M[:, None] + l_L[None, :], mask=is_real_M1, other=0.0)
     q_MR = tl.load(q_rope + rope_M[:, None] + r_R[None, :], mask=is_real_M1 & (r_R < R)[None, :], other=0.0)
     if CODES is not None:
-        q_ML, latent_scale_M = for_codes(q_ML)
-        q_MR, rope_scale_M = for_codes(q_MR)
+        q_ML, latent_scale_M = for_codes(q_ML, 1)
+        q_MR, rope_scale_M = for_codes(q_MR, 1)
     max_M = tl.full((TILE_M,), LOWEST, tl.float32)
     sum_M = tl.zeros((TILE_M,), tl.float32)
     acc_ML = tl.zeros((TILE_M, L), tl.float32)
@@ -424,8 +431,8 @@ def _latent_attention(
             s_MN = tl.dot(q_MR, tl.trans(k_NR), input_precision="ieee")
             s_MN = tl.dot(q_ML, tl.trans(c_NL), s_MN, input_precision="ieee")
         else:
-            s_MN = coded_scores(q_MR, rope_scale_M, k_NR, scales + scale_N + 1, key_N < end, CODES)
-            s_MN += coded_scores(q_ML, latent_scale_M, c_NL, scales + scale_N, key_N < end, CODES)
+            s_MN = _coded_scores(q_MR, rope_scale_M, k_NR, scales + scale_N + 1, key_N < end, CODES)
+            s_MN += _coded_scores(q_ML, latent_scale_M, c_NL, scales + scale_N, key_N < end, CODES)
         if start + TILE_N > tl.minimum(end, pos + 1):  # else all queries see all these keys
             visible_MN = (key_N[None, :] <= pos_M[:, None]) & (key_N < end)[None, :]
             s_MN = tl.where(visible_MN, s_MN, float("-inf"))
@@ -438,7 +445,7 @@ def _latent_attention(
         if CODES is None:
             acc_ML = tl.dot(p_MN.to(c_NL.dtype), c_NL, acc_ML, input_precision="ieee")
         else:
-            acc_ML += coded_sums(p_MN, c_NL, scales + scale_N, key_N < end, CODES, q_ML.dtype)
+            acc_ML += _coded_sums(p_MN, c_NL, scales + scale_N, key_N < end, CODES, q_ML.dtype)
 
     if num_splits == 1:
         out_M = token_M.to(tl.int64) * out_token_stride + head_M.to(tl.int64) * out_head_stride
@@ -459,7 +466,7 @@ def _latent_attention(
         return
     tl.store(counter, 0)
     for column in range(0, L, MERGE_COLUMNS):
-        _merge(
+        merge(
             out + column,
             None,
             partials + column,
