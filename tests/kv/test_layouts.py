@@ -39,7 +39,7 @@ def test_models_get_few_groups(specs, expected):
     [
         Full(4, 64, "bfloat16"),
         Full(4, 128, "bfloat16"),
-        Full(8, 128, "int8"),
+        Full(8, 128, "uint8"),
         Sliding(**HEADS, window=512),
         Sliding(**HEADS, window=4096),
     ],

@@ -15,7 +15,7 @@ from quire.kv.specs import Full, KVLayout, Sliding
 FULL = Full(num_kv_heads=1, head_size=1, dtype="bfloat16")
 NEAR = Sliding(num_kv_heads=1, head_size=1, dtype="bfloat16", window=6)
 NEARER = Sliding(num_kv_heads=1, head_size=1, dtype="bfloat16", window=5)
-THIN = Sliding(num_kv_heads=1, head_size=2, dtype="int8", window=9)
+THIN = Sliding(num_kv_heads=1, head_size=2, dtype="uint8", window=9)
 WIDE = Full(num_kv_heads=2, head_size=1, dtype="bfloat16")
 
 

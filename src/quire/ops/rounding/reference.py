@@ -25,6 +25,7 @@ def round_vectors(x: Tensor, dtype: torch.dtype, fixed_scale: float | None = Non
     largest = x.abs().amax(-1).clamp(min=TINY)
     if fixed_scale is not None:
         largest = torch.full_like(largest, fixed_scale * largest_code)
-    scaled = (x * (largest_code / largest).unsqueeze(-1)).clamp(-largest_code, largest_code)
+    inverse = torch.full_like(largest, largest_code) / largest  # a number over a tensor would be rounded twice
+    scaled = (x * inverse.unsqueeze(-1)).clamp(-largest_code, largest_code)
     codes = scaled.round().to(torch.int8) if dtype == torch.int8 else scaled.to(FLOAT8)
     return codes, largest / largest_code
