@@ -141,7 +141,7 @@ CHAT_REFUSED: Refusals = {
 
 
 async def chat(call: Call) -> Answer | EventStream:
-    body = decode(call.body, ChatRequest, CHAT_REFUSED)
+    body = await decode(call.body, ChatRequest, CHAT_REFUSED)
     llm = call.service.llm
     model_name = call.service.model_name(body.model)
     body.check(num_prompts=1)

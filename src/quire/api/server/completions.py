@@ -82,7 +82,7 @@ COMPLETION_REFUSED: Refusals = {**REFUSED, "suffix": bool}
 
 
 async def completions(call: Call) -> Answer | EventStream:
-    body = decode(call.body, CompletionRequest, COMPLETION_REFUSED)
+    body = await decode(call.body, CompletionRequest, COMPLETION_REFUSED)
     llm = call.service.llm
     model_name = call.service.model_name(body.model)
     prompts = body.prompts()

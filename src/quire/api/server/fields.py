@@ -21,6 +21,7 @@ from quire.frontend.async_llm import MAX_TIMEOUT_S
 from quire.frontend.inputs import MAX_CACHE_SALT_CHARS, PRIORITY_LIMIT
 from quire.frontend.model import ModelInfo
 from quire.params import SamplingParams, StructuredOutputs, free
+from quire.utils.loop_share import LoopShare
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +68,9 @@ def given(value: Any) -> bool:
 REFUSED: Refusals = {"use_beam_search": given, "truncate_prompt_tokens": given, "prompt_embeds": given}
 
 
-def decode(body: bytes, kind: type[Body], refused: Refusals = REFUSED) -> Body:
-    """The body as a struct; RequestError names what is wrong with it."""
+async def decode(body: bytes, kind: type[Body], refused: Refusals = REFUSED) -> Body:
+    """The body as a struct; RequestError names what is wrong with it. Others run in between."""
+    share = LoopShare()
     try:
         values = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -85,10 +87,12 @@ def decode(body: bytes, kind: type[Body], refused: Refusals = REFUSED) -> Body:
             _warn_unknown(name)
         elif refused[name](value):
             raise RequestError(f"{name} is not supported by this server: leave it out", name)
+    await share.pause()
     try:
         decoded = msgspec.convert(values, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise _field_error(str(error)) from None
+    await share.pause()
     if check_free := _free_checker(kind):
         check_free("", decoded)
     return decoded

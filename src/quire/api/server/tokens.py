@@ -48,7 +48,7 @@ class DetokenizeAnswer(msgspec.Struct):
 
 
 async def tokenize(call: Call) -> Answer:
-    body = decode(call.body, TokenizeRequest, TEMPLATE_REFUSED)
+    body = await decode(call.body, TokenizeRequest, TEMPLATE_REFUSED)
     llm = call.service.llm
     call.service.model_name(body.model)
     if body.messages is not None and body.prompt is None:
@@ -70,10 +70,10 @@ def _tokenized(model: ModelInfo, tokens: list[int], with_strings: bool) -> Answe
 
 
 async def detokenize(call: Call) -> Answer:
-    body = decode(call.body, DetokenizeRequest, {})
+    body = await decode(call.body, DetokenizeRequest, {})
     llm = call.service.llm
     call.service.model_name(body.model)
-    check_vocabulary("tokens", body.tokens, llm.model.vocab_size)
     if len(body.tokens) > (limit := llm.model.max_model_len):
         raise RequestError(f"there are {len(body.tokens):,} tokens and the context is {limit:,}: send fewer", "tokens")
+    check_vocabulary("tokens", body.tokens, llm.model.vocab_size)
     return Answer.json(DetokenizeAnswer(await llm.decode(body.tokens)))
