@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from quire.ops import launch
 from quire.ops.attention import triton as attention
+from quire.ops.attention import triton_codes
 from quire.ops.attention.reference import AttentionTables
 from quire.ops.elementwise.triton_rope import rope_and_write
 from quire.ops.mla import triton as mla
@@ -197,7 +198,7 @@ def main() -> None:
         "num_multiprocessors": lambda x: NUM_MULTIPROCESSORS,
         "capability": lambda: (major, minor),
     }
-    for module in (launch, attention, mla, moe, triton_sort, routing, few, rows, tiles, many_rows):
+    for module in (launch, attention, triton_codes, mla, moe, triton_sort, routing, few, rows, tiles, many_rows):
         for name, answer in answers.items():
             if hasattr(module, name):
                 setattr(module, name, answer)

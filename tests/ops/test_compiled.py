@@ -31,7 +31,7 @@ KERNELS = {
     "latents": {"_latent_attention"},
     "rounded_caches": {
         "_rope_and_write_kernel",
-        "_attention",
+        "_coded_attention",
         "_norm_rope_and_write_kernel",
         "_latent_attention",
     },
