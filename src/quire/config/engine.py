@@ -77,7 +77,7 @@ class CacheConfig:
         "number type of cached keys and values: fp8 (fp8_e4m3) and int8 have a scale per token and head; "
         "auto: the model's dtype, or fp8 where the checkpoint was made for it",
     )
-    calculate_kv_scales: bool = knob(False, "accepted: scales of an 8-bit cache that the checkpoint lacks always are")
+    calculate_kv_scales: bool = knob(False, "has no effect: scales that a checkpoint lacks are always computed")
     enable_prefix_caching: bool = knob(True, "reuse the KV blocks of prompts that begin alike")
     gpu_memory_utilization: float = knob(
         0.9,

@@ -194,8 +194,10 @@ class CausalLM(Layer):
     def _take_cache_scale(self, name: str, tensor: RawTensor) -> None:
         """The scale that a checkpoint has for all cached keys, or values, of a layer: used if the cache is float8."""
         found = re.fullmatch(r"(.+)\.self_attn\.(?:[kv]_proj\.)?([kv])_scale", name)
-        attention = found and dict(self.named_modules()).get(f"{found[1]}.self_attn.attn")
-        if not found or not isinstance(attention, Attention) or self.runtime.cache_dtype != FLOAT8:
+        if not found or self.runtime.cache_dtype != FLOAT8:
+            return
+        attention = dict(self.named_modules()).get(f"{found[1]}.self_attn.attn")
+        if not isinstance(attention, Attention):
             return
         values = tensor.dense(torch.float32).flatten()
         if len(values) != 1 or not 0 < values.item() < math.inf:

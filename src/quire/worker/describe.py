@@ -57,6 +57,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
         "weight_types": {} if config.model.load_format == "dummy" else _weight_types(files),
         "weights": weights,
         "weight_bytes": weight_bytes,
+        "kv_cache_dtype": config.cache.kv_cache_dtype,
         "kv_bytes_per_token": math.ceil(sum(spec.bytes_per_token for spec in specs.values())),
         "kv_groups": [f"{len(group.caches)} layers, {group.spec.kind}" for group in layout.groups],
         "kv_memory_bytes": config.cache.kv_cache_memory_bytes or _kv_memory_bytes(config, weight_bytes),

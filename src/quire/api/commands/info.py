@@ -51,7 +51,10 @@ def _table(facts: dict[str, Any]) -> str:
         ("dtype", facts["dtype"]),
         ("weights", f"{_bytes(facts['weight_bytes'])} in memory"),
         *(("", _weights_row(**row)) for row in facts["weights"]),
-        ("KV per token", f"{facts['kv_bytes_per_token']:,} bytes ({'; '.join(facts['kv_groups'])})"),
+        (
+            "KV per token",
+            f"{facts['kv_bytes_per_token']:,} bytes in {facts['kv_cache_dtype']} ({'; '.join(facts['kv_groups'])})",
+        ),
         ("KV memory", f"{_bytes(facts['kv_memory_bytes'])}: {facts['kv_tokens']:,} tokens"),
         ("fits", f"{requests:,.1f} requests of max_model_len {facts['max_model_len']:,} at once"),
         ("kernels", f"attention {facts['attention']}, linear {facts['linear']}"),

@@ -81,9 +81,8 @@ class Attention(CacheLayer):
         q_units, _ = head_units(num_heads, num_kv_heads)
         self.splits = {"sinks": Split("outputs", (Section(num_heads, q_units),))}
         self.shares = shares
-        self.own_scales: dict[
-            str, float
-        ] = {}  # of "keys" and "values" in a float8 cache, where the checkpoint has them
+        # Of "keys" and "values" in a float8 cache, where the checkpoint has them.
+        self.own_scales: dict[str, float] = {}
 
     @property
     def is_plain(self) -> bool:

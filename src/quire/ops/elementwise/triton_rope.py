@@ -36,8 +36,8 @@ def rope_and_write(
 ) -> None:
     """As the twin, in one launch; norm weights are given for both q and k or for neither.
 
-    `cache` has the twin's shape, [blocks, 2, block_size, K, D]; its strides inside a block are not used: see the top of
-    this file.
+    `cache` has the twin's shape, [blocks, 2, block_size, K, D]; inside a block, its bytes are in the order of
+    `ops/attention/triton.py`, or of `triton_codes.py` beside it.
     """
     num_tokens, num_heads, head_size = q_THD.shape
     num_kv_heads, rotary_dim = k_TKD.shape[1], cos_sin.shape[1]

@@ -162,7 +162,8 @@ struct KvLayout {
             for (int t = 0; t < CHUNK; t += E::PACK) *v_out++ = E::v_line(v + t * v_stride + d, v_stride);
     }
 
-    // The same in codes, of one token: returns the scales of k and v. A fixed scale of 0 means none.
+    // The same in codes, of one token. Its scales go to `k_scale` and the place of values behind. A fixed scale of 0 means
+    // none.
     void store_codes(char* cache, int64_t slot, int64_t head, const Elem* k, const Elem* v, const float* fixed,
                      float* k_scale) const {
         const int64_t offset = slot % block_size, lane = offset % CHUNK;
