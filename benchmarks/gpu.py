@@ -5,9 +5,9 @@
     python benchmarks/gpu.py --models qwen3-0.6b --workloads soak --skip-checks    # five minutes: does memory grow?
 
 Models are folders of `shapes/`, with random weights: bf16, or quantized as config.json says; `qwen3-8b:fp8` is one
-quantized by `--quantization fp8`. Of models with experts it prints how many of them a step uses. The figures of vLLM
-and the floors are those of `benchmarks/README.md`, for an H200. The exit status is 1 when a check fails or a bar is
-missed.
+quantized by `--quantization fp8`, `qwen3-8b@int8` one with `--kv-cache-dtype int8`. Of models with experts it prints
+how many of them a step uses. The figures of vLLM and the floors are those of `benchmarks/README.md`, for an H200. The
+exit status is 1 when a check fails or a bar is missed.
 """
 
 import argparse
@@ -101,7 +101,12 @@ FIGURES = {
     ("gpt-oss-20b-mxfp4", "stream-128", "tpot_ms"): (3.05, 0.86, 1.5),
     ("gpt-oss-20b-mxfp4", "mixed256", "out_tok_s"): (10_350, 28_600, 16_000),
     ("gpt-oss-20b-mxfp4", "p1024d128", "req_s"): (46.1, 96, 58),
-    ("decode attention", "256 x 1000", "copy_share"): (None, 1.0, 0.95),
+    ("qwen3-0.6b@fp8", "mixed256", "out_tok_s"): (None, 63_000, 36_000),
+    ("qwen3-8b@fp8", "mixed256", "out_tok_s"): (None, None, 11_800),
+    ("qwen3-8b:fp8@fp8", "mixed256", "out_tok_s"): (None, None, 15_000),
+    ("decode attention", "auto", "copy_share"): (None, 1.0, 0.95),
+    ("decode attention", "fp8", "copy_share"): (None, 1.0, 0.90),
+    ("decode attention", "int8", "copy_share"): (None, 1.0, 0.90),
     ("qwen3-0.6b", "soak", "growth_mib"): (None, None, 8),
 }
 
@@ -121,7 +126,8 @@ def main() -> int:
     failed = [] if args.skip_checks else check()
     rows: list[tuple[str, str, str, float]] = []
     if not args.skip_checks:
-        rows.append(("decode attention", "256 x 1000", "copy_share", decode_attention_share()))
+        for cache_dtype in ("auto", "fp8", "int8"):
+            rows.append(("decode attention", cache_dtype, "copy_share", decode_attention_share(cache_dtype)))
     for model in args.models.split(","):
         print(f"{model} …", flush=True)
         try:
@@ -151,34 +157,43 @@ def check() -> list[str]:
     return failed
 
 
-def decode_attention_share() -> float:
-    """The bandwidth of decode attention as a share of a copy's: 256 rows x 1,000 tokens, 8 KV heads of 128 in bf16."""
+def decode_attention_share(cache_dtype: str) -> float:
+    """The bandwidth of decode attention as a share of a copy's: 256 rows x 1,000 tokens, 32 query heads, 8 KV heads of
+    128. Scales of codes count as bytes read."""
     import torch
 
     from quire.ops.attention.reference import AttentionTables
     from quire.ops.attention.triton import paged_attention, work_shape
     from quire.ops.attention.work import plan
 
-    rows, context, K, D, size, copies = 256, 1000, 8, 128, 16, 3
+    rows, context, H, K, D, size, copies = 256, 1000, 32, 8, 128, 16, 3
     per_row = -(-context // size)
-    cache = torch.randn(rows * per_row * copies, 2, size, K, D, device="cuda", dtype=torch.bfloat16)
-    q = torch.randn(rows, 2 * K, D, device="cuda", dtype=torch.bfloat16)
+    num_blocks = rows * per_row * copies
+    cache = torch.randn(num_blocks, 2, size, K, D, device="cuda", dtype=torch.bfloat16)
+    scales = None
+    bytes_per_token = 2 * K * D * 2
+    if cache_dtype != "auto":
+        to = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[cache_dtype]
+        cache = (cache * 30).to(to)
+        scales = torch.rand(num_blocks, 2, size, K, device="cuda") * 0.1
+        bytes_per_token = 2 * K * (D + 4)
+    q = torch.randn(rows, H, D, device="cuda", dtype=torch.bfloat16)
     starts = torch.arange(rows + 1, device="cuda", dtype=torch.int32)
     lens = torch.full((rows,), context, device="cuda", dtype=torch.int32)
-    shape = work_shape(q.dtype, 2 * K, K, D, decode=True)
+    shape = work_shape(q.dtype, H, K, D, decode=True)
     tables = []
-    for part in torch.randperm(len(cache), device="cuda").int().view(copies, rows, per_row):
+    for part in torch.randperm(num_blocks, device="cuda").int().view(copies, rows, per_row):
         table = AttentionTables(starts, lens, part.contiguous(), size, max_query_len=1)
         tables.append(replace(table, work=(plan(q, table, shape),)))
     turns = itertools.cycle(tables)
-    attention_s = time_gpu(lambda: paged_attention(q, cache, next(turns), scale=D**-0.5))
+    attention_s = time_gpu(lambda: paged_attention(q, cache, next(turns), scale=D**-0.5, scales=scales))
     source = torch.randn(1 << 29, device="cuda")
     target = torch.empty_like(source)
     copy_s = time_gpu(lambda: target.copy_(source))
-    attention_rate = rows * context * 2 * K * D * 2 / attention_s
+    attention_rate = rows * context * bytes_per_token / attention_s
     copy_rate = 2 * source.nbytes / copy_s
-    print(f"decode attention {attention_s * 1e6:.0f} us, {attention_rate / 1e12:.2f} TB/s", end="; ")
-    print(f"copy {copy_rate / 1e12:.2f} TB/s")
+    print(f"decode attention, {cache_dtype}: {attention_s * 1e6:.0f} us, {attention_rate / 1e12:.2f} TB/s", end="; ")
+    print(f"copy {copy_rate / 1e12:.2f} TB/s", flush=True)
     return attention_rate / copy_rate
 
 
@@ -227,11 +242,13 @@ def time_model(model: str, names: list[str]) -> list[tuple[str, str, float]]:
     work = [workloads.build(name, "cuda") for name in names if name not in ("startup", "soak")]
     longest = max([w.max_model_len for w in work], default=2048)
     started = time.perf_counter()
+    model, _, cache_dtype = model.partition("@")
     folder, _, quantization = model.partition(":")
     with LLM(
         str(ROOT / "benchmarks" / "shapes" / folder),
         load_format="dummy",
         quantization=quantization or "auto",
+        kv_cache_dtype=cache_dtype or "auto",
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         max_model_len=longest,
