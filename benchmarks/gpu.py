@@ -180,7 +180,7 @@ def decode_attention_share(cache_dtype: str) -> float:
     q = torch.randn(rows, H, D, device="cuda", dtype=torch.bfloat16)
     starts = torch.arange(rows + 1, device="cuda", dtype=torch.int32)
     lens = torch.full((rows,), context, device="cuda", dtype=torch.int32)
-    shape = work_shape(q.dtype, H, K, D, decode=True)
+    shape = work_shape(q.dtype, H, K, D, decode=True, has_codes=scales is not None)
     tables = []
     for part in torch.randperm(num_blocks, device="cuda").int().view(copies, rows, per_row):
         table = AttentionTables(starts, lens, part.contiguous(), size, max_query_len=1)

@@ -15,7 +15,8 @@ class Triton(WorkListBackend):
 
     @staticmethod
     def work_shape(layer: CacheLayer, dtype: torch.dtype, *, decode: bool) -> WorkShape:
-        return work_shape(dtype, layer.num_heads, layer.num_kv_heads, layer.head_size, decode=decode)
+        sizes = layer.num_heads, layer.num_kv_heads, layer.head_size
+        return work_shape(dtype, *sizes, decode=decode, has_codes=layer.scales is not None)
 
 
 def why_not(

@@ -39,9 +39,13 @@ def config(dtype: torch.dtype, head_size: int, group_size: int, *, decode: bool)
     return Tile(max(128, lowest), 64, 8, 3 if head_size <= 128 else 2, 2)
 
 
-def work_shape(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_size: int, *, decode: bool) -> WorkShape:
+def work_shape(
+    dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_size: int, *, decode: bool, has_codes: bool = False
+) -> WorkShape:
+    """`has_codes`: the cache holds codes, with scales."""
     group_size = num_heads // num_kv_heads
-    return WorkShape(config(dtype, head_size, group_size, decode=decode), num_kv_heads, group_size, head_size)
+    choose = triton_codes.config if has_codes else config
+    return WorkShape(choose(dtype, head_size, group_size, decode=decode), num_kv_heads, group_size, head_size)
 
 
 def supports(dtype: torch.dtype, head_size: int, block_size: int) -> bool:
@@ -78,7 +82,9 @@ def paged_attention(
     dependent = pdl(q_THD)
     works = tables.work
     if works is None:
-        works = (plan(q_THD, tables, work_shape(q_THD.dtype, H, K, D, decode=tables.max_query_len == 1), window),)
+        is_decode, has_codes = tables.max_query_len == 1, scales is not None
+        shape = work_shape(q_THD.dtype, H, K, D, decode=is_decode, has_codes=has_codes)
+        works = (plan(q_THD, tables, shape, window),)
     for work in works:
         if scales is not None:
             triton_codes.launch(q_THD, cache, scales, tables, work, out, scale, window, sinks_H, softcap)

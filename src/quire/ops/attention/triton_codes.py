@@ -1,11 +1,15 @@
 """Paged attention over a cache of 8-bit codes in Triton, called by `paged_attention` of `triton.py`.
 
-All is transposed: scores are k q^T [N, M], outputs v^T p [D, M]. So codes are always the first factor of a product,
-which tensor cores take from registers, where codes are converted. For this, the values of a block lie [K, D,
-block_size] (`values_view`): neighbouring tokens, which a product adds up, side by side. Keys lie [K, block_size, D], as
-in other caches, and behind both the scales, [2, K, block_size], which multiply scores and probabilities, not elements.
+Tensor cores multiply codes as they are: nothing is converted. Their other factor must then have 8 bits, too: queries
+and probabilities are cut in two parts of 8 bits each (`in_parts`), which are neighbouring columns of one product, and
+whose sum is as exact as a bfloat16. Small groups of heads leave most columns of a product unused anyway.
 
-Shape letters and work lists are those of `triton.py`.
+All is transposed, scores are k q^T [N, M], outputs v^T p [D, M], so that codes are the first factor, which tensor cores
+take from shared memory, where asynchronous loads put them. They add up neighbours: for this, the values of a block lie
+[K, D, block_size] (`values_view`). Keys lie [K, block_size, D], as in other caches, and behind both the scales, [2, K,
+block_size], which multiply scores and probabilities, not elements.
+
+Shape letters and work lists are those of `triton.py`. Models in float32 multiply float32.
 """
 
 import torch
@@ -15,10 +19,23 @@ from torch import Tensor
 
 from quire.ops.attention.reference import AttentionTables
 from quire.ops.attention.triton_parts import LOG2_E, LOWEST, finish, load_unit
-from quire.ops.attention.work import AttentionWork
-from quire.ops.launch import options, pdl
+from quire.ops.attention.work import AttentionWork, Tile
+from quire.ops.launch import INTERPRETED, has_little_shared_memory, options, pdl
+from quire.ops.rounding.triton import code_number, to_code
 
 ALIGNED = tl.constexpr(16)  # keys are read from multiples of it, in which the tokens of a block are side by side
+
+
+def config(dtype: torch.dtype, head_size: int, group_size: int, *, decode: bool) -> Tile:
+    """As that of `triton.py`; a product has two columns for each row of a tile."""
+    lowest = max(8, triton.next_power_of_2(group_size))
+    if dtype == torch.float32:  # exactness checks: no tensor cores, speed does not matter
+        return Tile(max(16, lowest), 32, 4, 2, 4)
+    # With as many keys as a head has elements, both products have one layout, and nothing moves between threads.
+    tile_n = min(128, max(64, triton.next_power_of_2(head_size)))
+    if has_little_shared_memory() or head_size > 256:
+        return Tile(lowest, 64, 4, 2, 4) if decode else Tile(max(32, lowest), 64, 4, 2, 2)
+    return Tile(lowest, tile_n, 4, 2, 4) if decode else Tile(max(64, lowest), tile_n, 8, 2, 2)
 
 
 def code_kind(cache: Tensor) -> str | None:
@@ -54,7 +71,7 @@ def launch(
     dependent = pdl(q_THD)
     _coded_attention[K, work.units.shape[0]](
         q_THD,
-        as_bytes(cache),
+        cache,
         scales,
         tables.block_table,
         work.units,
@@ -81,6 +98,7 @@ def launch(
         SOFTCAP=softcap,
         TILE_M=work.tile.tile_m,
         TILE_N=work.tile.tile_n,
+        ON_CARD=not INTERPRETED,
         PDL=dependent,
         num_warps=work.tile.num_warps,
         num_stages=work.tile.num_stages,
@@ -118,6 +136,7 @@ def _coded_attention(
     SOFTCAP: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    ON_CARD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -133,61 +152,49 @@ def _coded_attention(
         shift = tl.load(shifts + row)
         pos, begin, end = pos - shift, tl.maximum(begin - shift, 0), end - shift
 
-    m_M, d_D, n_N = tl.arange(0, TILE_M), tl.arange(0, BLOCK_D), tl.arange(0, TILE_N)
+    m_M, d_D = tl.arange(0, TILE_M), tl.arange(0, BLOCK_D)
     token_M, head_M, pos_M = first_token + m_M // G, kv_head * G + m_M % G, pos + m_M // G
     is_real_DM = (d_D < D)[:, None] & (m_M < num_tokens * G)[None, :]
     q_M = token_M.to(tl.int64) * q_token_stride + head_M * q_head_stride
-    q_DM, q_scale_M = for_codes(tl.load(q + d_D[:, None] + q_M[None, :], mask=is_real_DM, other=0.0), 0)
+    q_DM = tl.load(q + d_D[:, None] + q_M[None, :], mask=is_real_DM, other=0.0)
+    largest_M = tl.maximum(tl.max(tl.abs(q_DM.to(tl.float32)), 0), 1e-30)
+    q_parts = in_parts(q_DM, 1 / largest_M[None, :], CODES, q_DM.dtype == tl.float32, ON_CARD)
+    factor_M = factor * largest_M
     K = tl.num_programs(0)
-    keys = cache + kv_head * (BLOCK_SIZE * D) + d_D[None, :]
-    values = cache + (K + kv_head) * (BLOCK_SIZE * D) + d_D[:, None] * BLOCK_SIZE
+    keys = cache + kv_head * (BLOCK_SIZE * D)
+    values = cache + (K + kv_head) * (BLOCK_SIZE * D)
     scales += kv_head * BLOCK_SIZE
     table = block_table + row.to(tl.int64) * table_stride
+
+    # Tiles of keys that all queries see, and those before and behind, of which some queries must not see some keys.
     first = begin // ALIGNED * ALIGNED
-    # Block ids are loaded one turn of the loop ahead: loaded in the same turn, they would halve the stages of K and V.
-    block_N = tl.load(table + (first + n_N) // BLOCK_SIZE, mask=first + n_N < end, other=0)
+    first_seen = tl.maximum(begin, pos + num_tokens - WINDOW) if WINDOW else begin
+    full_begin = first + (tl.maximum(first_seen - first, 0) + TILE_N - 1) // TILE_N * TILE_N
+    full_end = full_begin + tl.maximum(tl.minimum(end, pos + 1) - full_begin, 0) // TILE_N * TILE_N
+    num_before = (tl.minimum(full_begin, end) - first + TILE_N - 1) // TILE_N
+    num_partial = num_before + (tl.maximum(end - full_end, 0) + TILE_N - 1) // TILE_N
     max_M = tl.full((TILE_M,), LOWEST, tl.float32)
-    sum_M = tl.zeros((TILE_M,), tl.float32)
+    sum_NM = tl.zeros((TILE_N, TILE_M), tl.float32)
     acc_DM = tl.zeros((BLOCK_D, TILE_M), tl.float32)
-    for start in range(first, end, TILE_N):
+    n_N = tl.arange(0, TILE_N)
+    # Block ids are loaded one turn of the loop ahead: loaded in the same turn, they would halve the stages of K and V.
+    block_N = tl.load(table + (full_begin + n_N) // BLOCK_SIZE, mask=full_begin + n_N < full_end, other=0)
+    for start in range(full_begin, full_end, TILE_N):
         key_N = start + n_N
-        inside_N = (key_N >= begin) & (key_N < end)
-        place_N = block_N.to(tl.int64) * block_stride
-        scale_N = block_N.to(tl.int64) * scales_stride + key_N % BLOCK_SIZE
-        block_N = tl.load(table + (key_N + TILE_N) // BLOCK_SIZE, mask=key_N + TILE_N < end, other=0)
-        k_ND = tl.load(
-            keys + (place_N + key_N % BLOCK_SIZE * D)[:, None], mask=inside_N[:, None] & (d_D < D)[None, :], other=0
-        )
-        key_scale_N = tl.load(scales + scale_N, mask=inside_N, other=0.0)
-        s_NM = tl.dot(code_values(k_ND, CODES, q_DM.dtype), q_DM, input_precision="ieee")
-        s_NM *= key_scale_N[:, None] * q_scale_M[None, :]
-        if SOFTCAP > 0:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
-            s_NM = SOFTCAP * LOG2_E * (1 - 2 / (tl.exp2(s_NM * (factor * 2 / SOFTCAP)) + 1))
-        # Whether some query must not see some of these keys.
-        is_partly_hidden = (start < begin) | (start + TILE_N > tl.minimum(end, pos + 1))
-        if WINDOW:
-            is_partly_hidden |= start < pos + num_tokens - WINDOW
-        if is_partly_hidden:
-            visible_NM = (key_N[:, None] <= pos_M[None, :]) & inside_N[:, None]
-            if WINDOW:
-                visible_NM &= key_N[:, None] > pos_M[None, :] - WINDOW
-            s_NM = tl.where(visible_NM, s_NM, float("-inf"))
-        s_factor = 1.0 if SOFTCAP > 0 else factor
-        new_max_M = tl.maximum(max_M, tl.max(s_NM, 0) * s_factor)
-        p_NM = tl.exp2(s_NM * s_factor - new_max_M[None, :])
-        alpha_M = tl.exp2(max_M - new_max_M)
-        max_M = new_max_M
-        sum_M = sum_M * alpha_M + tl.sum(p_NM, 0)
-        # Sixteen keys from a multiple of sixteen on are one piece of a block, which the compiler cannot know.
-        piece_N = tl.max_contiguous(tl.multiple_of(place_N + key_N % BLOCK_SIZE, ALIGNED), ALIGNED)
-        v_DN = tl.load(values + piece_N[None, :], mask=(d_D < D)[:, None], other=0)
-        if is_partly_hidden:  # a mask along keys would make the loads single bytes
-            v_DN = tl.where(inside_N[None, :], v_DN, 0)
-        value_scale_N = tl.load(scales + scale_N + K * BLOCK_SIZE, mask=inside_N, other=0.0)
-        largest = tl.maximum(tl.max(value_scale_N, 0), 1e-30)  # so that probabilities times scales fit float16
-        p_NM = (p_NM * (value_scale_N / largest)[:, None]).to(q_DM.dtype)
-        o_DM = tl.dot(code_values(v_DN, CODES, q_DM.dtype), p_NM, input_precision="ieee")
-        acc_DM = acc_DM * alpha_M[None, :] + o_DM * largest
+        this_N = block_N
+        block_N = tl.load(table + (key_N + TILE_N) // BLOCK_SIZE, mask=key_N + TILE_N < full_end, other=0)
+        max_M, sum_NM, acc_DM = _add_tile(
+            max_M, sum_NM, acc_DM, q_parts, factor_M, keys, values, scales, key_N, this_N, pos_M, begin, end, K,
+            block_stride, scales_stride, D, BLOCK_SIZE, CODES, WINDOW, SOFTCAP, ON_CARD, IS_FULL=True,
+        )  # fmt: skip
+    for i in tl.range(num_partial, num_stages=1):
+        key_N = tl.where(i < num_before, first + i * TILE_N, full_end + (i - num_before) * TILE_N) + n_N
+        this_N = tl.load(table + key_N // BLOCK_SIZE, mask=(key_N >= begin) & (key_N < end), other=0)
+        max_M, sum_NM, acc_DM = _add_tile(
+            max_M, sum_NM, acc_DM, q_parts, factor_M, keys, values, scales, key_N, this_N, pos_M, begin, end, K,
+            block_stride, scales_stride, D, BLOCK_SIZE, CODES, WINDOW, SOFTCAP, ON_CARD, IS_FULL=False,
+        )  # fmt: skip
+    sum_M = tl.sum(sum_NM, 0)
 
     finish(
         tl.trans(acc_DM),
@@ -211,6 +218,103 @@ def _coded_attention(
         BLOCK_D,
         TILE_M,
     )
+
+
+@triton.jit
+def _add_tile(
+    max_M,
+    sum_NM,
+    acc_DM,
+    q_parts,
+    factor_M,
+    keys,
+    values,
+    scales,
+    key_N,
+    block_N,
+    pos_M,
+    begin,
+    end,
+    K,
+    block_stride,
+    scales_stride,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CODES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ON_CARD: tl.constexpr,
+    IS_FULL: tl.constexpr,
+):
+    """The state of a softmax and its sum, with some more keys. `IS_FULL`: all queries see all of them."""
+    d_D = tl.arange(0, acc_DM.shape[0])
+    inside_N = (key_N >= begin) & (key_N < end)
+    in_block_N = key_N % BLOCK_SIZE
+    place_N = block_N.to(tl.int64) * block_stride
+    scale_N = block_N.to(tl.int64) * scales_stride + in_block_N
+    keys_ND = keys + (place_N + in_block_N * D)[:, None] + d_D[None, :]
+    k_ND = tl.load(keys_ND, mask=(d_D < D)[None, :] if IS_FULL else inside_N[:, None] & (d_D < D)[None, :], other=0.0)
+    if IS_FULL:
+        key_scale_N = tl.load(scales + scale_N)
+        value_scale_N = tl.load(scales + scale_N + K * BLOCK_SIZE)
+    else:
+        key_scale_N = tl.load(scales + scale_N, mask=inside_N, other=0.0)
+        value_scale_N = tl.load(scales + scale_N + K * BLOCK_SIZE, mask=inside_N, other=0.0)
+    s_NM = of_parts(k_ND, q_parts, CODES) * key_scale_N[:, None] * factor_M[None, :]
+    if SOFTCAP > 0:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
+        s_NM = SOFTCAP * LOG2_E * (1 - 2 / (tl.exp2(s_NM * (2 / SOFTCAP)) + 1))
+    if not IS_FULL:
+        visible_NM = (key_N[:, None] <= pos_M[None, :]) & inside_N[:, None]
+        if WINDOW:
+            visible_NM &= key_N[:, None] > pos_M[None, :] - WINDOW
+        s_NM = tl.where(visible_NM, s_NM, float("-inf"))
+    # Probabilities are those among these keys, so that 8 bits are enough where others are far larger.
+    tile_max_M = tl.maximum(tl.max(s_NM, 0), LOWEST)
+    new_max_M = tl.maximum(max_M, tile_max_M)
+    alpha_M, beta_M = tl.exp2(max_M - new_max_M), tl.exp2(tile_max_M - new_max_M)
+    p_NM = tl.exp2(s_NM - tile_max_M[None, :])
+    sum_NM = sum_NM * alpha_M[None, :] + p_NM * beta_M[None, :]
+    # Sixteen keys from a multiple of sixteen on are one piece of a block, which the compiler cannot know.
+    piece_N = tl.max_contiguous(tl.multiple_of(place_N + in_block_N, ALIGNED), ALIGNED)
+    v_DN = tl.load(values + (d_D * BLOCK_SIZE)[:, None] + piece_N[None, :], mask=(d_D < D)[:, None], other=0.0)
+    if not IS_FULL:  # a mask along keys would make the loads single bytes
+        v_DN = tl.where(inside_N[None, :], v_DN, tl.zeros_like(v_DN))
+    largest = tl.maximum(tl.max(value_scale_N, 0), 1e-30)
+    p_parts = in_parts(p_NM, (value_scale_N / largest)[:, None], CODES, q_parts.dtype == tl.float32, ON_CARD)
+    acc_DM = acc_DM * alpha_M[None, :] + of_parts(v_DN, p_parts, CODES) * (beta_M * largest)[None, :]
+    return new_max_M, sum_NM, acc_DM
+
+
+# ---- numbers in parts of 8 bits --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def in_parts(x_KM, factors, CODES: tl.constexpr, IS_EXACT: tl.constexpr, ON_CARD: tl.constexpr):
+    """x times factors, from -1 to 1, as columns that codes can be multiplied by: two for each column of x."""
+    K: tl.constexpr = x_KM.shape[0]
+    M: tl.constexpr = x_KM.shape[1]
+    x_KM = x_KM.to(tl.float32) * factors
+    if IS_EXACT:
+        return x_KM
+    else:
+        LARGEST: tl.constexpr = 127.0 if CODES == "int8" else 448.0
+        STEPS: tl.constexpr = 254.0 if CODES == "int8" else 16.0
+        high = x_KM * LARGEST
+        low = (high - code_number(to_code(high, CODES, ON_CARD), CODES)) * STEPS
+        return to_code(tl.reshape(tl.join(high, low), (K, 2 * M)), CODES, ON_CARD)
+
+
+@triton.jit
+def of_parts(codes_NK, parts, CODES: tl.constexpr):
+    """The product of codes with what was cut in parts."""
+    if parts.dtype == tl.float32:
+        return tl.dot(code_values(codes_NK, CODES, tl.float32), parts, input_precision="ieee")
+    else:
+        LARGEST: tl.constexpr = 127.0 if CODES == "int8" else 448.0
+        STEPS: tl.constexpr = 254.0 if CODES == "int8" else 16.0
+        both = tl.dot(codes_NK, parts).to(tl.float32)
+        high, low = tl.split(tl.reshape(both, (both.shape[0], both.shape[1] // 2, 2)))
+        return high * (1 / LARGEST) + low * (1 / LARGEST / STEPS)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from quire.ops.rounding.reference import FLOAT8, GROUP_INPUTS, TINY
 ROWS_PAST_END = 128
 
 TINY_INPUT = tl.constexpr(TINY)
+FLOAT8_POWER = tl.constexpr(2.0**120)  # the exponents of a float32 begin so much lower than those of a float8
 
 
 def empty_codes(num_rows: int, width: int, rounds: str, device: torch.device) -> tuple[Tensor, Tensor, int]:
@@ -50,12 +51,12 @@ def round_planes(
     LANE: tl.constexpr,
     ON_CARD: tl.constexpr,
 ):
-    """(the codes of a row of inputs, plane by plane [R, 1, LANE] of one chunk after the other; scales of chunks).
+    """(the codes of a row of inputs, plane by plane [1, R, LANE] of one chunk after the other; scales of chunks).
 
-    Of words with bytes: planes are neighbouring inputs, and a lane is LANE words. Scales are [R, 1, 1].
+    Of words with bytes: planes are neighbouring inputs, and a lane is LANE words. Scales are [1, R, 1].
     """
     LARGEST: tl.constexpr = 127.0 if KIND == "int8" else 448.0
-    R: tl.constexpr = planes[0].shape[0]
+    R: tl.constexpr = planes[0].shape[1]
     bounds: tl.tuple = ()  # the largest number that shares a scale, by lane
     for c in tl.static_range(CHUNKS):
         largest = tl.abs(planes[c * PLANES])
@@ -65,7 +66,7 @@ def round_planes(
         if X_GROUP is not None:
             groups = tl.max(tl.reshape(lanes, (R * LANE * PLANES // X_GROUP, X_GROUP // (LANE * PLANES))), 1)
             spread = tl.broadcast_to(groups[:, None], (R * LANE * PLANES // X_GROUP, X_GROUP // (LANE * PLANES)))
-            lanes = tl.reshape(spread, (R, 1, 1))
+            lanes = tl.reshape(spread, (1, R, 1))
         bounds += (lanes,)
     if X_GROUP is None:
         bound = tl.max(tl.reshape(bounds[0], (R,)), 0)
@@ -77,12 +78,12 @@ def round_planes(
     scales: tl.tuple = ()
     for c in tl.static_range(CHUNKS):
         if X_GROUP is None:
-            shared = tl.maximum(tl.full((R, 1, 1), 1.0, tl.float32) * bound, TINY_INPUT)
+            shared = tl.maximum(tl.full((1, R, 1), 1.0, tl.float32) * bound, TINY_INPUT)
         else:
             shared = tl.maximum(bounds[c], TINY_INPUT)
         inverse = tl.div_rn(LARGEST, shared)
         for plane in tl.static_range(PLANES):
-            codes += (to_code(planes[c * PLANES + plane] * inverse, KIND, ON_CARD).to(tl.float32),)
+            codes += (code_number(to_code(planes[c * PLANES + plane] * inverse, KIND, ON_CARD), KIND),)
         scales += (tl.div_rn(shared, LARGEST),)
     return codes, scales
 
@@ -116,7 +117,7 @@ def round_parts(parts, fixed_scale, DTYPE: tl.constexpr, KIND: tl.constexpr, ON_
     for i in tl.static_range(NUM_PARTS):
         code = to_code(wide[i] * inverse_C1, KIND, ON_CARD)
         codes += (stored_code(code, KIND),)
-        numbers += (code.to(tl.float32) * scale_C1,)
+        numbers += (code_number(code, KIND) * scale_C1,)
     return codes, numbers, scale_C1
 
 
@@ -124,6 +125,17 @@ def round_parts(parts, fixed_scale, DTYPE: tl.constexpr, KIND: tl.constexpr, ON_
 def stored_code(codes, KIND: tl.constexpr):
     """Float8 codes as bytes."""
     return codes if KIND == "int8" else codes.to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def code_number(codes, KIND: tl.constexpr):
+    """What codes stand for, before they are scaled, as float32."""
+    if KIND == "int8":
+        return codes.to(tl.float32)
+    else:  # by its bits: Triton's conversion goes wrong where threads have fewer than four of them
+        bits = codes.to(tl.uint8, bitcast=True).to(tl.int32)
+        bits = ((bits & 127) << 20) | ((bits & 128) << 24)
+        return bits.to(tl.float32, bitcast=True) * FLOAT8_POWER
 
 
 @triton.jit
