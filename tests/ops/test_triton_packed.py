@@ -107,7 +107,7 @@ def few_programs(monkeypatch):
     """The interpreter takes long for each program, and what it computes at once."""
     cut = ops.cut
     if not HAS_GPU:
-        monkeypatch.setattr(ops, "cut", lambda *args: cut(*args)._replace(block_n=64))
+        monkeypatch.setattr(ops, "cut", lambda *args: cut(*args)._replace(block_n=8, num_programs=2))
 
 
 def inputs(w: words.WordWeight, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict]:

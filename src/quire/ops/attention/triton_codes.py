@@ -31,11 +31,9 @@ def config(dtype: torch.dtype, head_size: int, group_size: int, *, decode: bool)
     lowest = max(8, triton.next_power_of_2(group_size))
     if dtype == torch.float32:  # exactness checks: no tensor cores, speed does not matter
         return Tile(max(16, lowest), 32, 4, 2, 4)
-    # With as many keys as a head has elements, both products have one layout, and nothing moves between threads.
-    tile_n = min(128, max(64, triton.next_power_of_2(head_size)))
-    if has_little_shared_memory() or head_size > 256:
-        return Tile(lowest, 64, 4, 2, 4) if decode else Tile(max(32, lowest), 64, 4, 2, 2)
-    return Tile(lowest, tile_n, 4, 2, 4) if decode else Tile(max(64, lowest), tile_n, 8, 2, 2)
+    if decode:
+        return Tile(lowest, 64, 4, 3 if head_size <= 128 else 2, 4)
+    return Tile(max(32, lowest), 64, 4, 2, 2)
 
 
 def code_kind(cache: Tensor) -> str | None:
@@ -139,6 +137,7 @@ def _coded_attention(
     ON_CARD: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    PART: tl.constexpr = min(BLOCK_D, TILE_N)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     kv_head, unit = tl.program_id(0), tl.program_id(1)
@@ -158,8 +157,8 @@ def _coded_attention(
     q_M = token_M.to(tl.int64) * q_token_stride + head_M * q_head_stride
     q_DM = tl.load(q + d_D[:, None] + q_M[None, :], mask=is_real_DM, other=0.0)
     largest_M = tl.maximum(tl.max(tl.abs(q_DM.to(tl.float32)), 0), 1e-30)
-    q_parts = in_parts(q_DM, 1 / largest_M[None, :], CODES, q_DM.dtype == tl.float32, ON_CARD)
-    factor_M = factor * largest_M
+    q_parts = in_parts(q_DM, largest_code(CODES) / largest_M[None, :], CODES, ON_CARD, q_DM.dtype == tl.float32)
+    factor_M = factor * (largest_M / largest_code(CODES))
     K = tl.num_programs(0)
     keys = cache + kv_head * (BLOCK_SIZE * D)
     values = cache + (K + kv_head) * (BLOCK_SIZE * D)
@@ -175,31 +174,33 @@ def _coded_attention(
     num_partial = num_before + (tl.maximum(end - full_end, 0) + TILE_N - 1) // TILE_N
     max_M = tl.full((TILE_M,), LOWEST, tl.float32)
     sum_NM = tl.zeros((TILE_N, TILE_M), tl.float32)
-    acc_DM = tl.zeros((BLOCK_D, TILE_M), tl.float32)
+    accs: tl.tuple = ()
+    for _ in tl.static_range(BLOCK_D // PART):
+        accs += (tl.zeros((PART, TILE_M), tl.float32),)
     n_N = tl.arange(0, TILE_N)
     # Block ids are loaded one turn of the loop ahead: loaded in the same turn, they would halve the stages of K and V.
     block_N = tl.load(table + (full_begin + n_N) // BLOCK_SIZE, mask=full_begin + n_N < full_end, other=0)
     for start in range(full_begin, full_end, TILE_N):
-        key_N = start + n_N
         this_N = block_N
-        block_N = tl.load(table + (key_N + TILE_N) // BLOCK_SIZE, mask=key_N + TILE_N < full_end, other=0)
-        max_M, sum_NM, acc_DM = _add_tile(
-            max_M, sum_NM, acc_DM, q_parts, factor_M, keys, values, scales, key_N, this_N, pos_M, begin, end, K,
+        next_N = start + TILE_N + n_N
+        block_N = tl.load(table + next_N // BLOCK_SIZE, mask=next_N < full_end, other=0)
+        max_M, sum_NM, accs = _add_tile(
+            max_M, sum_NM, accs, q_parts, factor_M, keys, values, scales, start, this_N, pos_M, begin, end, K,
             block_stride, scales_stride, D, BLOCK_SIZE, CODES, WINDOW, SOFTCAP, ON_CARD, IS_FULL=True,
         )  # fmt: skip
     for i in tl.range(num_partial, num_stages=1):
-        key_N = tl.where(i < num_before, first + i * TILE_N, full_end + (i - num_before) * TILE_N) + n_N
+        start = tl.where(i < num_before, first + i * TILE_N, full_end + (i - num_before) * TILE_N)
+        key_N = start + n_N
         this_N = tl.load(table + key_N // BLOCK_SIZE, mask=(key_N >= begin) & (key_N < end), other=0)
-        max_M, sum_NM, acc_DM = _add_tile(
-            max_M, sum_NM, acc_DM, q_parts, factor_M, keys, values, scales, key_N, this_N, pos_M, begin, end, K,
+        max_M, sum_NM, accs = _add_tile(
+            max_M, sum_NM, accs, q_parts, factor_M, keys, values, scales, start, this_N, pos_M, begin, end, K,
             block_stride, scales_stride, D, BLOCK_SIZE, CODES, WINDOW, SOFTCAP, ON_CARD, IS_FULL=False,
         )  # fmt: skip
-    sum_M = tl.sum(sum_NM, 0)
 
     finish(
-        tl.trans(acc_DM),
+        _whole(accs),
         max_M,
-        sum_M,
+        tl.sum(sum_NM, 0),
         out,
         sinks,
         partials,
@@ -224,13 +225,13 @@ def _coded_attention(
 def _add_tile(
     max_M,
     sum_NM,
-    acc_DM,
+    accs,
     q_parts,
     factor_M,
     keys,
     values,
     scales,
-    key_N,
+    start,
     block_N,
     pos_M,
     begin,
@@ -246,10 +247,17 @@ def _add_tile(
     ON_CARD: tl.constexpr,
     IS_FULL: tl.constexpr,
 ):
-    """The state of a softmax and its sum, with some more keys. `IS_FULL`: all queries see all of them."""
-    d_D = tl.arange(0, acc_DM.shape[0])
+    """The state of a softmax and of the sum of values, with some more keys. `IS_FULL`: all queries see all of them.
+
+    `max_M` is at least the largest weight of a value's codes, a probability times a scale.
+    """
+    NUM_PARTS: tl.constexpr = len(accs)
+    PART: tl.constexpr = accs[0].shape[0]
+    d_D = tl.arange(0, NUM_PARTS * PART)
+    n_N = tl.arange(0, sum_NM.shape[0])
+    key_N = start + n_N
     inside_N = (key_N >= begin) & (key_N < end)
-    in_block_N = key_N % BLOCK_SIZE
+    in_block_N = (n_N if BLOCK_SIZE == ALIGNED else key_N) % BLOCK_SIZE
     place_N = block_N.to(tl.int64) * block_stride
     scale_N = block_N.to(tl.int64) * scales_stride + in_block_N
     keys_ND = keys + (place_N + in_block_N * D)[:, None] + d_D[None, :]
@@ -259,7 +267,7 @@ def _add_tile(
         value_scale_N = tl.load(scales + scale_N + K * BLOCK_SIZE)
     else:
         key_scale_N = tl.load(scales + scale_N, mask=inside_N, other=0.0)
-        value_scale_N = tl.load(scales + scale_N + K * BLOCK_SIZE, mask=inside_N, other=0.0)
+        value_scale_N = tl.load(scales + scale_N + K * BLOCK_SIZE, mask=inside_N, other=1.0)
     s_NM = of_parts(k_ND, q_parts, CODES) * key_scale_N[:, None] * factor_M[None, :]
     if SOFTCAP > 0:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
         s_NM = SOFTCAP * LOG2_E * (1 - 2 / (tl.exp2(s_NM * (2 / SOFTCAP)) + 1))
@@ -268,39 +276,74 @@ def _add_tile(
         if WINDOW:
             visible_NM &= key_N[:, None] > pos_M[None, :] - WINDOW
         s_NM = tl.where(visible_NM, s_NM, float("-inf"))
-    # Probabilities are those among these keys, so that 8 bits are enough where others are far larger.
-    tile_max_M = tl.maximum(tl.max(s_NM, 0), LOWEST)
+    # Weights are relative to the largest of these keys, so that 8 bits are enough where those of others are far larger.
+    exponent_N = (value_scale_N.to(tl.int32, bitcast=True) >> 23) - 126  # a power of two above the scale
+    tile_max_M = tl.maximum(tl.max(s_NM + exponent_N.to(tl.float32)[:, None], 0), LOWEST)
     new_max_M = tl.maximum(max_M, tile_max_M)
     alpha_M, beta_M = tl.exp2(max_M - new_max_M), tl.exp2(tile_max_M - new_max_M)
     p_NM = tl.exp2(s_NM - tile_max_M[None, :])
     sum_NM = sum_NM * alpha_M[None, :] + p_NM * beta_M[None, :]
+    LARGEST: tl.constexpr = largest_code(CODES)
+    p_parts = in_parts(p_NM, (value_scale_N * LARGEST)[:, None], CODES, ON_CARD, q_parts.dtype == tl.float32)
     # Sixteen keys from a multiple of sixteen on are one piece of a block, which the compiler cannot know.
     piece_N = tl.max_contiguous(tl.multiple_of(place_N + in_block_N, ALIGNED), ALIGNED)
-    v_DN = tl.load(values + (d_D * BLOCK_SIZE)[:, None] + piece_N[None, :], mask=(d_D < D)[:, None], other=0.0)
-    if not IS_FULL:  # a mask along keys would make the loads single bytes
-        v_DN = tl.where(inside_N[None, :], v_DN, tl.zeros_like(v_DN))
-    largest = tl.maximum(tl.max(value_scale_N, 0), 1e-30)
-    p_parts = in_parts(p_NM, (value_scale_N / largest)[:, None], CODES, q_parts.dtype == tl.float32, ON_CARD)
-    acc_DM = acc_DM * alpha_M[None, :] + of_parts(v_DN, p_parts, CODES) * (beta_M * largest)[None, :]
-    return new_max_M, sum_NM, acc_DM
+    added: tl.tuple = ()
+    for part in tl.static_range(NUM_PARTS):
+        d_P = part * PART + tl.arange(0, PART)
+        v_PN = tl.load(values + (d_P * BLOCK_SIZE)[:, None] + piece_N[None, :], mask=(d_P < D)[:, None], other=0.0)
+        if not IS_FULL:  # a mask along keys would make the loads single bytes
+            v_PN = tl.where(inside_N[None, :], v_PN, tl.zeros_like(v_PN))
+        added += (accs[part] * alpha_M[None, :] + of_parts(v_PN, p_parts, CODES) * (beta_M / LARGEST)[None, :],)
+    return new_max_M, sum_NM, added
+
+
+@triton.jit
+def _whole(parts):
+    """[M, D], from parts [D / 1, 2, 4 or 8, M]."""
+    NUM_PARTS: tl.constexpr = len(parts)
+    PART: tl.constexpr = parts[0].shape[0]
+    M: tl.constexpr = parts[0].shape[1]
+    if NUM_PARTS == 1:
+        return tl.trans(parts[0])
+    elif NUM_PARTS == 2:
+        return tl.reshape(tl.permute(tl.join(parts[0], parts[1]), (1, 2, 0)), (M, 2 * PART))
+    elif NUM_PARTS == 4:
+        pairs = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
+        return tl.reshape(tl.permute(pairs, (1, 2, 3, 0)), (M, 4 * PART))
+    else:
+        tl.static_assert(NUM_PARTS == 8)
+        even = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))
+        odd = tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7]))
+        return tl.reshape(tl.permute(tl.join(even, odd), (1, 2, 3, 4, 0)), (M, 8 * PART))
 
 
 # ---- numbers in parts of 8 bits --------------------------------------------------------------------------------------
 
 
+@triton.constexpr_function
+def largest_code(codes):
+    return 127.0 if codes == "int8" else 448.0
+
+
+@triton.constexpr_function
+def low_steps(codes):
+    """How much smaller the second part's unit is: what the first part leaves is at most half of its own unit."""
+    return 254.0 if codes == "int8" else 16.0
+
+
 @triton.jit
-def in_parts(x_KM, factors, CODES: tl.constexpr, IS_EXACT: tl.constexpr, ON_CARD: tl.constexpr):
-    """x times factors, from -1 to 1, as columns that codes can be multiplied by: two for each column of x."""
+def in_parts(x_KM, factors, CODES: tl.constexpr, ON_CARD: tl.constexpr, IS_EXACT: tl.constexpr = False):
+    """x times factors, none larger than a code, as columns that codes can be multiplied by: two for each of x.
+
+    `IS_EXACT`: as float32, in one column.
+    """
     K: tl.constexpr = x_KM.shape[0]
     M: tl.constexpr = x_KM.shape[1]
-    x_KM = x_KM.to(tl.float32) * factors
+    high = x_KM.to(tl.float32) * factors
     if IS_EXACT:
-        return x_KM
+        return high
     else:
-        LARGEST: tl.constexpr = 127.0 if CODES == "int8" else 448.0
-        STEPS: tl.constexpr = 254.0 if CODES == "int8" else 16.0
-        high = x_KM * LARGEST
-        low = (high - code_number(to_code(high, CODES, ON_CARD), CODES)) * STEPS
+        low = (high - code_number(to_code(high, CODES, ON_CARD), CODES)) * low_steps(CODES)
         return to_code(tl.reshape(tl.join(high, low), (K, 2 * M)), CODES, ON_CARD)
 
 
@@ -310,11 +353,9 @@ def of_parts(codes_NK, parts, CODES: tl.constexpr):
     if parts.dtype == tl.float32:
         return tl.dot(code_values(codes_NK, CODES, tl.float32), parts, input_precision="ieee")
     else:
-        LARGEST: tl.constexpr = 127.0 if CODES == "int8" else 448.0
-        STEPS: tl.constexpr = 254.0 if CODES == "int8" else 16.0
         both = tl.dot(codes_NK, parts).to(tl.float32)
         high, low = tl.split(tl.reshape(both, (both.shape[0], both.shape[1] // 2, 2)))
-        return high * (1 / LARGEST) + low * (1 / LARGEST / STEPS)
+        return high + low * (1 / low_steps(CODES))
 
 
 @triton.jit

@@ -177,6 +177,7 @@ def _rope_and_write_kernel(
         slot = tl.load(slots_ptr + token).to(tl.int64)
         if CODES is not None:
             codes, numbers, scale_C1 = round_parts((v_CD,), fixed_v_scale, v_CD.dtype, CODES, ON_CARD)
+            tl.debug_barrier()  # numbers may have been loaded by two threads, for rounding and for the cache
             tl.store(v_at, numbers[0], inside)
             v_CD = codes[0]
             scale_at = scales_ptr + (K + head_C1) * BLOCK_SIZE + place_in_cache(slot, scales_stride, BLOCK_SIZE, 1)
@@ -266,6 +267,7 @@ def _turn(
     cached = parts
     if CODES is not None:
         cached, parts, scale_C1 = round_parts(parts, fixed_scale, x_C1.dtype.element_ty, CODES, ON_CARD)
+        tl.debug_barrier()  # numbers may have been loaded by two threads, for rounding and for the cache
         tl.store(scales_C1 + place_in_cache(slot, scales_stride, BLOCK_SIZE, 1), scale_C1, inside_C1 & (slot >= 0))
     for i in tl.static_range(len(parts)):
         tl.store(x_C1 + places[i], parts[i], insides[i])

@@ -21,6 +21,7 @@ from torch import Tensor
 from quire.ops.launch import INTERPRETED, capability, options, pdl
 from quire.ops.moe.activation import gated, linear_activation
 from quire.ops.packed_linear.decode import (
+    fetch_rows,
     float_planes,
     input_power,
     load_row,
@@ -35,8 +36,11 @@ from quire.ops.rounding.reference import GROUP_INPUTS
 from quire.ops.rounding.triton import round_planes
 
 MULTIPROCESSORS = 132
-TILE_BYTES = 16 << 10  # of weights that a program loads at once
-MAX_REGISTERS = 128  # of a thread
+PROGRAMS = 4  # of four warps, of a multiprocessor
+TILE_BYTES = 8 << 10  # of weights that a program loads at once
+STAGES = 3  # of a program's loop: it multiplies weights while those of its next outputs are on their way
+SHARED_BYTES = 224 << 10  # of a multiprocessor
+MAX_REGISTERS = 128  # of a thread, so that these programs fit
 LANE_WORDS = 4  # of a row, that a thread loads at once
 
 
@@ -54,6 +58,7 @@ class Cut(NamedTuple):
     block_n: int  # outputs that a program computes at once; of a gated layer so many gates, and so many ups
     block_w: int  # words of a chunk of a row
     num_warps: int
+    num_programs: int  # for one row
 
 
 def cut(w: WordWeight, num_rows: int, num_outputs: int, num_matrices: int) -> Cut:
@@ -63,7 +68,12 @@ def cut(w: WordWeight, num_rows: int, num_outputs: int, num_matrices: int) -> Cu
     warps = min(16, max(4, triton.next_power_of_2(row_bytes * 4 // TILE_BYTES)))
     block_w = min(triton.next_power_of_2(num_words), warps * 32 * LANE_WORDS)
     block_n = max(1, min(TILE_BYTES // row_bytes, num_outputs * num_rows // MULTIPROCESSORS))
-    return Cut(1 << block_n.bit_length() - 1, block_w, warps)
+    block_n = 1 << block_n.bit_length() - 1
+    scale_bytes = row_bytes // LANE_WORDS * w.loads_of_lane
+    shared_bytes = (STAGES - 1) * block_n * (row_bytes + scale_bytes)
+    programs = min(PROGRAMS * 4 // warps, SHARED_BYTES // shared_bytes)
+    most = max(1, programs * MULTIPROCESSORS // num_rows)
+    return Cut(block_n, block_w, warps, min(most, triton.cdiv(num_outputs, block_n)))
 
 
 def linear(x_MK: Tensor, w: WordWeight, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -121,7 +131,7 @@ def _launch(
     rows, N = y.shape
     found = cut(w, rows, N, halves * terms)
     dependent = pdl(x)
-    _words_kernel[triton.cdiv(N, found.block_n), rows](
+    _words_kernel[found.num_programs, rows](
         x,
         *w.arguments(),
         bias,
@@ -145,6 +155,8 @@ def _launch(
         BLOCK_N=found.block_n,
         BLOCK_W=found.block_w,
         LANE=LANE_WORDS,
+        LINES=triton.next_power_of_2(triton.cdiv(w.codes.shape[1], 32)),
+        STAGES=STAGES,
         ON_CARD=not INTERPRETED and capability() >= (8, 9),
         PDL=dependent,
         num_warps=found.num_warps,
@@ -195,10 +207,12 @@ def _words_kernel(  # noqa: C901
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
     LANE: tl.constexpr,
+    LINES: tl.constexpr,
+    STAGES: tl.constexpr,
     ON_CARD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program computes BLOCK_N outputs of one row; of a gated layer (two halves) so many gates and so many ups.
+    """A program computes outputs of one row, BLOCK_N at a time; of a gated layer (two halves) gates and ups.
 
     The row is that of an assignment, or the sum of a token's assignments (terms). A lane of codes has one scale for
     each of its sets of planes.
@@ -218,14 +232,11 @@ def _words_kernel(  # noqa: C901
             first = tl.load(ids_ptr + row * TERMS + term).to(tl.int64) * (HALVES * N)
         for half in tl.static_range(HALVES):
             firsts += (first + half * N,)
-    n_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    output_N = tl.minimum(n_N, N - 1)
-    codes, scales = _load_weights(
-        codes_ptr, scales_ptr, scales_outer_ptr, mins_ptr, mins_outer_ptr, firsts, output_N,
-        K, W, PLANES, RUN, SETS, IN_WORDS, GROUP, G, SCALES_GROUPS, MINS_GROUPS, ROWS, PARTS, BLOCK_W, LANE,
-    )  # fmt: skip
     if PDL:
         if ids_ptr is None:
+            output_N = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+            for part in tl.static_range(PARTS):
+                fetch_rows(codes_ptr + (firsts[part] + output_N) * W, W, LINES)
             tl.extra.cuda.gdc_wait()
     inputs: tl.tuple = ()  # of each term: what codes multiply, their sums, and scales of both
     for term in tl.static_range(TERMS):
@@ -235,37 +246,44 @@ def _words_kernel(  # noqa: C901
             ON_CARD,
         )  # fmt: skip
 
-    gate_N = tl.zeros((BLOCK_N,), tl.float32)
-    y_N = gate_N
-    for half in tl.static_range(HALVES):
-        gate_N = y_N
-        total = tl.zeros((BLOCK_N, R, 1), tl.float32)
-        constant_N = tl.zeros((BLOCK_N,), tl.float32)
-        for term in tl.static_range(TERMS):
-            product = _product(
-                codes, scales, inputs, term, half, table_ptr,
-                scales_ptr is not None, scales_outer_ptr is not None, mins_ptr is not None,
-                mins_outer_ptr is not None, ZERO, KIND, BITS, PLANES, SETS, IN_WORDS, PAIR, ROUNDS, CHUNKS,
-                HALVES, LANE, ON_CARD,
-            )  # fmt: skip
-            row_N = firsts[term * HALVES + half] + output_N
-            weight = 1.0
-            if TERMS > 1:
-                weight = tl.load(weights_ptr + row * TERMS + term)
-            factor_N = tl.full((BLOCK_N,), 1.0, tl.float32) * weight
-            if outer_ptr is not None:
-                factor_N *= tl.load(outer_ptr + row_N)
-            total += factor_N[:, None, None] * product
-            if bias_ptr is not None:
-                constant_N += weight * tl.load(bias_ptr + row_N).to(tl.float32)
-        y_N = tl.sum(tl.reshape(total, (BLOCK_N, R)), 1) + constant_N
-    if HALVES == 2:
-        y_N = gated(gate_N, y_N, ACTIVATION)
-    if added_ptr is not None:
-        y_N += tl.load(added_ptr + row * N + output_N).to(tl.float32)
-    if not IS_FLOAT32:
-        y_N = y_N.to(tl.bfloat16)
-    tl.store(y_ptr + row * N + n_N, y_N.to(y_ptr.dtype.element_ty), mask=n_N < N)
+    for start in tl.range(tl.program_id(0) * BLOCK_N, N, tl.num_programs(0) * BLOCK_N, num_stages=STAGES):
+        n_N = start + tl.arange(0, BLOCK_N)
+        output_N = tl.minimum(n_N, N - 1)
+        codes, scales = _load_weights(
+            codes_ptr, scales_ptr, scales_outer_ptr, mins_ptr, mins_outer_ptr, firsts, output_N,
+            K, W, PLANES, RUN, SETS, IN_WORDS, GROUP, G, SCALES_GROUPS, MINS_GROUPS, ROWS, PARTS, BLOCK_W, LANE,
+        )  # fmt: skip
+        gate_N = tl.zeros((BLOCK_N,), tl.float32)
+        y_N = gate_N
+        for half in tl.static_range(HALVES):
+            gate_N = y_N
+            total = tl.zeros((BLOCK_N, R, 1), tl.float32)
+            constant_N = tl.zeros((BLOCK_N,), tl.float32)
+            for term in tl.static_range(TERMS):
+                product = _product(
+                    codes, scales, inputs, term, half, table_ptr,
+                    scales_ptr is not None, scales_outer_ptr is not None, mins_ptr is not None,
+                    mins_outer_ptr is not None, ZERO, KIND, BITS, PLANES, SETS, IN_WORDS, PAIR, ROUNDS, CHUNKS,
+                    HALVES, LANE, ON_CARD,
+                )  # fmt: skip
+                row_N = firsts[term * HALVES + half] + output_N
+                weight = 1.0
+                if TERMS > 1:
+                    weight = tl.load(weights_ptr + row * TERMS + term)
+                factor_N = tl.full((BLOCK_N,), 1.0, tl.float32) * weight
+                if outer_ptr is not None:
+                    factor_N *= tl.load(outer_ptr + row_N)
+                total += factor_N[:, None, None] * product
+                if bias_ptr is not None:
+                    constant_N += weight * tl.load(bias_ptr + row_N).to(tl.float32)
+            y_N = tl.sum(tl.reshape(total, (BLOCK_N, R)), 1) + constant_N
+        if HALVES == 2:
+            y_N = gated(gate_N, y_N, ACTIVATION)
+        if added_ptr is not None:
+            y_N += tl.load(added_ptr + row * N + output_N).to(tl.float32)
+        if not IS_FLOAT32:
+            y_N = y_N.to(tl.bfloat16)
+        tl.store(y_ptr + row * N + n_N, y_N.to(y_ptr.dtype.element_ty), mask=n_N < N)
 
 
 @triton.jit
