@@ -32,7 +32,7 @@ def config(dtype: torch.dtype, head_size: int, group_size: int, *, decode: bool)
     if dtype == torch.float32:  # exactness checks: no tensor cores, speed does not matter
         return Tile(max(16, lowest), 32, 4, 2, 4)
     if decode:
-        return Tile(lowest, 64, 4, 3 if head_size <= 128 else 2, 4)
+        return Tile(lowest, 64, 4, 5 if head_size <= 128 else 4, 4)
     return Tile(max(32, lowest), 64, 4, 2, 2)
 
 
@@ -166,7 +166,8 @@ def _coded_attention(
     table = block_table + row.to(tl.int64) * table_stride
 
     # Tiles of keys that all queries see, and those before and behind, of which some queries must not see some keys.
-    first = begin // ALIGNED * ALIGNED
+    STEP: tl.constexpr = BLOCK_SIZE if TILE_N % BLOCK_SIZE == 0 else ALIGNED
+    first = begin // STEP * STEP
     first_seen = tl.maximum(begin, pos + num_tokens - WINDOW) if WINDOW else begin
     full_begin = first + (tl.maximum(first_seen - first, 0) + TILE_N - 1) // TILE_N * TILE_N
     full_end = full_begin + tl.maximum(tl.minimum(end, pos + 1) - full_begin, 0) // TILE_N * TILE_N
@@ -178,22 +179,18 @@ def _coded_attention(
     for _ in tl.static_range(BLOCK_D // PART):
         accs += (tl.zeros((PART, TILE_M), tl.float32),)
     n_N = tl.arange(0, TILE_N)
-    # Block ids are loaded one turn of the loop ahead: loaded in the same turn, they would halve the stages of K and V.
-    block_N = tl.load(table + (full_begin + n_N) // BLOCK_SIZE, mask=full_begin + n_N < full_end, other=0)
     for start in range(full_begin, full_end, TILE_N):
-        this_N = block_N
-        next_N = start + TILE_N + n_N
-        block_N = tl.load(table + next_N // BLOCK_SIZE, mask=next_N < full_end, other=0)
+        block_N = tl.load(table + (start + n_N) // BLOCK_SIZE)
         max_M, sum_NM, accs = _add_tile(
-            max_M, sum_NM, accs, q_parts, factor_M, keys, values, scales, start, this_N, pos_M, begin, end, K,
+            max_M, sum_NM, accs, q_parts, factor_M, keys, values, scales, start, block_N, pos_M, begin, end, K,
             block_stride, scales_stride, D, BLOCK_SIZE, CODES, WINDOW, SOFTCAP, ON_CARD, IS_FULL=True,
         )  # fmt: skip
     for i in tl.range(num_partial, num_stages=1):
         start = tl.where(i < num_before, first + i * TILE_N, full_end + (i - num_before) * TILE_N)
         key_N = start + n_N
-        this_N = tl.load(table + key_N // BLOCK_SIZE, mask=(key_N >= begin) & (key_N < end), other=0)
+        block_N = tl.load(table + key_N // BLOCK_SIZE, mask=(key_N >= begin) & (key_N < end), other=0)
         max_M, sum_NM, accs = _add_tile(
-            max_M, sum_NM, accs, q_parts, factor_M, keys, values, scales, start, this_N, pos_M, begin, end, K,
+            max_M, sum_NM, accs, q_parts, factor_M, keys, values, scales, start, block_N, pos_M, begin, end, K,
             block_stride, scales_stride, D, BLOCK_SIZE, CODES, WINDOW, SOFTCAP, ON_CARD, IS_FULL=False,
         )  # fmt: skip
 
@@ -257,7 +254,7 @@ def _add_tile(
     n_N = tl.arange(0, sum_NM.shape[0])
     key_N = start + n_N
     inside_N = (key_N >= begin) & (key_N < end)
-    in_block_N = (n_N if BLOCK_SIZE == ALIGNED else key_N) % BLOCK_SIZE
+    in_block_N = (n_N if sum_NM.shape[0] % BLOCK_SIZE == 0 else key_N) % BLOCK_SIZE  # tiles begin with a block
     place_N = block_N.to(tl.int64) * block_stride
     scale_N = block_N.to(tl.int64) * scales_stride + in_block_N
     keys_ND = keys + (place_N + in_block_N * D)[:, None] + d_D[None, :]

@@ -36,12 +36,21 @@ from quire.ops.rounding.reference import GROUP_INPUTS
 from quire.ops.rounding.triton import round_planes
 
 MULTIPROCESSORS = 132
-PROGRAMS = 4  # of four warps, of a multiprocessor
-TILE_BYTES = 8 << 10  # of weights that a program loads at once
 STAGES = 3  # of a program's loop: it multiplies weights while those of its next outputs are on their way
 SHARED_BYTES = 224 << 10  # of a multiprocessor
-MAX_REGISTERS = 128  # of a thread, so that these programs fit
 LANE_WORDS = 4  # of a row, that a thread loads at once
+
+
+class Share(NamedTuple):
+    """What a program of four warps has of a multiprocessor."""
+
+    tile_bytes: int  # of weights that it loads at once
+    num_programs: int  # that fit
+    max_registers: int  # of a thread, so that these programs fit
+
+
+SMALL, LARGE = Share(4 << 10, 8, 64), Share(8 << 10, 4, 128)
+SMALL_INPUTS = 32  # that a thread keeps in registers, of a small share
 
 
 def fits(x_MK: Tensor, w: WordWeight) -> bool:
@@ -59,21 +68,23 @@ class Cut(NamedTuple):
     block_w: int  # words of a chunk of a row
     num_warps: int
     num_programs: int  # for one row
+    max_registers: int
 
 
-def cut(w: WordWeight, num_rows: int, num_outputs: int, num_matrices: int) -> Cut:
-    """A program has outputs of every matrix."""
+def cut(w: WordWeight, num_rows: int, num_outputs: int, halves: int, terms: int) -> Cut:
+    """A program has outputs of every half and term."""
     num_words = w.codes.shape[1]
-    row_bytes = num_words * w.codes.element_size() * num_matrices
-    warps = min(16, max(4, triton.next_power_of_2(row_bytes * 4 // TILE_BYTES)))
+    row_bytes = num_words * w.codes.element_size() * halves * terms
+    share = SMALL if w.k * terms <= SMALL_INPUTS * 128 else LARGE
+    warps = min(16, max(4, triton.next_power_of_2(row_bytes * 4 // share.tile_bytes)))
     block_w = min(triton.next_power_of_2(num_words), warps * 32 * LANE_WORDS)
-    block_n = max(1, min(TILE_BYTES // row_bytes, num_outputs * num_rows // MULTIPROCESSORS))
+    block_n = max(1, min(share.tile_bytes // row_bytes, num_outputs * num_rows // MULTIPROCESSORS))
     block_n = 1 << block_n.bit_length() - 1
     scale_bytes = row_bytes // LANE_WORDS * w.loads_of_lane
     shared_bytes = (STAGES - 1) * block_n * (row_bytes + scale_bytes)
-    programs = min(PROGRAMS * 4 // warps, SHARED_BYTES // shared_bytes)
+    programs = min(share.num_programs * 4 // warps, SHARED_BYTES // shared_bytes)
     most = max(1, programs * MULTIPROCESSORS // num_rows)
-    return Cut(block_n, block_w, warps, min(most, triton.cdiv(num_outputs, block_n)))
+    return Cut(block_n, block_w, warps, min(most, triton.cdiv(num_outputs, block_n)), share.max_registers)
 
 
 def linear(x_MK: Tensor, w: WordWeight, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -129,7 +140,7 @@ def _launch(
         x = x.index_select(1, w.order_K)
     w = w.in_words
     rows, N = y.shape
-    found = cut(w, rows, N, halves * terms)
+    found = cut(w, rows, N, halves, terms)
     dependent = pdl(x)
     _words_kernel[found.num_programs, rows](
         x,
@@ -160,7 +171,7 @@ def _launch(
         ON_CARD=not INTERPRETED and capability() >= (8, 9),
         PDL=dependent,
         num_warps=found.num_warps,
-        **({} if INTERPRETED or found.num_warps > 8 else {"maxnreg": MAX_REGISTERS}),
+        **({} if INTERPRETED or found.num_warps > 8 else {"maxnreg": found.max_registers}),
         **options(dependent),
     )
 
