@@ -21,18 +21,21 @@ from quire.ops.attention.reference import AttentionTables
 from quire.ops.attention.triton_parts import LOG2_E, LOWEST, finish, load_unit
 from quire.ops.attention.work import AttentionWork, Tile
 from quire.ops.launch import INTERPRETED, has_little_shared_memory, options, pdl
-from quire.ops.rounding.triton import code_number, to_code
+from quire.ops.rounding.triton import nearest, to_code
 
+import os
+AHEAD = bool(int(os.environ.get("AHEAD", "1")))
 ALIGNED = tl.constexpr(16)  # keys are read from multiples of it, in which the tokens of a block are side by side
 
 
 def config(dtype: torch.dtype, head_size: int, group_size: int, *, decode: bool) -> Tile:
-    """As that of `triton.py`; a product has two columns for each row of a tile."""
+    """As that of `triton.py`; a product has two columns for each row of a tile, and wants 64 keys."""
     lowest = max(8, triton.next_power_of_2(group_size))
     if dtype == torch.float32:  # exactness checks: no tensor cores, speed does not matter
         return Tile(max(16, lowest), 32, 4, 2, 4)
+    num_stages = 2 if has_little_shared_memory() or head_size > 128 else 3
     if decode:
-        return Tile(lowest, 64, 4, 5 if head_size <= 128 else 4, 4)
+        return Tile(lowest, 64, 4, num_stages, 4)
     return Tile(max(32, lowest), 64, 4, 2, 2)
 
 
@@ -97,6 +100,7 @@ def launch(
         TILE_M=work.tile.tile_m,
         TILE_N=work.tile.tile_n,
         ON_CARD=not INTERPRETED,
+        AHEAD=AHEAD,
         PDL=dependent,
         num_warps=work.tile.num_warps,
         num_stages=work.tile.num_stages,
@@ -136,6 +140,7 @@ def _coded_attention(
     TILE_N: tl.constexpr,
     ON_CARD: tl.constexpr,
     PDL: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     PART: tl.constexpr = min(BLOCK_D, TILE_N)
     if PDL:
@@ -179,8 +184,16 @@ def _coded_attention(
     for _ in tl.static_range(BLOCK_D // PART):
         accs += (tl.zeros((PART, TILE_M), tl.float32),)
     n_N = tl.arange(0, TILE_N)
+    if AHEAD:
+        # Block ids are loaded one turn of the loop ahead: loaded in the same turn, they would halve its stages.
+        next_N = tl.load(table + (full_begin + n_N) // BLOCK_SIZE, mask=full_begin + n_N < full_end, other=0)
     for start in range(full_begin, full_end, TILE_N):
-        block_N = tl.load(table + (start + n_N) // BLOCK_SIZE)
+        if AHEAD:
+            block_N = next_N
+            key_N = start + TILE_N + n_N
+            next_N = tl.load(table + key_N // BLOCK_SIZE, mask=key_N < full_end, other=0)
+        else:
+            block_N = tl.load(table + (start + n_N) // BLOCK_SIZE)
         max_M, sum_NM, accs = _add_tile(
             max_M, sum_NM, accs, q_parts, factor_M, keys, values, scales, start, block_N, pos_M, begin, end, K,
             block_stride, scales_stride, D, BLOCK_SIZE, CODES, WINDOW, SOFTCAP, ON_CARD, IS_FULL=True,
@@ -188,7 +201,7 @@ def _coded_attention(
     for i in tl.range(num_partial, num_stages=1):
         start = tl.where(i < num_before, first + i * TILE_N, full_end + (i - num_before) * TILE_N)
         key_N = start + n_N
-        block_N = tl.load(table + key_N // BLOCK_SIZE, mask=(key_N >= begin) & (key_N < end), other=0)
+        block_N = tl.load(table + key_N // BLOCK_SIZE, mask=key_N < end, other=0)
         max_M, sum_NM, accs = _add_tile(
             max_M, sum_NM, accs, q_parts, factor_M, keys, values, scales, start, block_N, pos_M, begin, end, K,
             block_stride, scales_stride, D, BLOCK_SIZE, CODES, WINDOW, SOFTCAP, ON_CARD, IS_FULL=False,
@@ -288,10 +301,24 @@ def _add_tile(
     for part in tl.static_range(NUM_PARTS):
         d_P = part * PART + tl.arange(0, PART)
         v_PN = tl.load(values + (d_P * BLOCK_SIZE)[:, None] + piece_N[None, :], mask=(d_P < D)[:, None], other=0.0)
-        if not IS_FULL:  # a mask along keys would make the loads single bytes
-            v_PN = tl.where(inside_N[None, :], v_PN, tl.zeros_like(v_PN))
+        if not IS_FULL:
+            v_PN = _masked(v_PN, inside_N, ON_CARD)
         added += (accs[part] * alpha_M[None, :] + of_parts(v_PN, p_parts, CODES) * (beta_M / LARGEST)[None, :],)
     return new_max_M, sum_NM, added
+
+
+@triton.jit
+def _masked(v_PN, inside_N, ON_CARD: tl.constexpr):
+    """Zeros where a key is not inside: what is there may be a NaN. Loads with such a mask would be of single bytes."""
+    if ON_CARD:  # four at a time
+        bytes_PN = v_PN.to(tl.uint8, bitcast=True)
+        mask_PN = tl.broadcast_to(tl.where(inside_N, 255, 0).to(tl.uint8)[None, :], v_PN.shape)
+        bytes_PN = tl.inline_asm_elementwise(
+            "and.b32 $0, $1, $2;", "=r,r,r", [bytes_PN, mask_PN], dtype=tl.uint8, is_pure=True, pack=4
+        )
+        return bytes_PN.to(v_PN.dtype, bitcast=True)
+    else:
+        return tl.where(inside_N[None, :], v_PN, tl.zeros_like(v_PN))
 
 
 @triton.jit
@@ -340,7 +367,7 @@ def in_parts(x_KM, factors, CODES: tl.constexpr, ON_CARD: tl.constexpr, IS_EXACT
     if IS_EXACT:
         return high
     else:
-        low = (high - code_number(to_code(high, CODES, ON_CARD), CODES)) * low_steps(CODES)
+        low = (high - nearest(high, CODES)) * low_steps(CODES)
         return to_code(tl.reshape(tl.join(high, low), (K, 2 * M)), CODES, ON_CARD)
 
 

@@ -131,7 +131,9 @@ class WordWeight:
     def set_inputs(self) -> int:
         """Of a run's inputs, so many neighbours at least have one scale."""
         run_inputs = self.run * self.planes
-        return run_inputs if self.group >= self.k else math.gcd(run_inputs, self.group)
+        if self.group >= self.k and not self.folds_scales:
+            return run_inputs
+        return math.gcd(run_inputs, self.group)
 
     def codes_NK(self) -> Tensor:
         """The codes in the order of columns, one per element."""

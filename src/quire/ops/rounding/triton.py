@@ -14,7 +14,6 @@ from quire.ops.rounding.reference import FLOAT8, GROUP_INPUTS, TINY
 ROWS_PAST_END = 128
 
 TINY_INPUT = tl.constexpr(TINY)
-FLOAT8_POWER = tl.constexpr(2.0**120)  # the exponents of a float32 begin so much lower than those of a float8
 
 
 def empty_codes(num_rows: int, width: int, rounds: str, device: torch.device) -> tuple[Tensor, Tensor, int]:
@@ -83,7 +82,7 @@ def round_planes(
             shared = tl.maximum(bounds[c], TINY_INPUT)
         inverse = tl.div_rn(LARGEST, shared)
         for plane in tl.static_range(PLANES):
-            codes += (code_number(to_code(planes[c * PLANES + plane] * inverse, KIND, ON_CARD), KIND),)
+            codes += (nearest(planes[c * PLANES + plane] * inverse, KIND),)
         scales += (tl.div_rn(shared, LARGEST),)
     return codes, scales
 
@@ -115,9 +114,9 @@ def round_parts(parts, fixed_scale, DTYPE: tl.constexpr, KIND: tl.constexpr, ON_
     codes: tl.tuple = ()
     numbers: tl.tuple = ()
     for i in tl.static_range(NUM_PARTS):
-        code = to_code(wide[i] * inverse_C1, KIND, ON_CARD)
-        codes += (stored_code(code, KIND),)
-        numbers += (code_number(code, KIND) * scale_C1,)
+        number = nearest(wide[i] * inverse_C1, KIND)
+        codes += (stored_code(to_code(number, KIND, ON_CARD), KIND),)
+        numbers += (number * scale_C1,)
     return codes, numbers, scale_C1
 
 
@@ -128,22 +127,27 @@ def stored_code(codes, KIND: tl.constexpr):
 
 
 @triton.jit
-def code_number(codes, KIND: tl.constexpr):
-    """What codes stand for, before they are scaled, as float32."""
+def nearest(scaled, KIND: tl.constexpr):
+    """The number nearest to each that a code stands for, halves to even, as float32.
+
+    Not by way of the code: the compiler has been seen to lose bytes of float8 that are both stored and converted.
+    """
     if KIND == "int8":
-        return codes.to(tl.float32)
-    else:  # by its bits: Triton's conversion goes wrong where threads have fewer than four of them
-        bits = codes.to(tl.uint8, bitcast=True).to(tl.int32)
-        bits = ((bits & 127) << 20) | ((bits & 128) << 24)
-        return bits.to(tl.float32, bitcast=True) * FLOAT8_POWER
+        scaled = tl.minimum(tl.maximum(scaled, -127.0), 127.0)
+        return (scaled + 12582912.0) - 12582912.0  # adding 1.5 * 2 ** 23 units leaves whole units
+    else:
+        scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
+        bits = scaled.to(tl.int32, bitcast=True)
+        normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # three bits of the mantissa remain
+        small = (scaled + 24576.0) - 24576.0  # below 2 ** -6 the unit is 2 ** -9
+        return tl.where(tl.abs(scaled) < 0.015625, small, normal.to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def to_code(scaled, KIND: tl.constexpr, ON_CARD: tl.constexpr):
     """The nearest int8 (from -127) or float8, halves to even. Triton's interpreter would cut a float8."""
     if KIND == "int8":
-        scaled = tl.minimum(tl.maximum(scaled, -127.0), 127.0)
-        return ((scaled + 12582912.0) - 12582912.0).to(tl.int8)  # adding 1.5 * 2 ** 23 units leaves whole units
+        return nearest(scaled, KIND).to(tl.int8)
     elif ON_CARD:
         return scaled.to(tl.float8e4nv)  # the largest, if it is larger
     else:
