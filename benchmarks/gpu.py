@@ -166,7 +166,8 @@ def decode_attention_share(cache_dtype: str) -> float:
     from quire.ops.attention.triton import paged_attention, work_shape
     from quire.ops.attention.work import plan
 
-    rows, context, H, K, D, size, copies = 256, 1000, 32, 8, 128, 16, 3
+    rows, context, H, K, D, copies = 256, 1000, 32, 8, 128, 3
+    size = 16 if cache_dtype == "auto" else 64  # the default
     per_row = -(-context // size)
     num_blocks = rows * per_row * copies
     cache = torch.randn(num_blocks, 2, size, K, D, device="cuda", dtype=torch.bfloat16)

@@ -11,7 +11,7 @@ from quire.worker.load import load_weights
 
 
 def runtime(**options: object) -> Runtime:
-    defaults = {"device": "cpu", "dtype": "float32", "quantization": "none", "max_model_len": 256}
+    defaults = {"device": "cpu", "dtype": "float32", "quantization": "none", "max_model_len": 256, "block_size": 16}
     return make_runtime(EngineConfig.from_kwargs(**{**defaults, **options}), {}, lambda path: path)
 
 

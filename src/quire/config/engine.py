@@ -71,7 +71,9 @@ class ModelConfig:
 class CacheConfig:
     """The paged KV cache"""
 
-    block_size: int = knob(16, "tokens per KV block", low=1, high=1024)
+    block_size: int | None = knob(
+        None, "tokens per KV block (default: 16; of an 8-bit cache on a GPU 64)", low=1, high=1024
+    )
     kv_cache_dtype: KVCacheDtype = knob(
         "auto",
         "number type of cached keys and values: fp8 (fp8_e4m3) and int8 have a scale per token and head; "

@@ -200,7 +200,7 @@ class Engine:
     def _layout(self, tier: NoTier) -> KVLayout:
         """Groups, and as many blocks as the memory holds; raises if a request of max_model_len would not fit."""
         cache, scheduler = self.config.cache, self.config.scheduler
-        layout = form_layout(self.executor.kv_specs(), cache.block_size)
+        layout = form_layout(self.executor.kv_specs(), resolved(cache.block_size))
         if cache.num_gpu_blocks_override is not None:
             num_blocks = [cache.num_gpu_blocks_override] * len(layout.pools)
         else:

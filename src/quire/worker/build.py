@@ -105,7 +105,7 @@ def make_runtime(
         device=choose.device,
         dtype=choose.dtype,
         max_len=resolved(config.model.max_model_len),
-        block_size=config.cache.block_size,
+        block_size=resolved(config.cache.block_size),
         cache_dtype=choose.cache_dtype,
         kernels=choose("elementwise"),
         logits_dtype=None if is_gpu else torch.float32,  # samplers of GPUs convert as they read

@@ -19,7 +19,7 @@ from quire.checkpoint.find import ModelFiles, find
 from quire.checkpoint.gguf_architectures import GGUF_ARCHITECTURES, gguf_architecture
 from quire.checkpoint.hf_config import read_config
 from quire.checkpoint.safetensors import SafetensorsFolder
-from quire.config import EngineConfig
+from quire.config import EngineConfig, resolved
 from quire.kv.groups import form_layout
 from quire.layers.base import Layer
 from quire.layers.linear import LMHead
@@ -44,7 +44,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
     choose = Chooser(config)
     model = build(config, hf_config, choose)
     specs = kv_specs(model, choose.cache_dtype)
-    layout = form_layout(specs, config.cache.block_size)
+    layout = form_layout(specs, resolved(config.cache.block_size))
     weights = _weights(files, config, hf_config, model)
     weight_bytes = sum(row["bytes"] for row in weights)
     return {

@@ -86,7 +86,7 @@ class Worker:
 
     def kv_memory_bytes(self) -> int:
         self.is_rehearsed = True
-        layout = form_layout(self.kv_specs(), self.config.cache.block_size, num_blocks=2)
+        layout = form_layout(self.kv_specs(), resolved(self.config.cache.block_size), num_blocks=2)
         with self.module.capacity("running the largest step"):
             return self.module.kv_memory_bytes(self.config, lambda: self._runner(layout))
 

@@ -23,8 +23,6 @@ from quire.ops.attention.work import AttentionWork, Tile
 from quire.ops.launch import INTERPRETED, has_little_shared_memory, options, pdl
 from quire.ops.rounding.triton import nearest, to_code
 
-import os
-AHEAD = bool(int(os.environ.get("AHEAD", "1")))
 ALIGNED = tl.constexpr(16)  # keys are read from multiples of it, in which the tokens of a block are side by side
 
 
@@ -100,7 +98,6 @@ def launch(
         TILE_M=work.tile.tile_m,
         TILE_N=work.tile.tile_n,
         ON_CARD=not INTERPRETED,
-        AHEAD=AHEAD,
         PDL=dependent,
         num_warps=work.tile.num_warps,
         num_stages=work.tile.num_stages,
@@ -140,7 +137,6 @@ def _coded_attention(
     TILE_N: tl.constexpr,
     ON_CARD: tl.constexpr,
     PDL: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     PART: tl.constexpr = min(BLOCK_D, TILE_N)
     if PDL:
@@ -184,16 +180,12 @@ def _coded_attention(
     for _ in tl.static_range(BLOCK_D // PART):
         accs += (tl.zeros((PART, TILE_M), tl.float32),)
     n_N = tl.arange(0, TILE_N)
-    if AHEAD:
-        # Block ids are loaded one turn of the loop ahead: loaded in the same turn, they would halve its stages.
-        next_N = tl.load(table + (full_begin + n_N) // BLOCK_SIZE, mask=full_begin + n_N < full_end, other=0)
+    # Block ids are loaded one turn of the loop ahead: loaded in the same turn, they would halve its stages.
+    next_N = tl.load(table + (full_begin + n_N) // BLOCK_SIZE, mask=full_begin + n_N < full_end, other=0)
     for start in range(full_begin, full_end, TILE_N):
-        if AHEAD:
-            block_N = next_N
-            key_N = start + TILE_N + n_N
-            next_N = tl.load(table + key_N // BLOCK_SIZE, mask=key_N < full_end, other=0)
-        else:
-            block_N = tl.load(table + (start + n_N) // BLOCK_SIZE)
+        block_N = next_N
+        key_N = start + TILE_N + n_N
+        next_N = tl.load(table + key_N // BLOCK_SIZE, mask=key_N < full_end, other=0)
         max_M, sum_NM, accs = _add_tile(
             max_M, sum_NM, accs, q_parts, factor_M, keys, values, scales, start, block_N, pos_M, begin, end, K,
             block_stride, scales_stride, D, BLOCK_SIZE, CODES, WINDOW, SOFTCAP, ON_CARD, IS_FULL=True,
@@ -323,22 +315,13 @@ def _masked(v_PN, inside_N, ON_CARD: tl.constexpr):
 
 @triton.jit
 def _whole(parts):
-    """[M, D], from parts [D / 1, 2, 4 or 8, M]."""
+    """[M, D], from parts [D / 1, 2, 4 …, M]."""
     NUM_PARTS: tl.constexpr = len(parts)
-    PART: tl.constexpr = parts[0].shape[0]
-    M: tl.constexpr = parts[0].shape[1]
     if NUM_PARTS == 1:
         return tl.trans(parts[0])
-    elif NUM_PARTS == 2:
-        return tl.reshape(tl.permute(tl.join(parts[0], parts[1]), (1, 2, 0)), (M, 2 * PART))
-    elif NUM_PARTS == 4:
-        pairs = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
-        return tl.reshape(tl.permute(pairs, (1, 2, 3, 0)), (M, 4 * PART))
     else:
-        tl.static_assert(NUM_PARTS == 8)
-        even = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))
-        odd = tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7]))
-        return tl.reshape(tl.permute(tl.join(even, odd), (1, 2, 3, 4, 0)), (M, 8 * PART))
+        both = tl.join(_whole(parts[: NUM_PARTS // 2]), _whole(parts[NUM_PARTS // 2 :]))
+        return tl.reshape(tl.permute(both, (0, 2, 1)), (both.shape[0], 2 * both.shape[1]))
 
 
 # ---- numbers in parts of 8 bits --------------------------------------------------------------------------------------
