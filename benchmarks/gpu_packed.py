@@ -12,6 +12,7 @@ import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 from graph_time import graph_us
@@ -39,8 +40,10 @@ TILES = [
 ]
 SPLITS = (1, 2, 4, 8)
 ONE_ROW = [
-    {"TILE_BYTES": tile_bytes, "PROGRAMS": programs, "STAGES": stages, "MAX_REGISTERS": 512 // programs}
-    for tile_bytes, programs, stages in itertools.product((8 << 10, 16 << 10), (3, 4, 6), (2, 3, 4))
+    {"SMALL": share, "LARGE": share, "STAGES": stages}
+    for share, stages in itertools.product(
+        (one_row.Share(kib << 10, programs, 512 // programs) for kib in (4, 8, 16) for programs in (4, 6, 8)), (2, 3)
+    )
 ]
 
 
@@ -103,7 +106,7 @@ def num_bytes(w: words.WordWeight) -> int:
 # ---- linear layers ---------------------------------------------------------------------------------------------------
 
 
-def by_one_row(x: Tensor, w: words.WordWeight, constants: dict[str, int] = {}) -> Tensor:
+def by_one_row(x: Tensor, w: words.WordWeight, constants: dict[str, Any] = {}) -> Tensor:
     before = {name: getattr(one_row, name) for name in constants}
     vars(one_row).update(constants)
     try:

@@ -168,6 +168,20 @@ def test_a_gpu_is_used_unless_told_otherwise():
 
 
 @pytest.mark.parametrize(
+    ("machine", "options", "expected"),
+    [
+        (CPU, {}, 16),
+        (CPU, {"kv_cache_dtype": "int8"}, 16),
+        (GPU, {}, 16),
+        (GPU, {"kv_cache_dtype": "fp8"}, 64),
+        (GPU, {"kv_cache_dtype": "fp8", "block_size": 32}, 32),
+    ],
+)
+def test_blocks_of_8_bit_caches_on_gpus_are_larger(machine, options, expected):
+    assert resolve(EngineConfig.from_kwargs(**options), "/m", "hf", HF, machine).cache.block_size == expected
+
+
+@pytest.mark.parametrize(
     ("machine", "word"),
     [
         (CPU, "no NVIDIA GPU"),

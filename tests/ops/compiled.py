@@ -95,7 +95,7 @@ def packed() -> None:
 
 def packed_experts() -> None:
     K, E, D, F = 4, 4, 768, 384
-    for name in ("mxfp4", "float8 blocks"):
+    for name in ("awq", "mxfp4", "float8 blocks"):
         gate_up, down = (words.pack(forms(E * n, k)[name]) for n, k in ((2 * F, D), (D, F)))
         for T in (1, 16):
             ids = torch.empty(T, K, dtype=torch.int32)

@@ -179,6 +179,14 @@ def test_large_tiles_equal_the_twin(name, dtype):
     check(tiles.linear(given, w, tile=tile, **options), words.linear(x, w))
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "e2m1, float8 scales of 32"])
+def test_a_weight_may_have_a_single_group(name, few_programs):
+    w = packed(name, n=20, k=32)
+    x = random(3, w.k).to(DEVICE)
+    check(tiles.linear(x, w), words.linear(x, w))
+    check(ops.linear(x[:1], w), words.linear(x[:1], w))
+
+
 @pytest.mark.parametrize("num_rows", [2, 9])
 @pytest.mark.parametrize("name", [name for name in FORMS if name != "4 bits, ordered"])
 def test_experts_equal_the_twin(name, num_rows, few_programs):

@@ -13,9 +13,9 @@ from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.config.resolve import Machine, resolve
 from quire.errors import BadModelFileError, ConfigError
-from quire.layers.attention import flash_attn, flashinfer
+from quire.layers.attention import flash_attn, flashinfer, triton
 from quire.models import deepseek_v2, gemma4
-from quire.ops.attention import cudnn
+from quire.ops.attention import cudnn, triton_codes
 from quire.worker.kv_cache import cache_layers
 from tests.ops.codes import one_step_apart
 from tests.worker.test_gpu import DEVICE, HAS_GPU, MIXED, OPTIONS, PROMPTS, answers, ids, tiny
@@ -199,6 +199,13 @@ def test_libraries_without_scales_say_that_they_cannot(backend, monkeypatch):
     monkeypatch.setattr(backend, "_library", lambda: (3, None))
     why = backend.why_not(torch.device("cuda"), torch.bfloat16, 128, 16, torch.int8)
     assert "leave out --kv-cache-dtype" in why
+
+
+def test_a_card_without_float8_says_what_to_use(monkeypatch):
+    monkeypatch.setattr(triton_codes, "capability", lambda: (8, 0))
+    needs = torch.device("cuda"), torch.bfloat16, 128, 64
+    assert "int8" in triton.why_not(*needs, torch.float8_e4m3fn)
+    assert triton.why_not(*needs, torch.int8) is None
 
 
 def test_other_types_are_refused_with_the_reason(model):

@@ -5,6 +5,7 @@ import torch
 from quire.layers.attention import CacheLayer
 from quire.layers.attention._work_lists import WorkListBackend
 from quire.ops.attention.triton import paged_attention, supports, work_shape
+from quire.ops.attention.triton_codes import why_no_codes
 from quire.ops.attention.work import WorkShape
 from quire.ops.elementwise.triton_rope import rope_and_write
 
@@ -25,7 +26,7 @@ def why_not(
     if cache_dtype != dtype and block_size % 16:
         return "it reads 8-bit caches in blocks of 16 tokens, or multiples of it: change --block-size"
     if supports(dtype, head_size, block_size):
-        return None
+        return why_no_codes(cache_dtype)
     return f"it has no kernel for {dtype}, head size {head_size} and blocks of {block_size}"
 
 

@@ -4,6 +4,7 @@ import torch
 
 from quire.layers.attention import CacheLayer
 from quire.layers.attention._work_lists import WorkListBackend
+from quire.ops.attention.triton_codes import why_no_codes
 from quire.ops.attention.work import WorkShape
 from quire.ops.mla import triton as mla
 
@@ -27,7 +28,7 @@ def why_not(
     cache_dtype: torch.dtype,
 ) -> str | None:
     if mla.supports(dtype, latent_size, rope_size, block_size):
-        return None
+        return why_no_codes(cache_dtype)
     return f"it has no kernel for {dtype}, latents of {latent_size} + {rope_size} values and blocks of {block_size}"
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.ops.attention.reference import AttentionTables
 from quire.ops.attention.triton_parts import LOG2_E, LOWEST, finish, load_unit
 from quire.ops.attention.work import AttentionWork, Tile
-from quire.ops.launch import INTERPRETED, has_little_shared_memory, options, pdl
+from quire.ops.launch import INTERPRETED, capability, has_little_shared_memory, options, pdl
 from quire.ops.rounding.triton import nearest, to_code
 
 ALIGNED = tl.constexpr(16)  # keys are read from multiples of it, in which the tokens of a block are side by side
@@ -35,6 +35,13 @@ def config(dtype: torch.dtype, head_size: int, group_size: int, *, decode: bool)
     if decode:
         return Tile(lowest, 64, 4, num_stages, 4)
     return Tile(max(32, lowest), 64, 4, 2, 2)
+
+
+def why_no_codes(cache_dtype: torch.dtype) -> str | None:
+    """Why kernels cannot read such a cache on the card at hand, or None."""
+    if cache_dtype == torch.float8_e4m3fn and capability() < (8, 9):
+        return "this card has no float8: --kv-cache-dtype int8 is fast"
+    return None
 
 
 def code_kind(cache: Tensor) -> str | None:

@@ -58,9 +58,11 @@ def fits(x_MK: Tensor, w: WordWeight) -> bool:
 
 
 def fits_experts(w: WordWeight) -> bool:
-    """Whether tiles would not be faster, since too many lanes have nothing to do past the end of a row."""
+    """Whether tiles would not be faster: every program would round the inputs of all experts by itself, or too many
+    lanes would have nothing to do past the end of a row."""
     num_words = w.in_words.codes.shape[1]
-    return w.kind != "e2m1" or num_words > 0.75 * triton.next_power_of_2(num_words)
+    is_short = num_words <= 0.75 * triton.next_power_of_2(num_words)
+    return w.rounds is None and not (w.kind == "e2m1" and is_short)
 
 
 class Cut(NamedTuple):
