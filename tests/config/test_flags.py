@@ -61,7 +61,7 @@ def test_replace_changes_one_option_and_keeps_the_rest():
     ("options", "message"),
     [
         ({"max_nun_seqs": 4}, "did you mean 'max_num_seqs'"),
-        ({"dtype": "float8"}, "one of auto, bfloat16, float32"),
+        ({"dtype": "float8"}, "one of auto, bfloat16, float16, float32"),
         ({"max_num_seqs": 0}, "at least 1"),
         ({"max_num_seqs": 2.5}, "a whole number"),
         ({"max_num_seqs": True}, "a whole number"),
@@ -165,6 +165,21 @@ def test_a_gpu_is_used_unless_told_otherwise():
     assert found.model.quantization == "none"  # packed weights are the CPU's
     told = resolve(EngineConfig.from_kwargs(device="cpu"), "/m", "gguf", HF, GPU)
     assert told == resolve(EngineConfig(), "/m", "gguf", HF, CPU)
+
+
+@pytest.mark.parametrize(
+    ("machine", "fields", "expected"),
+    [
+        (GPU, {"torch_dtype": "float16"}, "float16"),
+        (GPU, {"dtype": "float16"}, "float16"),
+        (GPU, {"dtype": "float32"}, "bfloat16"),
+        (GPU, {"dtype": "float16", "quantization_config": {"quant_method": "awq"}}, "bfloat16"),
+        (CPU, {"dtype": "float16"}, "bfloat16"),
+    ],
+)
+def test_gpus_keep_float16(machine, fields, expected):
+    assert resolve(EngineConfig(), "/m", "hf", {**HF, **fields}, machine).model.dtype == expected
+    assert resolve(EngineConfig.from_kwargs(dtype="float16"), "/m", "hf", HF, machine).model.dtype == "float16"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 from quire.core.request import Status
-from tests.core.harness import HYBRID, Core
+from tests.core.harness import HYBRID, Core, RecordingExecutor
 
 
 def names_running(core: Core) -> list[str]:
@@ -181,3 +181,25 @@ def test_a_waiting_request_can_be_aborted():
     assert all(request.status is not Status.WAITING for request in core.engine.scheduler.requests.values())
     core.run()
     assert core.tokens["b", 0] == []
+
+
+class Overflowing(RecordingExecutor):
+    """Rows with token 49 in their prompt have logits that are no numbers."""
+
+    def _run(self, plan, masks):
+        result = super()._run(plan, masks)
+        result.overflowed = [idx for idx, row in enumerate(plan.rows) if 49 in self.rows[row].token_ids[:4]]
+        return result
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_row_whose_logits_overflow_ends_and_its_neighbours_go_on(depth):
+    core = Core(executor=Overflowing, pipeline_depth=depth)
+    for name, prompt in {"a": [1, 2, 3, 4], "bad": [1, 2, 49, 4], "b": [5, 6, 7, 8, 9]}.items():
+        core.add(name, prompt, max_tokens=9)
+    core.run()
+    core.assert_all_as_expected(but={"bad"})
+    core.assert_nothing_is_held()
+    assert core.reasons["bad", 0] == "error" and core.tokens["bad", 0] == []
+    errors = [delta.error for outputs in core.steps for delta in outputs.deltas if delta.request_id == "bad"]
+    assert len(errors) == 1 and "--dtype bfloat16" in errors[0]

@@ -19,7 +19,7 @@ from quire.quant.kept.triton import Words
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 DTYPES = (torch.float32, torch.bfloat16) if HAS_GPU else (torch.float32,)
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 MANY_ROWS = (5, 8, 16, 17, 64, 300)
 
 
@@ -177,6 +177,17 @@ def test_large_tiles_equal_the_twin(name, dtype):
     x, given, options = inputs(w, 70 if HAS_GPU else 3, dtype)
     tile = tiles.Tile(128, 64, 4, 3) if dtype == torch.bfloat16 else tiles.Tile(128, 32, 4, 2)
     check(tiles.linear(given, w, tile=tile, **options), words.linear(x, w))
+
+
+@pytest.mark.parametrize("name", ["4 bits, zero points", "mxfp4", "float8 for float8"])
+def test_float16_stays_float16(name, few_programs):
+    w = packed(name)
+    x, given, options = inputs(w, 3, torch.float16)
+    bias = random(w.n).to(DEVICE, torch.float16)
+    expected = words.linear(x, w, bias)
+    check(ops.linear(x[:1], w, bias), words.linear(x[:1], w, bias))
+    check(tiles.linear(given, w, bias, **options), expected)
+    check(many_rows.linear(given, w, bias, **options), expected)
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "e2m1, float8 scales of 32"])

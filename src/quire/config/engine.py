@@ -45,8 +45,10 @@ class ModelConfig:
     load_format: Literal["auto", "dummy"] = knob(
         "auto", "dummy: random weights at the shapes of config.json, quantized as it says"
     )
-    dtype: Literal["auto", "bfloat16", "float32"] = knob(
-        "auto", "number type of weights and activations; auto: bfloat16, with quantized weights kept packed"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = knob(
+        "auto",
+        "number type of weights and activations; auto: bfloat16, with quantized weights kept packed; "
+        "on GPUs float16 where a checkpoint has it",
     )
     quantization: Quantization = knob(
         "auto",

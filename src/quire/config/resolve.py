@@ -38,7 +38,7 @@ def resolve(
     """`path` and `kind` ("gguf" or "hf") of the model's files, its config in Hugging Face's words."""
     model, scheduler = config.model, config.scheduler
     device = choose_device(config.device.device, machine)
-    dtype = "bfloat16" if model.dtype == "auto" else model.dtype
+    dtype = _auto_dtype(device, hf_config) if model.dtype == "auto" else model.dtype
     cache_dtype = _kv_cache_dtype(config.cache.kv_cache_dtype, dtype, hf_config)
     # A value's tokens lie side by side there: so many fill what the memory reads at once.
     default_block = 64 if device == "cuda" and cache_dtype in ("fp8", "int8") else 16
@@ -57,6 +57,13 @@ def resolve(
         # On a CPU, submit() returns when the step is computed: planning ahead gains nothing.
         pipeline_depth=scheduler.pipeline_depth or (2 if device == "cuda" else 1),
     )
+
+
+def _auto_dtype(device: str, hf_config: dict[str, Any]) -> str:
+    """Kernels of CPUs, and of packed weights, compute in bfloat16."""
+    own = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    is_plain = not hf_config.get("quantization_config")
+    return "float16" if device == "cuda" and own == "float16" and is_plain else "bfloat16"
 
 
 def choose_device(asked: str, machine: Machine) -> str:
@@ -91,8 +98,10 @@ def _quantization(model: ModelConfig, kind: str, device: str, hf_config: dict[st
     if model.quantization == "gguf":
         if kind != "gguf":
             raise ConfigError("quantization gguf needs a .gguf file: leave --quantization out for this model")
-        if model.dtype == "float32":
-            raise ConfigError("packed weights compute in bfloat16: leave out --quantization gguf or --dtype float32")
+        if model.dtype in ("float16", "float32"):
+            raise ConfigError(
+                f"packed weights compute in bfloat16: leave out --quantization gguf or --dtype {model.dtype}"
+            )
     return model.quantization
 
 

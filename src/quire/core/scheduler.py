@@ -20,6 +20,8 @@ from quire.kv.manager import KVManager
 from quire.messages import ChoiceDelta, EngineStats
 from quire.step import NOTHING, TOKEN, VECTOR, ForcedTokens, RowStart, StepPlan, StepResult
 
+OVERFLOW = "float16 is too small for this model's numbers: start with --dtype bfloat16"
+
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, kv: KVManager, pipeline: Pipeline, num_drafts: int = 0) -> None:
@@ -268,6 +270,9 @@ class Scheduler:
             delta.prompt_logprobs = result.prompt_logprobs[idx]
             request.num_prompt_logprobs += len(delta.prompt_logprobs)
         if not is_wanted:
+            return delta
+        if idx in result.overflowed:
+            delta.token_ids, delta.finish_reason, delta.error = [], "error", OVERFLOW
             return delta
         if request.wants_vector:
             delta.vector = result.vectors[idx]

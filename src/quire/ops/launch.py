@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = triton.knobs.runtime.interpret
+TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def pdl(x: Tensor) -> bool:

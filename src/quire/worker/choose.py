@@ -17,7 +17,7 @@ from quire.errors import ConfigError, UnsupportedModelError
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 CODE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}  # of a KV cache that does not have the model's dtype
 
 # What is computed -> its modules for CPUs and for GPUs, the best first.

@@ -63,6 +63,9 @@ class Runner:
         self.inputs = StepInputs(group_backends(model, memory.groups, limits), self.batch.tables, limits, self.shifts)
         self.last_hidden = limits.hidden_like.new_zeros(num_samples, limits.hidden_like.shape[1])
         self.out_ids = torch.zeros(num_samples, dtype=torch.int32, device=where)
+        # Of each sample, whether its logits are numbers. Only float16 is so small that they may not be.
+        is_small = limits.hidden_like.dtype == torch.float16
+        self.is_finite = torch.ones(num_samples, dtype=torch.bool, device=where) if is_small else None
         self.num_accepted = torch.zeros(num_rows, dtype=torch.int32, device=where)  # drafts of each producing row
         scratch = device.Scratch(num_samples, vocab_size, where)
         self.sampler = Sampler(device.sample, device.mask_logits, self.batch.sampling, self.batch.tokens, scratch)
@@ -197,6 +200,8 @@ class Runner:
             if VECTOR in plan.produces:
                 pending.vectors = ToHost(self.last_hidden[:num_samples].float())
         pending.token_ids = ToHost(self.out_ids[:num_samples])
+        if self.is_finite is not None:
+            pending.is_finite = ToHost(self.is_finite[:num_samples])
         self.recordings.record_next()
         return pending
 
@@ -219,7 +224,7 @@ class Runner:
 
     def choose(self, shape: SampleShape) -> None:
         """Chooses tokens for rows with nothing but a temperature and a grammar."""
-        logits_SV = self.model.logits(self.last_hidden[: shape.num_samples])
+        logits_SV = self._logits(shape.num_samples)
         if shape.masked:
             self.device.mask_logits(logits_SV, *self.masks.of(shape.num_samples))
         samples = self._samples(shape.num_samples)
@@ -228,11 +233,17 @@ class Runner:
     def _choose_specially(self, rows: list[int], masked: bool, pending: "Pending") -> None:
         """Chooses tokens with all sampling parameters of the rows."""
         count = len(rows)
-        logits_SV = self.model.logits(self.last_hidden[:count])
+        logits_SV = self._logits(count)
         masks = self.masks.of(count) if masked else None
         logprobs = self.sampler.sample(logits_SV, rows, *self._samples(count), masks)
         if logprobs is not None:
             pending.logprobs = logprobs.places, logprobs.num_top, ToHost(*logprobs.tokens)
+
+    def _logits(self, count: int) -> Tensor:
+        logits_SV = self.model.logits(self.last_hidden[:count])
+        if self.is_finite is not None:  # a sum of numbers from float16 is one in float32
+            self.is_finite[:count] = logits_SV.sum(1, dtype=torch.float32).isfinite()
+        return logits_SV
 
     def _samples(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Row and position of each sample, and where its token is written."""
@@ -280,6 +291,7 @@ class Pending:
     token_ids: ToHost
     num_accepted: ToHost | None = None  # None: there are no drafts
     vectors: ToHost | None = None  # hidden states of all samples; None: no row wants any
+    is_finite: ToHost | None = None  # None: all logits are numbers
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
@@ -293,12 +305,15 @@ class Pending:
         chosen = self.token_ids.wait()[0].tolist()
         num_accepted = None if self.num_accepted is None else self.num_accepted.wait()[0].tolist()
         vectors = () if self.vectors is None else self.vectors.wait()[0].unbind()
-        result = StepResult(self.plan.step_id, [[] for _ in self.plan.rows])
+        is_finite = None if self.is_finite is None else self.is_finite.wait()[0].tolist()
+        result = StepResult(self.plan.step_id, [[] for _ in self.plan.rows], overflowed=[])
         first = 0  # sample of the row
         row_of: dict[int, int] = {}  # sample whose token is a result -> index in the plan's rows
         producing = (idx for idx, produces in enumerate(self.plan.produces) if produces)
         for nth, idx in enumerate(producing):
             end = first + 1 + (num_accepted[nth] if num_accepted is not None else 0)
+            if is_finite is not None and not all(is_finite[first:end]):
+                result.overflowed.append(idx)
             if self.plan.produces[idx] == VECTOR:
                 result.vectors[idx] = vectors[first].tolist()
             else:

@@ -39,7 +39,8 @@ def linear(
         ordered_MK = x_MK if w.order_K is None else x_MK.index_select(1, w.order_K)
         y_MN = functional.linear(ordered_MK, unpack(w, x_MK.dtype), bias_N)
         return y_MN if out_dtype is None else y_MN.to(out_dtype)
-    if w.one is not None and w.outer_N is not None and scales.is_cuda and len(x_MK) >= MIN_SCALED_ROWS:
+    can_scale = scales.is_cuda and dtype == torch.bfloat16 and len(x_MK) >= MIN_SCALED_ROWS
+    if w.one is not None and w.outer_N is not None and can_scale:
         y_MN = torch._scaled_mm(x_MK, w.codes.T, scales.contiguous(), w.outer_N[None], bias_N, out_dtype=dtype)
         return y_MN if out_dtype is None else y_MN.to(out_dtype)
     sums_MN = _library_product(x_MK, scales, w)

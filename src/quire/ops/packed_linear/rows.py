@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.elementwise import triton as elementwise
-from quire.ops.launch import INTERPRETED, options, pdl, wait_turn
+from quire.ops.launch import INTERPRETED, TRITON_DTYPES, options, pdl, wait_turn
 from quire.ops.moe.activation import gated, linear_activation
 from quire.ops.packed_linear.words import WordWeight, as_bytes
 from quire.ops.rounding.triton import empty_codes, round_groups
@@ -132,7 +132,7 @@ def rescale(
         M,
         N=N,
         PARTS=sums_MN.shape[0] if sums_MN.dim() == 3 else 1,
-        IS_FLOAT32=dtype == torch.float32,
+        DTYPE=TRITON_DTYPES[dtype],
         BLOCK=block,
         PDL=dependent,
         num_warps=4,
@@ -150,7 +150,7 @@ def _rescale_kernel(
     M,
     N: tl.constexpr,
     PARTS: tl.constexpr,
-    IS_FLOAT32: tl.constexpr,
+    DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -167,6 +167,4 @@ def _rescale_kernel(
         y *= tl.load(scales_ptr + row)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)
-    if not IS_FLOAT32:
-        y = y.to(tl.bfloat16)
-    tl.store(y_ptr + row * N + n, y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + row * N + n, y.to(DTYPE).to(y_ptr.dtype.element_ty), mask=inside)

@@ -17,7 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.launch import INTERPRETED, has_little_shared_memory, num_multiprocessors, options, pdl
+from quire.ops.launch import (
+    INTERPRETED,
+    TRITON_DTYPES,
+    has_little_shared_memory,
+    num_multiprocessors,
+    options,
+    pdl,
+)
 from quire.ops.moe.activation import gated
 from quire.ops.packed_linear.decode import (
     GAIN,
@@ -165,7 +172,7 @@ def multiply(
         TOP_K=rows.top_k if rows else 1,
         READS_TOKENS=rows is not None and rows.reads_tokens,
         ACTIVATION=activation,
-        IS_FLOAT32=dtype == torch.float32,
+        DTYPE=TRITON_DTYPES[dtype],
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         RUNS=tile.runs,
@@ -217,7 +224,7 @@ def _tiles_kernel(  # noqa: C901
     TOP_K: tl.constexpr,
     READS_TOKENS: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    IS_FLOAT32: tl.constexpr,
+    DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     RUNS: tl.constexpr,
@@ -330,11 +337,8 @@ def _tiles_kernel(  # noqa: C901
         if HALVES == 2:
             up_NM = _finish(acc_up, x_scale_M, outer_ptr, bias_ptr, row_N + N, X_GROUPS)
             y_NM = gated(y_NM, up_NM, ACTIVATION)
-        if not IS_FLOAT32:
-            y_NM = y_NM.to(tl.bfloat16)
-        tl.store(
-            y_ptr + to_M.to(tl.int64)[:, None] * N + n_N[None, :], tl.trans(y_NM).to(y_ptr.dtype.element_ty), inside_MN
-        )
+        y_MN = tl.trans(y_NM).to(DTYPE).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + to_M.to(tl.int64)[:, None] * N + n_N[None, :], y_MN, inside_MN)
 
 
 @triton.jit
@@ -383,13 +387,15 @@ def _values(
 
 @triton.jit
 def _as_operand(x, KIND: tl.constexpr, PLANES: tl.constexpr, ON_CARD: tl.constexpr):
-    """Codes in bytes as the numbers that they are; the interpreter multiplies them in float32. Others unchanged."""
+    """Codes in bytes as the numbers that they are, others in bfloat16; the interpreter multiplies in float32."""
     if PLANES == 1 and KIND == "e4m3":
         x = x.to(tl.float8e4nv, bitcast=True)
     elif PLANES == 1:
         x = x.to(tl.int8, bitcast=True)
     if not ON_CARD and not (PLANES == 1 and KIND == "int8"):
         x = x.to(tl.float32)
+    elif PLANES > 1:  # as weights are
+        x = x.to(tl.bfloat16)
     return x
 
 

@@ -164,7 +164,6 @@ def _launch(
         TERMS=terms,
         HALVES=halves,
         ACTIVATION=activation,
-        IS_FLOAT32=x.dtype == torch.float32,
         BLOCK_N=found.block_n,
         BLOCK_W=found.block_w,
         LANE=LANE_WORDS,
@@ -216,7 +215,6 @@ def _words_kernel(  # noqa: C901
     TERMS: tl.constexpr,
     HALVES: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    IS_FLOAT32: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
     LANE: tl.constexpr,
@@ -294,9 +292,8 @@ def _words_kernel(  # noqa: C901
             y_N = gated(gate_N, y_N, ACTIVATION)
         if added_ptr is not None:
             y_N += tl.load(added_ptr + row * N + output_N).to(tl.float32)
-        if not IS_FLOAT32:
-            y_N = y_N.to(tl.bfloat16)
-        tl.store(y_ptr + row * N + n_N, y_N.to(y_ptr.dtype.element_ty), mask=n_N < N)
+        y_N = y_N.to(x_ptr.dtype.element_ty).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + row * N + n_N, y_N, mask=n_N < N)
 
 
 @triton.jit
