@@ -21,7 +21,7 @@ from quire.ops.attention.reference import AttentionTables
 from quire.ops.attention.triton_parts import LOG2_E, LOWEST, finish, load_unit
 from quire.ops.attention.work import AttentionWork, Tile
 from quire.ops.launch import INTERPRETED, capability, has_little_shared_memory, options, pdl
-from quire.ops.rounding.triton import nearest, to_code
+from quire.ops.rounding.triton import largest_code, nearest, to_code
 
 ALIGNED = tl.constexpr(16)  # keys are read from multiples of it, in which the tokens of a block are side by side
 
@@ -332,11 +332,6 @@ def _whole(parts):
 
 
 # ---- numbers in parts of 8 bits --------------------------------------------------------------------------------------
-
-
-@triton.constexpr_function
-def largest_code(codes):
-    return 127.0 if codes == "int8" else 448.0
 
 
 @triton.constexpr_function

@@ -254,7 +254,6 @@ def _words_kernel(  # noqa: C901
         x_row = (row * TERMS + term) // (TOP_K // TERMS)
         inputs += _inputs(
             x_ptr + x_row * K, input_scale, K, KIND, BITS, PLANES, RUN, SETS, ROUNDS, X_GROUP, CHUNKS, BLOCK_W, LANE,
-            ON_CARD,
         )  # fmt: skip
 
     for start in tl.range(tl.program_id(0) * BLOCK_N, N, tl.num_programs(0) * BLOCK_N, num_stages=STAGES):
@@ -363,7 +362,6 @@ def _inputs(
     CHUNKS: tl.constexpr,
     BLOCK_W: tl.constexpr,
     LANE: tl.constexpr,
-    ON_CARD: tl.constexpr,
 ):
     """(inputs [1, R, LANE] of every chunk and plane, as its codes want them; sums of lanes of every chunk and set; and
     the scales of chunks that inputs were rounded with)."""
@@ -384,7 +382,7 @@ def _inputs(
                 input = word // RUN * (RUN * PLANES) + plane * RUN + word % RUN
                 planes += (load_row(row_ptr, input, K, PLANES * BLOCK_W).to(tl.float32),)
     if ROUNDS:
-        planes, scales = round_planes(planes, input_scale, KIND, X_GROUP, CHUNKS, PLANES, LANE, ON_CARD)
+        planes, scales = round_planes(planes, input_scale, KIND, X_GROUP, CHUNKS, PLANES, LANE)
     sums: tl.tuple = ()
     factors: tl.tuple = ()
     for c in tl.static_range(CHUNKS):

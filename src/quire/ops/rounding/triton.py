@@ -28,6 +28,11 @@ def empty_codes(num_rows: int, width: int, rounds: str, device: torch.device) ->
     return codes, memory[: num_rows * num_groups].view(num_groups, num_rows).T, group
 
 
+@triton.constexpr_function
+def largest_code(kind):
+    return 127.0 if kind == "int8" else 448.0
+
+
 @triton.jit
 def round_groups(x_N, input_scale, GROUP: tl.constexpr, IS_INT8: tl.constexpr, ON_CARD: tl.constexpr):
     """(codes of a row or a part of it, as bytes; the scales of its groups)."""
@@ -48,13 +53,12 @@ def round_planes(
     CHUNKS: tl.constexpr,
     PLANES: tl.constexpr,
     LANE: tl.constexpr,
-    ON_CARD: tl.constexpr,
 ):
     """(the codes of a row of inputs, plane by plane [1, R, LANE] of one chunk after the other; scales of chunks).
 
     Of words with bytes: planes are neighbouring inputs, and a lane is LANE words. Scales are [1, R, 1].
     """
-    LARGEST: tl.constexpr = 127.0 if KIND == "int8" else 448.0
+    LARGEST: tl.constexpr = largest_code(KIND)
     R: tl.constexpr = planes[0].shape[1]
     bounds: tl.tuple = ()  # the largest number that shares a scale, by lane
     for c in tl.static_range(CHUNKS):
@@ -90,7 +94,7 @@ def round_planes(
 @triton.jit
 def scale_of(largest, fixed_scale, KIND: tl.constexpr):
     """(what numbers are multiplied by to get codes, what codes are multiplied by), where `largest` shares a scale."""
-    LARGEST: tl.constexpr = 127.0 if KIND == "int8" else 448.0
+    LARGEST: tl.constexpr = largest_code(KIND)
     if fixed_scale is None:
         largest = tl.maximum(largest, TINY_INPUT)
     else:
@@ -132,11 +136,11 @@ def nearest(scaled, KIND: tl.constexpr):
 
     Not by way of the code: the compiler has been seen to lose bytes of float8 that are both stored and converted.
     """
+    LARGEST: tl.constexpr = largest_code(KIND)
+    scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
     if KIND == "int8":
-        scaled = tl.minimum(tl.maximum(scaled, -127.0), 127.0)
         return (scaled + 12582912.0) - 12582912.0  # adding 1.5 * 2 ** 23 units leaves whole units
     else:
-        scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
         bits = scaled.to(tl.int32, bitcast=True)
         normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # three bits of the mantissa remain
         small = (scaled + 24576.0) - 24576.0  # below 2 ** -6 the unit is 2 ** -9
