@@ -9,6 +9,8 @@ interpreter and for tables, each plane is cut out of the words by plain operatio
 import triton
 import triton.language as tl
 
+from quire.ops.packed_linear.words import bit_of_plane
+
 # Of each kind, for words $8 and $9 (or $4 and $5, with four planes): plane after plane, two values per register.
 _NIBBLES = """
 .reg .b32 lo, hi, s;
@@ -16,6 +18,8 @@ prmt.b32 lo, $8, $9, 0x5410;
 prmt.b32 hi, $8, $9, 0x7632;
 """
 
+
+plane_bit = triton.constexpr_function(bit_of_plane)
 
 _ONE = ".reg .b32 one, m; mov.b32 one, 0x3F803F80;"
 PAIR_REGISTERS = {"zeros": 2, "minimums": 3}
@@ -36,8 +40,8 @@ def _affine4(num_scales: int, pair: str = "zeros") -> str:
     """128 + code: the code is put into the last bits of the number 128."""
     lines = [_ONE]
     for plane in range(8):
-        half = "lo" if plane < 4 else "hi"
-        lines.append(f"shr.u32 s, {half}, {plane % 4 * 4};")
+        bit = bit_of_plane("affine", 4, plane)
+        lines.append(f"shr.u32 s, {'hi' if bit >= 16 else 'lo'}, {bit % 16};")
         lines.append(f"lop3.b32 {'s' if num_scales else f'${plane}'}, s, 0x000F000F, 0x43004300, 0xEA;")
         lines += _scaled(plane, 8, num_scales, pair) if num_scales else []
     return "{" + _NIBBLES + "\n".join(lines) + "}"
@@ -224,7 +228,7 @@ def _float8(byte):
 @triton.jit
 def plane_values(words, table_ptr, plane: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr):
     """The values of one plane in float32, by plain operations."""
-    code = (words >> (BITS * plane)) & (2**BITS - 1)
+    code = (words >> plane_bit(KIND, BITS, plane)) & (2**BITS - 1)
     if KIND == "affine":
         values = code.to(tl.float32)
     elif KIND == "int8":
@@ -261,9 +265,6 @@ def joined(planes, first: tl.constexpr, NUM: tl.constexpr):
 # ---- a plane as float32 ---------------------------------------------------------------------------------------------
 
 
-INPUT_EXPONENT = 100  # inputs times 2 ** 100: largest ones of 2 ** 27 still fit
-
-
 # Four float8 of a word, as float32.
 FLOAT8_PLANES = tl.constexpr("""{
 .reg .b16 lo, hi, a, b, c, d;
@@ -280,28 +281,9 @@ cvt.f32.f16 $3, d;
 }""")
 
 
-@triton.constexpr_function
-def input_power(kind, bits, plane):
-    """The power of two by which inputs make up for values that are too small."""
-    if kind == "affine":
-        return INPUT_EXPONENT - plane % (20 // bits) * bits
-    return INPUT_EXPONENT if kind == "e2m1" else 0
-
-
-@triton.constexpr_function
-def output_power(kind):
-    """The power of two that is still missing, since inputs would become too large."""
-    if kind == "affine":
-        return 149 - INPUT_EXPONENT
-    return 126 - INPUT_EXPONENT if kind == "e2m1" else 0
-
-
 @triton.jit
 def float_planes(words, table_ptr, KIND: tl.constexpr, BITS: tl.constexpr, ON_CARD: tl.constexpr):
-    """The values of all planes as float32, with few instructions, and so as they are or times a power of two.
-
-    Whole numbers and E2M1 stay where they are in their word, or nearly: their bits are a float's, a tiny one.
-    """
+    """The values of all planes as float32."""
     planes: tl.tuple = ()
     if KIND == "e4m3" and ON_CARD:
         planes = tl.inline_asm_elementwise(
@@ -309,19 +291,74 @@ def float_planes(words, table_ptr, KIND: tl.constexpr, BITS: tl.constexpr, ON_CA
         )
     else:
         for plane in tl.static_range(32 // BITS):
-            if KIND == "affine":
-                # Bits 20 and up would reach the exponent: the planes there are shifted to where the first ones are.
-                bits = words >> (plane // (20 // BITS) * (20 // BITS) * BITS)
-                bits = bits & ((2**BITS - 1) << (plane % (20 // BITS) * BITS))
-                planes += (bits.to(tl.float32, bitcast=True),)
-            elif KIND == "e2m1":
-                # Exponent and mantissa go to those of a float32.
-                magnitude = words << (22 - 4 * plane) if plane < 6 else words >> (4 * plane - 22)
-                bits = (magnitude & 0x01C00000) | ((words << (28 - 4 * plane)) & -0x80000000)
-                planes += (bits.to(tl.float32, bitcast=True),)
-            else:
-                planes += (plane_values(words, table_ptr, plane, KIND, BITS),)
+            planes += (plane_values(words, table_ptr, plane, KIND, BITS),)
     return planes
+
+
+# ---- planes as bytes -------------------------------------------------------------------------------------------------
+
+
+E2M1_ZERO = 12  # the byte of E2M1's zero: bytes are whole numbers, of halves
+
+# Eight codes of E2M1 as bytes. An instruction looks up four codes in a table of eight bytes, and gives zero where the
+# first bit, the sign, is set: so that positive and negative codes have a table each.
+E2M1_BYTES = tl.constexpr("""{
+.reg .b32 flipped, a, b;
+xor.b32 flipped, $2, 0x88888888;
+prmt.b32 a, 0x0F0E0D0C, 0x18141210, $2;
+prmt.b32 b, 0x090A0B0C, 0x00040608, flipped;
+or.b32 $0, a, b;
+shr.u32 a, $2, 16;
+shr.u32 flipped, flipped, 16;
+prmt.b32 a, 0x0F0E0D0C, 0x18141210, a;
+prmt.b32 b, 0x090A0B0C, 0x00040608, flipped;
+or.b32 $1, a, b;
+}""")
+
+
+@triton.jit
+def byte_planes(words, KIND: tl.constexpr, BITS: tl.constexpr, ON_CARD: tl.constexpr):
+    """Four planes at a time, a byte each, without a sign: codes of whole numbers, or E2M1 (`E2M1_ZERO`)."""
+    if KIND == "int8":
+        return (words ^ -0x7F7F7F80,)
+    elif BITS == 8:
+        return (words,)
+    elif KIND == "affine":
+        return words & 0x0F0F0F0F, (words >> 4) & 0x0F0F0F0F
+    elif ON_CARD:
+        return tl.inline_asm_elementwise(
+            E2M1_BYTES, "=r,=r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    else:
+        return _e2m1_bytes(words, 0), _e2m1_bytes(words, 16)
+
+
+@triton.jit
+def _e2m1_bytes(words, FIRST: tl.constexpr):
+    """Of four codes, from this bit on, by plain operations."""
+    bytes = tl.zeros_like(words)
+    for i in tl.static_range(4):
+        code = words >> (FIRST + 4 * i)
+        exponent = (code >> 1) & 3
+        halves = tl.where(exponent == 0, code & 1, (2 + (code & 1)) << tl.maximum(exponent - 1, 0))
+        bytes |= (12 + tl.where((code & 8) == 0, halves, -halves)) << (8 * i)
+    return bytes
+
+
+@triton.jit
+def add_products(total, pairs, bytes, UPPER: tl.constexpr, ON_CARD: tl.constexpr):
+    """total and the products of two whole numbers, halves of a word with signs, with the lower or upper two bytes."""
+    if not ON_CARD:
+        lower = bytes >> (16 if UPPER else 0)
+        return total + ((pairs << 16) >> 16) * (lower & 255) + (pairs >> 16) * ((lower >> 8) & 255)
+    elif UPPER:
+        return tl.inline_asm_elementwise(
+            "dp2a.hi.s32.u32 $0, $1, $2, $3;", "=r,r,r,r", [pairs, bytes, total], tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "dp2a.lo.s32.u32 $0, $1, $2, $3;", "=r,r,r,r", [pairs, bytes, total], tl.int32, is_pure=True, pack=1
+        )
 
 
 # ---- scales and rows ------------------------------------------------------------------------------------------------
@@ -382,12 +419,17 @@ def loaded_scale(loaded, first: tl.constexpr, OUTER: tl.constexpr, PAIR: tl.cons
     elif BYTE is None:
         scale = _as_float(loaded[first])
     elif OUTER:
-        scale = ((loaded[first] << (24 - 8 * BYTE)) >> 24).to(tl.float32)
+        scale = signed_byte(loaded[first], BYTE).to(tl.float32)
     else:
         scale = _power_of_two((loaded[first] >> (8 * BYTE)) & 255)
     if OUTER:
         scale *= loaded[first + 1].to(tl.float32)
     return scale
+
+
+@triton.jit
+def signed_byte(words, byte: tl.constexpr):
+    return (words << (24 - 8 * byte)) >> 24
 
 
 @triton.jit

@@ -21,23 +21,26 @@ from torch import Tensor
 from quire.ops.launch import INTERPRETED, capability, options, pdl
 from quire.ops.moe.activation import gated, linear_activation
 from quire.ops.packed_linear.decode import (
+    add_products,
+    byte_planes,
     fetch_rows,
     float_planes,
-    input_power,
     load_row,
     load_scales,
     loaded_scale,
-    output_power,
     pair_minimum,
-    power,
+    signed_byte,
 )
+from quire.ops.packed_linear.decode import E2M1_ZERO
 from quire.ops.packed_linear.words import WordWeight
 from quire.ops.rounding.reference import GROUP_INPUTS
 from quire.ops.rounding.triton import round_planes
 
 MULTIPROCESSORS = 132
+WHOLE_UNITS = tl.constexpr(1.5 * 2**23)  # added to a float32 leaves whole units
 STAGES = 3  # of a program's loop: it multiplies weights while those of its next outputs are on their way
 SHARED_BYTES = 224 << 10  # of a multiprocessor
+FETCHED_TURNS = int(__import__("os").environ.get("TURNS", "1"))
 LANE_WORDS = 4  # of a row, that a thread loads at once
 
 
@@ -143,6 +146,7 @@ def _launch(
     w = w.in_words
     rows, N = y.shape
     found = cut(w, rows, N, halves, terms)
+    is_whole = w.kind == "int8" or (w.kind in ("affine", "e2m1") and x.element_size() == 2)
     dependent = pdl(x)
     _words_kernel[found.num_programs, rows](
         x,
@@ -157,7 +161,8 @@ def _launch(
         **w.constants(),
         SETS=w.run * w.planes // w.set_inputs,
         IN_WORDS=w.scales_in_words,
-        ZERO=w.zero,
+        ZERO=E2M1_ZERO if is_whole and w.kind == "e2m1" else w.zero,
+        WHOLE=is_whole,
         ROUNDS=w.rounds is not None,
         X_GROUP=GROUP_INPUTS if w.rounds == "float8 group" else None,
         TOP_K=to.expert_ids.shape[1] if to else 1,
@@ -168,6 +173,7 @@ def _launch(
         BLOCK_W=found.block_w,
         LANE=LANE_WORDS,
         LINES=triton.next_power_of_2(triton.cdiv(w.codes.shape[1], 32)),
+        FETCHED=FETCHED_TURNS,
         STAGES=STAGES,
         ON_CARD=not INTERPRETED and capability() >= (8, 9),
         PDL=dependent,
@@ -209,6 +215,7 @@ def _words_kernel(  # noqa: C901
     MINS_GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     ZERO: tl.constexpr,
+    WHOLE: tl.constexpr,
     ROUNDS: tl.constexpr,
     X_GROUP: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -219,6 +226,7 @@ def _words_kernel(  # noqa: C901
     BLOCK_W: tl.constexpr,
     LANE: tl.constexpr,
     LINES: tl.constexpr,
+    FETCHED: tl.constexpr,
     STAGES: tl.constexpr,
     ON_CARD: tl.constexpr,
     PDL: tl.constexpr,
@@ -245,15 +253,17 @@ def _words_kernel(  # noqa: C901
             firsts += (first + half * N,)
     if PDL:
         if ids_ptr is None:
-            output_N = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+            fetched = tl.arange(0, FETCHED * BLOCK_N)
+            turn = tl.program_id(0) + fetched // BLOCK_N * tl.num_programs(0)
+            fetched = tl.minimum(turn * BLOCK_N + fetched % BLOCK_N, N - 1)
             for part in tl.static_range(PARTS):
-                fetch_rows(codes_ptr + (firsts[part] + output_N) * W, W, LINES)
+                fetch_rows(codes_ptr + (firsts[part] + fetched) * W, W, LINES)
             tl.extra.cuda.gdc_wait()
     inputs: tl.tuple = ()  # of each term: what codes multiply, their sums, and scales of both
     for term in tl.static_range(TERMS):
         x_row = (row * TERMS + term) // (TOP_K // TERMS)
         inputs += _inputs(
-            x_ptr + x_row * K, input_scale, K, KIND, BITS, PLANES, RUN, SETS, ROUNDS, X_GROUP, CHUNKS, BLOCK_W, LANE,
+            x_ptr + x_row * K, input_scale, K, KIND, PLANES, RUN, SETS, WHOLE, ROUNDS, X_GROUP, CHUNKS, BLOCK_W, LANE, ON_CARD,
         )  # fmt: skip
 
     for start in tl.range(tl.program_id(0) * BLOCK_N, N, tl.num_programs(0) * BLOCK_N, num_stages=STAGES):
@@ -273,7 +283,7 @@ def _words_kernel(  # noqa: C901
                 product = _product(
                     codes, scales, inputs, term, half, table_ptr,
                     scales_ptr is not None, scales_outer_ptr is not None, mins_ptr is not None,
-                    mins_outer_ptr is not None, ZERO, KIND, BITS, PLANES, SETS, IN_WORDS, PAIR, ROUNDS, CHUNKS,
+                    mins_outer_ptr is not None, ZERO, KIND, BITS, PLANES, SETS, IN_WORDS, PAIR, WHOLE, ROUNDS, CHUNKS,
                     HALVES, LANE, ON_CARD,
                 )  # fmt: skip
                 row_N = firsts[term * HALVES + half] + output_N
@@ -353,18 +363,19 @@ def _inputs(
     input_scale,
     K: tl.constexpr,
     KIND: tl.constexpr,
-    BITS: tl.constexpr,
     PLANES: tl.constexpr,
     RUN: tl.constexpr,
     SETS: tl.constexpr,
+    WHOLE: tl.constexpr,
     ROUNDS: tl.constexpr,
     X_GROUP: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK_W: tl.constexpr,
     LANE: tl.constexpr,
+    ON_CARD: tl.constexpr,
 ):
-    """(inputs [1, R, LANE] of every chunk and plane, as its codes want them; sums of lanes of every chunk and set; and
-    the scales of chunks that inputs were rounded with)."""
+    """(inputs [1, R, LANE] of every chunk and plane, or whole numbers as `_whole_numbers` has them; sums of lanes of
+    every chunk and set; and what both are to be multiplied by, of each chunk, if they are rounded or whole)."""
     R: tl.constexpr = BLOCK_W // LANE
     planes: tl.tuple = ()
     scales: tl.tuple = ()
@@ -382,19 +393,60 @@ def _inputs(
                 input = word // RUN * (RUN * PLANES) + plane * RUN + word % RUN
                 planes += (load_row(row_ptr, input, K, PLANES * BLOCK_W).to(tl.float32),)
     if ROUNDS:
-        planes, scales = round_planes(planes, input_scale, KIND, X_GROUP, CHUNKS, PLANES, LANE)
+        planes, scales = round_planes(planes, input_scale, KIND, X_GROUP, CHUNKS, PLANES, LANE, ON_CARD)
+    if WHOLE:
+        if not ROUNDS:
+            planes, scales = _fixed_point(planes, KIND, CHUNKS, PLANES)
+        planes = _pairs(planes)
     sums: tl.tuple = ()
-    factors: tl.tuple = ()
     for c in tl.static_range(CHUNKS):
         for set in tl.static_range(SETS):
-            total = tl.zeros((1, R, LANE), tl.float32)
-            for plane in tl.static_range(set * (PLANES // SETS), (set + 1) * (PLANES // SETS)):
-                x = planes[c * PLANES + plane]
-                total += x
-                # Inputs make up for what codes lack, as far as they can.
-                factors += (x * power(input_power(KIND, BITS, plane)),)
-            sums += (tl.sum(total, 2, keep_dims=True),)
-    return factors, sums, scales
+            if WHOLE:
+                ones = tl.full((1, R, LANE), 0x01010101, tl.int32)
+                sums += (_whole_product((ones, ones), planes, c, set, PLANES, SETS, ON_CARD),)
+            else:
+                total = tl.zeros((1, R, LANE), tl.float32)
+                for plane in tl.static_range(set * (PLANES // SETS), (set + 1) * (PLANES // SETS)):
+                    total += planes[c * PLANES + plane]
+                sums += (tl.sum(total, 2, keep_dims=True),)
+    return planes, sums, scales
+
+
+@triton.jit
+def _fixed_point(planes, KIND: tl.constexpr, CHUNKS: tl.constexpr, PLANES: tl.constexpr):
+    """(inputs as whole numbers of 16 bits, what those of each chunk are to be multiplied by, [1, R, 1]).
+
+    The numbers of a lane share a power of two, by the largest: bfloat16 stay exact down to 1/128 of it.
+    """
+    NAN: tl.constexpr = tl.PropagateNan.ALL
+    whole: tl.tuple = ()
+    steps: tl.tuple = ()
+    for c in tl.static_range(CHUNKS):
+        largest = tl.abs(planes[c * PLANES])
+        for plane in tl.static_range(1, PLANES):
+            largest = tl.maximum(largest, tl.abs(planes[c * PLANES + plane]), propagate_nan=NAN)
+        exponent = tl.max(largest.to(tl.int32, bitcast=True), 2, keep_dims=True) >> 23
+        is_finite = exponent < 255
+        exponent = tl.maximum(exponent, 20)
+        inverse = ((268 - exponent) << 23).to(tl.float32, bitcast=True)  # the largest becomes 2 ** 14 or more
+        step = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+        step = tl.where(is_finite, step, float("nan"))
+        steps += (step * 0.5 if KIND == "e2m1" else step,)
+        for plane in tl.static_range(PLANES):
+            whole += (planes[c * PLANES + plane] * inverse,)
+    return whole, steps
+
+
+@triton.jit
+def _pairs(planes):
+    """The nearest whole numbers of two neighbouring planes, in the halves of words."""
+    pairs: tl.tuple = ()
+    for i in tl.static_range(len(planes) // 2):
+        # The last bits of a number of so many units are a whole number.
+        lower = (planes[2 * i] + WHOLE_UNITS).to(tl.int32, bitcast=True)
+        upper = (planes[2 * i + 1] + WHOLE_UNITS).to(tl.int32, bitcast=True)
+        pairs += ((lower & 0xFFFF) | (upper << 16),)
+    return pairs
 
 
 @triton.jit
@@ -427,6 +479,7 @@ def _product(
     SETS: tl.constexpr,
     IN_WORDS: tl.constexpr,
     PAIR: tl.constexpr,
+    WHOLE: tl.constexpr,
     ROUNDS: tl.constexpr,
     CHUNKS: tl.constexpr,
     HALVES: tl.constexpr,
@@ -436,27 +489,69 @@ def _product(
     """One part's weights times inputs, summed over each lane, [BLOCK_N, R, 1]."""
     NUM_SCALES: tl.constexpr = SCALES + SCALES_OUTER + MINS + MINS_OUTER
     PART: tl.constexpr = term * HALVES + half
+    # Products of four-bit codes, summed over a lane, times whole numbers of 8 bits: less than 2 ** 31.
+    WHOLE_SCALES: tl.constexpr = WHOLE and BITS == 4 and IN_WORDS and SCALES_OUTER and MINS == MINS_OUTER
     N: tl.constexpr = codes[0].shape[0]
     R: tl.constexpr = codes[0].shape[1]
     total = tl.zeros((N, R, 1), tl.float32)
     for c in tl.static_range(CHUNKS):
-        values = float_planes(codes[PART * CHUNKS + c], table_ptr, KIND, BITS, ON_CARD)
+        if WHOLE:
+            values = byte_planes(codes[PART * CHUNKS + c], KIND, BITS, ON_CARD)
+        else:
+            values = float_planes(codes[PART * CHUNKS + c], table_ptr, KIND, BITS, ON_CARD)
+        of_chunk = tl.zeros((N, R, 1), tl.float32)
+        whole, whole_mins = tl.zeros((N, R, 1), tl.int32), tl.zeros((N, R, 1), tl.int32)
         for set in tl.static_range(SETS):
-            products = tl.zeros((N, R, LANE), tl.float32)
-            for plane in tl.static_range(set * (PLANES // SETS), (set + 1) * (PLANES // SETS)):
-                products += values[plane] * inputs[3 * term][c * PLANES + plane]
-            product = tl.sum(products, 2, keep_dims=True) * power(output_power(KIND))
+            sums = inputs[3 * term + 1][c * SETS + set]
+            if WHOLE:
+                product = _whole_product(values, inputs[3 * term], c, set, PLANES, SETS, ON_CARD)
+            else:
+                products = tl.zeros((N, R, LANE), tl.float32)
+                for plane in tl.static_range(set * (PLANES // SETS), (set + 1) * (PLANES // SETS)):
+                    products += values[plane] * inputs[3 * term][c * PLANES + plane]
+                product = tl.sum(products, 2, keep_dims=True)
             if OFFSET != 0:
-                product -= OFFSET * inputs[3 * term + 1][c * SETS + set]
-            product = _scaled(
-                product, inputs[3 * term + 1][c * SETS + set], scales,
-                (PART * CHUNKS + c if IN_WORDS else (PART * CHUNKS + c) * SETS + set) * NUM_SCALES,
-                set if IN_WORDS else None, PAIR, SCALES, SCALES_OUTER, MINS, MINS_OUTER,
-            )  # fmt: skip
-            if ROUNDS:
-                product *= inputs[3 * term + 2][c]
-            total += product
+                product -= OFFSET * sums
+            if WHOLE_SCALES:
+                whole += product * signed_byte(scales[(PART * CHUNKS + c) * NUM_SCALES], set)
+                if MINS:
+                    whole_mins += sums * signed_byte(scales[(PART * CHUNKS + c) * NUM_SCALES + 2], set)
+            else:
+                of_chunk += _scaled(
+                    product.to(tl.float32), sums.to(tl.float32), scales,
+                    (PART * CHUNKS + c if IN_WORDS else (PART * CHUNKS + c) * SETS + set) * NUM_SCALES,
+                    set if IN_WORDS else None, PAIR, SCALES, SCALES_OUTER, MINS, MINS_OUTER,
+                )  # fmt: skip
+        if WHOLE_SCALES:
+            of_chunk = whole.to(tl.float32) * scales[(PART * CHUNKS + c) * NUM_SCALES + 1]
+            if MINS:
+                of_chunk += whole_mins.to(tl.float32) * scales[(PART * CHUNKS + c) * NUM_SCALES + 3]
+        if ROUNDS or WHOLE:
+            of_chunk *= inputs[3 * term + 2][c]
+        total += of_chunk
     return total
+
+
+@triton.jit
+def _whole_product(
+    bytes,
+    pairs,
+    chunk: tl.constexpr,
+    set: tl.constexpr,
+    PLANES: tl.constexpr,
+    SETS: tl.constexpr,
+    ON_CARD: tl.constexpr,
+):
+    """A set's codes times inputs: whole numbers summed over each lane, [N, R, 1]."""
+    FIRST: tl.constexpr = set * PLANES // (2 * SETS)
+    END: tl.constexpr = ((set + 1) * PLANES + 2 * SETS - 1) // (2 * SETS)
+    total = tl.zeros(bytes[0].shape, tl.int32)
+    for i in tl.static_range(FIRST, END):
+        numbers = pairs[chunk * (PLANES // 2) + i]
+        if SETS == PLANES:  # of two planes with one instruction, the other one counts nothing
+            numbers &= -65536 if set % 2 else 65535
+        total = add_products(total, numbers, bytes[i // 2], i % 2 == 1, ON_CARD)
+    return tl.sum(total, 2, keep_dims=True)
 
 
 @triton.jit

@@ -5,8 +5,8 @@ packing. Knows forms and tensors only.
 
 Codes are stored in one of two ways. Where activations are rounded to 8 bits too, codes are bytes in order of inputs, as
 the library's products want them. Otherwise they are 32-bit words of several planes: with 4 bits, 128 inputs are a run
-of 16 words, whose lowest four bits (plane 0) are inputs 0 to 15, the next four bits (plane 1) inputs 16 to 31, and so
-on. So a plane of four words, which one thread loads at once, multiplies four neighbouring inputs; and a plane of a
+of 16 words, of which four bits each (plane 0) are inputs 0 to 15, four others (plane 1) inputs 16 to 31, and so on
+(`bit_of_plane`). So a plane of four words, which one thread loads at once, multiplies four neighbouring inputs; and a plane of a
 run, as it lies in registers, is what tensor cores take for 16 inputs. The last run is filled up with zeros.
 
 Shape letters: M rows, N outputs, K inputs, G groups of inputs that share a scale, W words (or bytes) of a row.
@@ -141,7 +141,8 @@ class WordWeight:
             return self.codes ^ 128
         if self.planes == 1:
             return self.codes
-        shifts = torch.arange(0, 32, self.bits, dtype=torch.int32, device=self.codes.device)
+        bits = [bit_of_plane(self.kind, self.bits, plane) for plane in range(self.planes)]
+        shifts = torch.tensor(bits, dtype=torch.int32, device=self.codes.device)
         fields = self.codes.view(self.n, -1, 1, RUN) >> shifts[:, None]
         codes = (fields & 2**self.bits - 1).to(torch.uint8).reshape(self.n, -1)[:, : self.k].contiguous()
         return codes.view(FLOAT8) if self.kind == "e4m3" else codes
@@ -203,7 +204,7 @@ def pack(form: Affine | Float8 | Table4) -> WordWeight | None:
             scales_NG = (scales_NG.int() - over_N1).clamp(min=0).to(torch.uint8)
             powers_N = torch.exp2(over_N1.flatten().float())
             outer_N = powers_N if outer_N is None else outer_N * powers_N
-        packed = WordWeight(kind, _words(form.codes_NK, 4), scales_NG, k, 4, form.group, table=table)
+        packed = WordWeight(kind, _words(form.codes_NK, 4, kind), scales_NG, k, 4, form.group, table=table)
         packed = replace(packed, outer_N=outer_N, scales_NS=scales_NS)
         return replace(packed, scales_NG=_padded(scales_NG, packed)) if packed.folds_scales else packed
     if form.rounds == "int8 token":
@@ -215,7 +216,7 @@ def pack(form: Affine | Float8 | Table4) -> WordWeight | None:
     paired = _paired(form)
     if paired is not None:
         words_NG, pair = paired
-        codes = _words(form.codes_NK, bits)
+        codes = _words(form.codes_NK, bits, "affine")
         return WordWeight("affine", codes, words_NG, k, bits, form.group, pair=pair, order_K=form.order_K)
     scales_NG, scales_NS = _apart(form.scales_NG, form.bits)
     mins_NG, mins_NS = (None, None) if form.mins_NG is None else _apart(form.mins_NG, form.bits)
@@ -223,7 +224,7 @@ def pack(form: Affine | Float8 | Table4) -> WordWeight | None:
         mins_NG = mins_NG.float()
     return WordWeight(
         "affine",
-        _words(form.codes_NK, bits),
+        _words(form.codes_NK, bits, "affine"),
         scales_NG,
         k,
         bits,
@@ -242,7 +243,7 @@ def _pack_float8(form: Float8) -> WordWeight | None:
     if k % 16:
         return None
     if form.rounds is None:
-        codes = _words(codes.view(torch.uint8), 8)
+        codes = _words(codes.view(torch.uint8), 8, "e4m3")
     packed = WordWeight("e4m3", codes, None, k, 8, k, rounds=form.rounds, input_scale=form.input_scale)
     if form.block is None:
         return replace(packed, outer_N=form.scales, one=torch.ones((), device=codes.device))
@@ -298,13 +299,20 @@ def _padded(scales_NG: Tensor, w: WordWeight) -> Tensor:
     return functional.pad(bytes_NG, (0, num_groups - bytes_NG.shape[1])).view(scales_NG.dtype)
 
 
-def _words(codes_NK: Tensor, bits: int) -> Tensor:
+def bit_of_plane(kind: str, bits: int, plane: int) -> int:
+    """Where a word has the code of a plane.
+
+    Of whole numbers with four bits, planes 0 to 3 are the lower halves of bytes, so that these are cut out at once."""
+    return plane % 4 * 8 + plane // 4 * 4 if (kind, bits) == ("affine", 4) else bits * plane
+
+
+def _words(codes_NK: Tensor, bits: int, kind: str) -> Tensor:
     """Codes in words, plane by plane."""
     n, k = codes_NK.shape
     planes = functional.pad(codes_NK, (0, -k % (RUN * 32 // bits))).view(n, -1, 32 // bits, RUN)
     words = torch.zeros(n, planes.shape[1], RUN, dtype=torch.int32, device=codes_NK.device)
     for plane in range(32 // bits):
-        words |= planes[:, :, plane].int() << bits * plane
+        words |= planes[:, :, plane].int() << bit_of_plane(kind, bits, plane)
     return words.view(n, -1)
 
 
