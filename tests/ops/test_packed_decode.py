@@ -8,6 +8,7 @@ import pytest
 
 from quire.ops.packed_linear import decode
 from quire.ops.packed_linear.forms import E2M1
+from quire.ops.packed_linear.words import bit_of_plane
 
 MASK = 0xFFFFFFFF
 
@@ -29,13 +30,16 @@ def fma(a: int, b: int, c: int) -> int:
 
 
 def prmt(a: int, b: int, selector: int) -> int:
+    """Four of eight bytes, or where the first bit of the selector is set, their first bit in all places."""
     chosen = (b << 32 | a).to_bytes(8, "little")
-    return int.from_bytes(bytes(chosen[selector >> 4 * i & 7] for i in range(4)), "little")
+    picked = [(chosen[selector >> 4 * i & 7], selector >> 4 * i & 8) for i in range(4)]
+    return int.from_bytes(bytes((255 if byte & 128 else 0) if repeats else byte for byte, repeats in picked), "little")
 
 
 INSTRUCTIONS = {
     "mov.b32": lambda a: a,
     "not.b32": lambda a: ~a & MASK,
+    "or.b32": lambda a, b: a | b,
     "and.b32": lambda a, b: a & b,
     "xor.b32": lambda a, b: a ^ b,
     "shl.b32": lambda a, b: a << b & MASK,
@@ -49,6 +53,11 @@ INSTRUCTIONS = {
 
 def run(program: str, words: tuple[int, ...], num_planes: int) -> list[tuple[float, float]]:
     """The two values of each plane."""
+    return [halves(register) for register in execute(program, words, num_planes)]
+
+
+def execute(program: str, words: tuple[int, ...], num_planes: int) -> list[int]:
+    """The first registers, when the program has run on words that are in the next ones."""
     registers = {f"${num_planes + i}": word for i, word in enumerate(words)}
     for statement in re.sub(r"\s+", " ", program.strip().strip("{}")).split(";"):
         name, _, operands = statement.strip().partition(" ")
@@ -57,7 +66,7 @@ def run(program: str, words: tuple[int, ...], num_planes: int) -> list[tuple[flo
         target, *sources = (operand.strip() for operand in operands.split(","))
         values = [registers[source] if source in registers else int(source, 0) for source in sources]
         registers[target] = INSTRUCTIONS[name](*values)
-    return [halves(registers[f"${plane}"]) for plane in range(num_planes)]
+    return [registers[f"${plane}"] for plane in range(num_planes)]
 
 
 def float8(code: int) -> float:
@@ -104,9 +113,22 @@ def test_every_code_becomes_its_value(name):
     while len(seen) < 2**bits * 2 * 32 // bits:  # every code in both words and every plane
         words = source.getrandbits(32), source.getrandbits(32)
         for plane, found in enumerate(run(program, (*words, *scales), 32 // bits)):
-            codes = [word >> bits * plane & 2**bits - 1 for word in words]
+            codes = [word >> bit_of_plane(kind, bits, plane) & 2**bits - 1 for word in words]
             for i, code in enumerate(codes):
                 seen.add((plane, i, code))
                 if kind == "e4m3" and code & 127 == 127:  # not a number: no checkpoint that is read has it
                     continue
                 assert found[i] == value(code) / 2 ** (plane * num_scales // (32 // bits)), (name, plane, code)
+
+
+def test_every_e2m1_becomes_a_byte():
+    source = random.Random(0)
+    seen = set()
+    while len(seen) < 16 * 8:  # every code in every plane
+        word = source.getrandbits(32)
+        lower, upper = execute(decode.E2M1_BYTES.value, (word,), 2)
+        for plane in range(8):
+            code = word >> 4 * plane & 15
+            seen.add((plane, code))
+            byte = (upper << 32 | lower) >> 8 * plane & 255
+            assert (byte - decode.E2M1_ZERO) / 2 == E2M1[code], (plane, code)

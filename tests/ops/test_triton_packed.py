@@ -129,15 +129,36 @@ def check(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", (*DTYPES, torch.float16))
 @pytest.mark.parametrize("name", FORMS)
 def test_one_row_equals_the_twin(name, dtype, few_programs):
     w = packed(name)
-    x = random(1, w.k).to(DEVICE, dtype)
+    x = (random(1, w.k) * torch.linspace(-6, 0, w.k).exp()).to(DEVICE, dtype)  # inputs of very different sizes
     bias = random(w.n).to(DEVICE, dtype)
     expected = words.linear(x, w, bias)
     check(ops.linear(x, w, bias), expected)
     check(ops.linear_silu_mul(x, w, bias), silu_mul(expected))
+
+
+@pytest.mark.parametrize("name", ["4 bits, zero points", "mxfp4", "nvfp4", "6 bits"])
+def test_small_inputs_beside_large_ones_keep_their_part(name, few_programs):
+    """Where inputs become whole numbers, small ones are rounded: by less than the large ones were, as float16."""
+    w = packed(name)
+    x = random(1, w.k).to(DEVICE, torch.float16)
+    x[0, 5::40] *= 1000
+    w = replace(w, outer_N=torch.full((w.n,), 1e-3, device=DEVICE))  # results stay finite
+    expected = words.linear(x.float(), w)
+    unit = (x.float().abs().max() * 2**-15 * w.numbers().abs().sum(1)).max().item()
+    assert (ops.linear(x, w).float() - expected).abs().max() <= unit / 4 + 2**-10 * expected.abs().max()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["4 bits, zero points", "mxfp4"])
+def test_an_input_that_is_not_finite_is_seen(name, value, few_programs):
+    w = packed(name)
+    x = random(1, w.k).to(DEVICE, torch.float16)
+    x[0, 7] = value
+    assert not ops.linear(x, w).isfinite().any()
 
 
 @pytest.mark.parametrize("name", FORMS)

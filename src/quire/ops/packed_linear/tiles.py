@@ -2,10 +2,10 @@
 
 Called by `quant/kept/triton.py` for linear layers and by `ops/moe/triton.py` for experts, whose rows were sorted by
 expert before. Knows tensors only. Weights are decoded in registers and are the left operand, of which tensor cores
-want 64 rows. Scales of E2M1 multiply weights, which stay exact; so do, with many rows, pairs of a scale and a zero
-point, as if the weight had been unpacked to bfloat16. Others multiply the sums of a group; what its minimum and the
-code of zero contribute is taken from the sum of its inputs. Few outputs with many inputs are cut along their inputs,
-too, and the parts added up in order by `rescale`.
+want 64 rows. Scales of E2M1 multiply weights, which stay exact; so do pairs of a scale and a zero point, as if the
+weight had been unpacked to bfloat16. Others multiply the sums of a group; what its minimum and the code of zero
+contribute is taken from the sum of its inputs. Few outputs with many inputs are cut along their inputs, too, and the
+parts added up in order by `rescale`.
 
 Shape letters: M rows, N outputs, K inputs, G groups, W words (or bytes) of a row of codes, S inputs that share a scale.
 """
@@ -34,7 +34,6 @@ from quire.ops.packed_linear.decode import (
     load_row,
     load_scales,
     loaded_scale,
-    pair_minimum,
     power,
 )
 from quire.ops.packed_linear.rows import rescale
@@ -79,9 +78,9 @@ def cut(num_rows: int, w: WordWeight, dtype: torch.dtype, is_gated: bool = False
     block_m = min(max(16, triton.next_power_of_2(num_rows)), largest)
     if block_m == 128:
         return Tile(128, 64, 8 if is_gated else 4, 3)
-    if block_m == 16 and w.folds_scales:
-        return Tile(16, 64, 4, 4, runs=2)
-    return Tile(block_m, 64, 4, 3)
+    if block_m == 16 and (w.folds_scales or w.pair is not None):
+        return Tile(16, 64, 4, 4 if w.folds_scales else 3, runs=2)
+    return Tile(block_m, 64, 4, 4 if block_m == 32 else 3)
 
 
 def expert_rows(mean: float, w: WordWeight) -> int:
@@ -148,8 +147,7 @@ def multiply(
     N = w.n // num_experts // (2 if activation else 1)
     num_tiles = triton.cdiv(M, tile.block_m) if rows is None else rows.max_tiles
     set_inputs = w.set_inputs if w.planes > 1 else BYTES_AT_ONCE
-    # With few rows, tensor cores have the time to add up inputs, too, and sums of exact codes are scaled.
-    is_folded = w.folds_scales or (w.pair is not None and tile.block_m > 64)
+    is_folded = w.folds_scales or w.pair is not None
     dependent = pdl(x)
     _tiles_kernel[num_tiles * triton.cdiv(N, tile.block_n), splits](
         y,
@@ -165,6 +163,7 @@ def multiply(
         **w.constants() | {"RUN": RUN if w.planes > 1 else BYTES_AT_ONCE},
         SET=set_inputs,
         FOLDED=is_folded,
+        IN_PLACE=is_folded and (w.pair is not None or tile.block_m <= 64),
         BYTES="exponents" if w.scales_NG is not None and w.scales_NG.dtype == torch.uint8 else "float8",
         OFFSET=w.zero + (128 if w.bits == 4 else 0),
         X_GROUPS=0 if scales is None else scales.shape[1],
@@ -211,6 +210,7 @@ def _tiles_kernel(  # noqa: C901
     RUN: tl.constexpr,
     SET: tl.constexpr,
     FOLDED: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     GROUP: tl.constexpr,
     G: tl.constexpr,
     PAIR: tl.constexpr,
@@ -314,28 +314,30 @@ def _tiles_kernel(  # noqa: C901
                 values = _set_values(planes, set, SETS, PLANES, ON_CARD)
                 acc = _add(
                     acc, values, x_MS, ones, factors, (i * SETS + set) * FACTORS, (i * SETS + set + 1) * FACTORS,
-                    KIND, FOLDED, OFFSET, PAIR, SCALES, SCALES_OUTER, MINS, MINS_OUTER, X_GROUPS,
+                    KIND, FOLDED, IN_PLACE, OFFSET, SCALES, SCALES_OUTER, MINS, MINS_OUTER, X_GROUPS, ON_CARD,
                 )  # fmt: skip
                 if HALVES == 2:
                     values = _set_values(planes_up, set, SETS, PLANES, ON_CARD)
                     acc_up = _add(
                         acc_up, values, x_MS, ones, factors, (i * SETS + set) * FACTORS + FACTORS_N,
-                        (i * SETS + set + 1) * FACTORS, KIND, FOLDED, OFFSET, PAIR, SCALES, SCALES_OUTER, MINS,
-                        MINS_OUTER, X_GROUPS,
+                        (i * SETS + set + 1) * FACTORS, KIND, FOLDED, IN_PLACE, OFFSET, SCALES, SCALES_OUTER, MINS,
+                        MINS_OUTER, X_GROUPS, ON_CARD,
                     )  # fmt: skip
         factors = next_factors
 
     inside_MN = inside_M[:, None] & (n_N < N)[None, :]
     if tl.num_programs(1) > 1:  # parts, in float32
         part_ptr = y_ptr + tl.program_id(1).to(tl.int64) * M * N
+        if IN_PLACE:
+            acc *= power(GAIN)
         tl.store(part_ptr + to_M.to(tl.int64)[:, None] * N + n_N[None, :], tl.trans(acc.to(tl.float32)), inside_MN)
     else:
         x_scale_M = 1.0
         if X_GROUPS == 1:
             x_scale_M = tl.load(x_scales_ptr + column_M)
-        y_NM = _finish(acc, x_scale_M, outer_ptr, bias_ptr, row_N, X_GROUPS)
+        y_NM = _finish(acc, x_scale_M, outer_ptr, bias_ptr, row_N, X_GROUPS, IN_PLACE)
         if HALVES == 2:
-            up_NM = _finish(acc_up, x_scale_M, outer_ptr, bias_ptr, row_N + N, X_GROUPS)
+            up_NM = _finish(acc_up, x_scale_M, outer_ptr, bias_ptr, row_N + N, X_GROUPS, IN_PLACE)
             y_NM = gated(y_NM, up_NM, ACTIVATION)
         y_MN = tl.trans(y_NM).to(DTYPE).to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + to_M.to(tl.int64)[:, None] * N + n_N[None, :], y_MN, inside_MN)
@@ -461,20 +463,25 @@ def _add(
     end: tl.constexpr,
     KIND: tl.constexpr,
     FOLDED: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     OFFSET: tl.constexpr,
-    PAIR: tl.constexpr,
     SCALES: tl.constexpr,
     SCALES_OUTER: tl.constexpr,
     MINS: tl.constexpr,
     MINS_OUTER: tl.constexpr,
     X_GROUPS: tl.constexpr,
+    ON_CARD: tl.constexpr,
 ):
     """acc and the product of a set: codes times inputs, scaled; and what zero's code and minimums contribute.
 
+    In place, what is added is too small by 2 ** GAIN; tensor cores add it up, which needs the fewest registers.
     `factors` has those of outputs from `first` on, and those of rows before `end`. A product with ones adds up inputs.
     """
     if KIND == "int8":
         return tl.dot(values_NS, tl.trans(x_MS), acc, out_dtype=tl.int32)
+    elif IN_PLACE:
+        acc = tl.dot(values_NS, tl.trans(x_MS), acc, input_precision="ieee")
+        return _finished(acc) if ON_CARD else acc
     elif FOLDED:
         return acc + tl.dot(values_NS, tl.trans(x_MS), input_precision="ieee") * power(GAIN)
     else:
@@ -484,12 +491,10 @@ def _add(
             part *= factors[end - 1][None, :]
         scale_N = tl.full((acc.shape[0],), 1.0, tl.float32)
         if SCALES:
-            scale_N = loaded_scale(factors, first, SCALES_OUTER, PAIR)
+            scale_N = loaded_scale(factors, first, SCALES_OUTER, None)
         acc += scale_N[:, None] * part
         if KIND == "affine":
             shift_N = -OFFSET * scale_N
-            if PAIR is not None:
-                shift_N += pair_minimum(factors[first], scale_N, PAIR)
             if MINS:
                 shift_N += loaded_scale(factors, first + SCALES + SCALES_OUTER, MINS_OUTER, None)
             acc += shift_N[:, None] * tl.dot(ones_NS, tl.trans(x_MS), input_precision="ieee")
@@ -497,8 +502,16 @@ def _add(
 
 
 @triton.jit
-def _finish(acc, x_scale_M, outer_ptr, bias_ptr, row_N, X_GROUPS: tl.constexpr):
+def _finished(acc):
+    """acc, when its products are done: while they go on, the compiler gives their operands' registers away."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _finish(acc, x_scale_M, outer_ptr, bias_ptr, row_N, X_GROUPS: tl.constexpr, IN_PLACE: tl.constexpr):
     y_NM = acc.to(tl.float32)
+    if IN_PLACE:
+        y_NM *= power(GAIN)
     if outer_ptr is not None:
         y_NM *= tl.load(outer_ptr + row_N)[:, None]
     if X_GROUPS == 1:

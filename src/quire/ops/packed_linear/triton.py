@@ -2,10 +2,10 @@
 
 Called by `quant/kept/triton.py`, and by `ops/moe/triton.py` for experts. Knows tensors only. A program has weights of
 its next outputs under way while it multiplies (Triton's pipeline for loops: all loads are of four bytes or more), and
-asks for its first ones before its input has been computed. Codes are multiplied without being converted first: the bits
-of a whole number, cut out of its word where they are, are a tiny float32 (a subnormal one), which the inputs make up
-for by a large power of two. Zero points are taken out of a sum with the sum of the inputs. Scales multiply sums of
-neighbours, not weights.
+asks for its first ones before its input has been computed. Inputs of 16 bits become whole numbers, so that codes are
+multiplied as they are, two with one instruction (`_fixed_point`); float8, tables and inputs in float32 are multiplied
+as float32. Zero points are taken out of a sum with the sum of the inputs. Scales multiply sums of neighbours, not
+weights.
 
 Shape letters: N outputs, K inputs, G groups, W words of a row of codes, R lanes of it: what one thread loads at once,
 and sums by itself; T tokens, A assignments of tokens to experts.
@@ -21,6 +21,7 @@ from torch import Tensor
 from quire.ops.launch import INTERPRETED, capability, options, pdl
 from quire.ops.moe.activation import gated, linear_activation
 from quire.ops.packed_linear.decode import (
+    E2M1_ZERO,
     add_products,
     byte_planes,
     fetch_rows,
@@ -31,7 +32,6 @@ from quire.ops.packed_linear.decode import (
     pair_minimum,
     signed_byte,
 )
-from quire.ops.packed_linear.decode import E2M1_ZERO
 from quire.ops.packed_linear.words import WordWeight
 from quire.ops.rounding.reference import GROUP_INPUTS
 from quire.ops.rounding.triton import round_planes
@@ -40,7 +40,6 @@ MULTIPROCESSORS = 132
 WHOLE_UNITS = tl.constexpr(1.5 * 2**23)  # added to a float32 leaves whole units
 STAGES = 3  # of a program's loop: it multiplies weights while those of its next outputs are on their way
 SHARED_BYTES = 224 << 10  # of a multiprocessor
-FETCHED_TURNS = int(__import__("os").environ.get("TURNS", "1"))
 LANE_WORDS = 4  # of a row, that a thread loads at once
 
 
@@ -61,11 +60,8 @@ def fits(x_MK: Tensor, w: WordWeight) -> bool:
 
 
 def fits_experts(w: WordWeight) -> bool:
-    """Whether tiles would not be faster: every program would round the inputs of all experts by itself, or too many
-    lanes would have nothing to do past the end of a row."""
-    num_words = w.in_words.codes.shape[1]
-    is_short = num_words <= 0.75 * triton.next_power_of_2(num_words)
-    return w.rounds is None and not (w.kind == "e2m1" and is_short)
+    """Whether tiles would not be faster: every program would round the inputs of all experts by itself."""
+    return w.rounds is None
 
 
 class Cut(NamedTuple):
@@ -173,7 +169,6 @@ def _launch(
         BLOCK_W=found.block_w,
         LANE=LANE_WORDS,
         LINES=triton.next_power_of_2(triton.cdiv(w.codes.shape[1], 32)),
-        FETCHED=FETCHED_TURNS,
         STAGES=STAGES,
         ON_CARD=not INTERPRETED and capability() >= (8, 9),
         PDL=dependent,
@@ -226,7 +221,6 @@ def _words_kernel(  # noqa: C901
     BLOCK_W: tl.constexpr,
     LANE: tl.constexpr,
     LINES: tl.constexpr,
-    FETCHED: tl.constexpr,
     STAGES: tl.constexpr,
     ON_CARD: tl.constexpr,
     PDL: tl.constexpr,
@@ -253,17 +247,16 @@ def _words_kernel(  # noqa: C901
             firsts += (first + half * N,)
     if PDL:
         if ids_ptr is None:
-            fetched = tl.arange(0, FETCHED * BLOCK_N)
-            turn = tl.program_id(0) + fetched // BLOCK_N * tl.num_programs(0)
-            fetched = tl.minimum(turn * BLOCK_N + fetched % BLOCK_N, N - 1)
+            output_N = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
             for part in tl.static_range(PARTS):
-                fetch_rows(codes_ptr + (firsts[part] + fetched) * W, W, LINES)
+                fetch_rows(codes_ptr + (firsts[part] + output_N) * W, W, LINES)
             tl.extra.cuda.gdc_wait()
     inputs: tl.tuple = ()  # of each term: what codes multiply, their sums, and scales of both
     for term in tl.static_range(TERMS):
         x_row = (row * TERMS + term) // (TOP_K // TERMS)
         inputs += _inputs(
-            x_ptr + x_row * K, input_scale, K, KIND, PLANES, RUN, SETS, WHOLE, ROUNDS, X_GROUP, CHUNKS, BLOCK_W, LANE, ON_CARD,
+            x_ptr + x_row * K, input_scale, K, KIND, PLANES, RUN, SETS, WHOLE, ROUNDS, X_GROUP, CHUNKS, BLOCK_W, LANE,
+            ON_CARD,
         )  # fmt: skip
 
     for start in tl.range(tl.program_id(0) * BLOCK_N, N, tl.num_programs(0) * BLOCK_N, num_stages=STAGES):

@@ -6,8 +6,8 @@ packing. Knows forms and tensors only.
 Codes are stored in one of two ways. Where activations are rounded to 8 bits too, codes are bytes in order of inputs, as
 the library's products want them. Otherwise they are 32-bit words of several planes: with 4 bits, 128 inputs are a run
 of 16 words, of which four bits each (plane 0) are inputs 0 to 15, four others (plane 1) inputs 16 to 31, and so on
-(`bit_of_plane`). So a plane of four words, which one thread loads at once, multiplies four neighbouring inputs; and a plane of a
-run, as it lies in registers, is what tensor cores take for 16 inputs. The last run is filled up with zeros.
+(`bit_of_plane`). So a plane of four words, which one thread loads at once, multiplies four neighbouring inputs; and a
+plane of a run, as it lies in registers, is what tensor cores take for 16 inputs. The last run is filled up with zeros.
 
 Shape letters: M rows, N outputs, K inputs, G groups of inputs that share a scale, W words (or bytes) of a row.
 """
