@@ -1,0 +1,96 @@
+"""How much memory loading takes: `python benchmarks/load_memory.py MODEL [--kinds none int8 …] [--device cpu]`.
+
+Each kind (`--quantization`) is loaded in a process of its own. Printed are the bytes of the weights that stay, and the
+peak above what the process had before, as a multiple of them: of anonymous memory (RssAnon), and on GPUs of torch's
+allocations. A GGUF file is dequantized to bfloat16 safetensors first for the kinds that start from those.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+KINDS = ("gguf", "none", "fp8", "int8", "int4", "mxfp4")
+
+
+def anonymous_bytes() -> int:
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) * 1024 if found else 0
+
+
+@contextmanager
+def watched_peak() -> Iterator[list[int]]:
+    """The largest anonymous memory seen meanwhile, looked at every two milliseconds."""
+    peak, done = [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            peak[0] = max(peak[0], anonymous_bytes())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        thread.join()
+
+
+def load(model: str, kind: str, device: str) -> str:
+    """In a process of its own."""
+    import torch
+
+    from quire.config import EngineConfig
+    from quire.frontend.model import ModelInfo
+    from quire.worker.worker import Worker
+
+    options = {"model": model, "quantization": kind, "device": device, "max_model_len": 512}
+    info = ModelInfo.open(EngineConfig.from_kwargs(**options))
+    if device == "cpu":
+        from quire.ops.packed_linear.cpu import supported
+
+        supported()  # compiled before memory is counted
+    else:
+        torch.zeros(1, device=device)
+    before = anonymous_bytes()
+    with watched_peak() as peak:
+        worker = Worker(info.config)
+    size = worker.weight_bytes
+    line = f"| {kind} | {size / 1e6:.0f} | {(peak[0] - before) / size:.2f} |"
+    return line if device == "cpu" else f"{line} {torch.cuda.max_memory_allocated() / size:.2f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model")
+    parser.add_argument("--kinds", nargs="+", default=KINDS)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--one", help="load this kind in this process")
+    args = parser.parse_args()
+    if args.one:
+        print(load(args.model, args.one, args.device))
+        return
+    print("| kept as | MB | peak of host memory, times that |" + (" of the GPU's |" if args.device != "cpu" else ""))
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in args.kinds:
+            model = args.model
+            if kind != "gguf" and model.endswith(".gguf"):
+                model = folder
+                if not any(Path(folder).iterdir()):
+                    from benchmarks.quality import dequantized
+
+                    dequantized(Path(args.model), Path(folder))
+            command = [sys.executable, __file__, model, "--one", kind, "--device", args.device]
+            print(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
