@@ -91,6 +91,10 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     prefix_queries: int = 0  # tokens looked up in the prefix cache since the start
     prefix_hits: int = 0  # of these, found there
     step_tokens: int = 0
+    # Since the start: times that drafts were verified, how many drafts, and of each place how many were accepted.
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    accepted_drafts: list[int] = []
 
 
 class StepOutputs(msgspec.Struct, array_like=True, tag="outputs", gc=False):

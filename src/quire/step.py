@@ -109,4 +109,5 @@ class StepResult(msgspec.Struct, array_like=True, gc=False):
     logprobs: dict[int, list[TokenLogprobs]] = {}  # index into rows -> one per token
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # index into rows -> one per prompt token computed
     vectors: dict[int, list[float]] = {}  # index into rows
+    num_drafts: list[int] = []  # per row: drafts that follow what it chose; empty: always as many
     overflowed: list[int] = []  # indices into rows: their logits are no numbers, as float16 was too small

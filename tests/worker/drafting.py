@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.worker.drafter import NoDrafter
+from quire.spec.base import NoDrafter
 
 
 class BigramDrafter(NoDrafter):

@@ -10,6 +10,7 @@ from quire.config.engine import (
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     StructuredConfig,
     quantization_file,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "ModelConfig",
     "SchedulerConfig",
     "ServingConfig",
+    "SpeculativeConfig",
     "StructuredConfig",
     "knob",
     "quantization_file",

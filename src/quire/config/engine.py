@@ -1,4 +1,4 @@
-"""The engine's options in five frozen groups, with vLLM's names where the meaning is the same.
+"""The engine's options in frozen groups, with vLLM's names where the meaning is the same.
 
 Read by everybody; written by nobody after construction. `None` or "auto" stand for a choice that
 `resolve.py` makes once the model and the machine are known.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from quire.config.fields import check, knob
+from quire.config.speculation import Speculation, read_speculation
 from quire.errors import ConfigError
 
 # Names of quantizations, vLLM's included. Each but auto is a file of quant/, or an alias of one.
@@ -164,6 +165,36 @@ class StructuredConfig:
 
 
 @dataclass(frozen=True)
+class SpeculativeConfig:
+    """Speculative decoding: more tokens per step, the same tokens"""
+
+    speculative_config: dict | None = knob(
+        None,
+        'how next tokens are guessed, as JSON with vLLM\'s keys, e.g. {"method": "ngram"}',
+        metavar="JSON",
+        short="-sc",
+    )
+    spec_method: str | None = knob(None, "the same as its method")
+    spec_model: str | None = knob(None, "the same as its model")
+    spec_tokens: int | None = knob(None, "the same as its num_speculative_tokens")
+
+    def __post_init__(self) -> None:
+        check(self)
+        _ = self.speculation  # mistakes are reported when it is made
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """What all of these say together; None: no tokens are guessed."""
+        short = {"method": self.spec_method, "model": self.spec_model, "num_speculative_tokens": self.spec_tokens}
+        settings = {key: value for key, value in short.items() if value is not None}
+        if self.speculative_config is None:
+            return read_speculation(settings) if settings else None
+        if settings:
+            raise ConfigError("--speculative-config says it all: leave out --spec-method, --spec-model, --spec-tokens")
+        return read_speculation(self.speculative_config)
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """All options of an engine; built flat with `EngineConfig.from_kwargs(model=…, max_num_seqs=…)`."""
 
@@ -172,6 +203,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = SchedulerConfig()
     device: DeviceConfig = DeviceConfig()
     structured: StructuredConfig = StructuredConfig()
+    speculative: SpeculativeConfig = SpeculativeConfig()
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":

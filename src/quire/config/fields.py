@@ -22,7 +22,7 @@ def resolved(value: int | None) -> int:
 def knob(default: Any, help: str, *, low: float | None = None, high: float | None = None, **extra: Any) -> Any:
     """A field with its help text; `low` and `high` are inclusive.
 
-    `extra`: `metavar`, `hidden`, `positional` (True or "?").
+    `extra`: `metavar`, `hidden`, `positional` (True or "?"), `short` (another name of its flag).
     """
     metadata = {"help": help, "low": low, "high": high, **extra}
     if isinstance(default, (list, dict)):
@@ -81,4 +81,5 @@ def _check_one(field: dataclasses.Field, hint: Any, value: Any) -> None:
 
 
 def _words(kind: type) -> str:
-    return {int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list"}[kind]
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list"}
+    return {**names, dict: "a JSON object"}[kind]

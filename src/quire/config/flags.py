@@ -6,6 +6,7 @@ An options class is a dataclass whose fields are `knob()`s; its docstring heads 
 
 import argparse
 import dataclasses
+import json
 import re
 import typing
 from collections.abc import Callable
@@ -86,7 +87,7 @@ def _add_flag(section: Any, field: dataclasses.Field, hint: Any) -> None:
         common |= {"action": "append", "type": reader(typing.get_args(kind)[0], field.name)}
     else:
         common["type"] = reader(kind, field.name)
-    section.add_argument(name, **common)
+    section.add_argument(name, *filter(None, [field.metadata.get("short")]), **common)
 
 
 def _metavar(kind: Any) -> str:
@@ -95,7 +96,19 @@ def _metavar(kind: Any) -> str:
 
 def reader(kind: type, name: str) -> Callable[[str], Any]:
     """The function that turns a word of the command line into a field's value."""
+    if kind is dict:
+        return json_object
     return size if kind is int and name.endswith("_bytes") else kind
+
+
+def json_object(text: str) -> dict:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no JSON object: write '{{\"key\": value}}'")
+    return found
 
 
 def size(text: str) -> int:

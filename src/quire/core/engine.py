@@ -13,6 +13,7 @@ import msgspec
 
 from quire import registry
 from quire.config import EngineConfig, resolved
+from quire.core.drafting import Drafting
 from quire.core.pipeline import Pipeline
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
@@ -89,7 +90,8 @@ class Engine:
         self.executor.allocate(layout)
         self.pipeline = Pipeline(self.executor, resolved(config.scheduler.pipeline_depth), recorder)
         self.kv = KVManager(layout, config.cache.enable_prefix_caching, tier)
-        self.scheduler = Scheduler(config.scheduler, self.kv, self.pipeline, self.executor.num_drafts)
+        drafting = Drafting(self.executor.num_drafts, config.speculative.speculation, config.device.device == "cpu")
+        self.scheduler = Scheduler(config.scheduler, self.kv, self.pipeline, drafting)
         self.guides: NoGuides | Guides = NoGuides()
         self.refused: list[ChoiceDelta] = []  # requests that will never run, for the next step's outputs
 
@@ -191,6 +193,7 @@ class Engine:
             num_waiting=len(scheduler.waiting) + len(self.guides.waiting),
             kv_usage=self.kv.usage,
             step_tokens=step_tokens,
+            accepted_drafts=list(scheduler.stats.accepted_drafts),
         )
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import enum
 import time
 from typing import TYPE_CHECKING
 
+from quire.core.drafting import DraftLength
 from quire.kv.manager import RequestBlocks
 from quire.messages import AddRequest
 from quire.params import SamplingParams
@@ -59,10 +60,13 @@ class Request:
         "forced_from",
         "num_forced",
         "num_row_start",
+        "num_drafts",
+        "draft_length",
         "wants_vector",
     )
 
     blocks: RequestBlocks  # set when the scheduler adds the request
+    draft_length: DraftLength  # likewise
 
     def __init__(self, message: AddRequest, choice_idx: int, params: SamplingParams, max_model_len: int) -> None:
         self.request_id = message.request_id
@@ -96,6 +100,8 @@ class Request:
         self.status = Status.WAITING
         self.row = NO_ROW  # of the worker's persistent batch, while it runs
         self.num_row_start = 0  # tokens it had when it took its row: drafts follow only tokens that were sampled since
+        # Drafts that follow its last token on the worker, as far as is known; None: as many as there can be.
+        self.num_drafts: int | None = None
         self.num_preemptions = 0  # also tells results of steps planned before a preemption from later ones
         self.num_prompt_logprobs = 0  # prompt positions whose logprobs were delivered
         self.num_cached_tokens = 0  # length of the first prefix hit

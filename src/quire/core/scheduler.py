@@ -13,6 +13,7 @@ import itertools
 import time
 
 from quire.config import SchedulerConfig, resolved
+from quire.core.drafting import Drafting, DraftLength
 from quire.core.pipeline import Entry, Pipeline, PlannedStep
 from quire.core.request import NO_ROW, Request, Status
 from quire.core.waiting import POLICIES, WaitingQueue
@@ -24,10 +25,11 @@ OVERFLOW = "float16 is too small for this model's numbers: start with --dtype bf
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, kv: KVManager, pipeline: Pipeline, num_drafts: int = 0) -> None:
-        """`num_drafts`: tokens that the workers' drafter guesses after each one they choose."""
+    def __init__(
+        self, config: SchedulerConfig, kv: KVManager, pipeline: Pipeline, drafting: Drafting = Drafting()
+    ) -> None:
         self.kv = kv
-        self.num_drafts = num_drafts if kv.can_rewind else 0
+        self.drafting = drafting if kv.can_rewind else Drafting()
         self.pipeline = pipeline
         self.max_tokens = resolved(config.max_num_batched_tokens)
         self.line_key = POLICIES[config.scheduling_policy]
@@ -43,6 +45,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         request.key = self.line_key(request, next(self.arrivals))
+        request.draft_length = DraftLength(self.drafting.num_drafts)
         request.blocks = self.kv.open(request.token_ids, request.cache_salt)
         self.requests[request.request_id, request.choice_idx] = request
         leader = self.requests.get((request.request_id, 0), request)
@@ -84,6 +87,7 @@ class Scheduler:
     def _continue_running(self, step: PlannedStep, budget: int) -> int:
         """Gives running requests their next tokens; returns what is left of the budget."""
         running = self.running
+        most_drafts = self.drafting.most(len(running))
         idx = 0
         while idx < len(running):
             request = running[idx]
@@ -92,8 +96,8 @@ class Scheduler:
             num_tokens = min(request.num_known - start, room)
             if num_tokens > 0:
                 num_drafts = 0
-                if self.num_drafts and num_tokens == 1:
-                    num_drafts = self._num_drafts(request, start, room)
+                if most_drafts and num_tokens == 1:
+                    num_drafts = self._num_drafts(request, start, min(most_drafts, room - 1))
                 new_blocks = self.kv.grow(request.blocks, start + num_tokens + num_drafts)
                 if new_blocks is not None:
                     num_tokens += num_drafts
@@ -159,6 +163,7 @@ class Scheduler:
         request.row = self.free_rows.pop()
         request.num_computed = num_cached
         request.forced_from = None
+        request.num_drafts = None
         request.num_row_start = len(request.token_ids)
         if request.num_preemptions == 0:
             request.num_cached_tokens = num_cached
@@ -205,12 +210,13 @@ class Scheduler:
         if produces > 0:
             request.num_sampling += produces
 
-    def _num_drafts(self, request: Request, start: int, budget: int) -> int:
+    def _num_drafts(self, request: Request, start: int, most: int) -> int:
         """How many drafts a row that computes one token also verifies: those after the last token it chose."""
-        if start < request.num_row_start or request.guide is not None:
+        if start < request.num_row_start or request.guide is not None or request.num_drafts == 0:
             return 0
         num_left = request.max_total_tokens - len(request.token_ids) - request.num_sampling  # to be chosen, at least
-        return max(0, min(self.num_drafts, budget - 1, num_left - 1))
+        guessed = most if request.num_drafts is None else request.num_drafts
+        return max(0, min(most, guessed, num_left - 1, request.draft_length.take()))
 
     def _yield_to_priority(self) -> None:
         """A waiting request with strictly better priority than the last running one takes that one's place."""
@@ -240,7 +246,10 @@ class Scheduler:
             if produces > 0:
                 if entry.num_forced == request.num_forced:
                     request.num_sampling -= produces
-                num_tokens -= produces - len(result.token_ids[idx])  # drafts that were rejected are not computed
+                num_chosen = len(result.token_ids[idx])
+                num_tokens -= produces - num_chosen  # drafts that were rejected are not computed
+                if self.drafting.num_drafts:
+                    self._learn(request, produces - TOKEN, num_chosen - 1, result.num_drafts, idx)
             # Tokens of a request that was preempted since are valid: only its cache is gone.
             delta = None
             is_wanted = entry.is_wanted
@@ -284,6 +293,18 @@ class Scheduler:
         if request.guide is not None:
             request.guide.follow(request, delta, len(self.running))
         return delta
+
+    def _learn(self, request: Request, num_drafts: int, num_accepted: int, guessed: list[int], idx: int) -> None:
+        """What a step says about drafts: how many were right, and how many there are for the next one."""
+        request.num_drafts = guessed[idx] if guessed else None
+        if num_drafts:
+            request.draft_length.saw(num_drafts, num_accepted, self.drafting.num_drafts)
+            stats = self.stats
+            stats.num_drafts += 1
+            stats.num_draft_tokens += num_drafts
+            stats.accepted_drafts += [0] * (num_drafts - len(stats.accepted_drafts))
+            for place in range(num_accepted):
+                stats.accepted_drafts[place] += 1
 
     # -- leaving -------------------------------------------------------------------------------------------------
 

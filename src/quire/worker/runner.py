@@ -18,11 +18,11 @@ from quire.layers.attention.base import AttentionBackend, Limits, StepShape
 from quire.ops.transfer import ToHost, on_device
 from quire.sampling.logprobs import LogprobColumns, token_logprobs
 from quire.sampling.sampler import Sampler
+from quire.spec.base import NoDrafter
 from quire.step import VECTOR, Masks, StepPlan, StepResult
 from quire.worker.batch import Batch
 from quire.worker.build import Model
 from quire.worker.device import Device
-from quire.worker.drafter import NoDrafter
 from quire.worker.failure import explain_gpu_errors
 from quire.worker.inputs import NO_ROW, SampleShape, StepInputs, decode_shape, mixed_shape
 from quire.worker.kv_cache import KVMemory, cache_layers
@@ -213,9 +213,12 @@ class Runner:
         num_accepted = self.num_accepted[:num_producing]
         samples = inputs.sample_at, inputs.sample_rows, inputs.sample_positions
         self.device.accept(first_samples, *samples, self.out_ids, inputs.token_ids, self.batch.lengths, num_accepted)
-        rows = [row for row, produces in zip(plan.rows, plan.produces) if produces > 0]
-        self.drafter.draft(on_device(rows, self.batch.tokens.device), self.batch.lengths, self.batch.tokens)
         pending.num_accepted = ToHost(num_accepted)
+        rows = [row for row, produces in zip(plan.rows, plan.produces) if produces > 0]
+        if rows:
+            rows_R = on_device(rows, self.batch.tokens.device)
+            num_drafts = self.drafter.draft(rows_R, self.batch.lengths, self.batch.tokens)
+            pending.num_drafts = None if num_drafts is None else ToHost(num_drafts)
 
     def _masks_of_samples(self, masks: Masks) -> Masks:
         """The masks by samples instead of rows: a row with a grammar has one sample, others may have several."""
@@ -290,6 +293,7 @@ class Pending:
 
     token_ids: ToHost
     num_accepted: ToHost | None = None  # None: there are no drafts
+    num_drafts: ToHost | None = None  # of rows that chose tokens, for the next step; None: always as many
     vectors: ToHost | None = None  # hidden states of all samples; None: no row wants any
     is_finite: ToHost | None = None  # None: all logits are numbers
 
@@ -320,6 +324,9 @@ class Pending:
                 result.token_ids[idx] = chosen[first:end]
                 row_of.update((sample, idx) for sample in range(first, end))
             first += abs(self.plan.produces[idx])
+        if self.num_drafts is not None:
+            guessed = iter(self.num_drafts.wait()[0].tolist())
+            result.num_drafts = [next(guessed) if produces > 0 else 0 for produces in self.plan.produces]
         if self.logprobs is not None:
             samples, num_top_each, columns = self.logprobs
             found = entries([chosen[sample] for sample in samples], LogprobColumns(*columns.wait()), num_top_each)

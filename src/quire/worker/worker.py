@@ -8,6 +8,7 @@ import time
 
 import torch
 
+from quire import registry
 from quire.checkpoint.find import find
 from quire.checkpoint.hf_config import read_config
 from quire.config import EngineConfig, resolved
@@ -17,10 +18,10 @@ from quire.kv.specs import CacheSpec, KVLayout
 from quire.layers.attention.base import Limits
 from quire.layers.linear import LMHead
 from quire.sampling.custom import load as load_processors
+from quire.spec.base import NoDrafter
 from quire.worker.build import build
 from quire.worker.choose import DTYPES, cache_dtype, runs_on_triton
 from quire.worker.device import Device
-from quire.worker.drafter import NoDrafter
 from quire.worker.dummy import dummy_tensors
 from quire.worker.kv_cache import KVMemory, kv_specs
 from quire.worker.load import checkpoint_tensors, layers, load_weights, translated, uploaded
@@ -45,6 +46,13 @@ def device_module(config: EngineConfig) -> Device:
         ) from None
 
 
+def make_drafter(config: EngineConfig) -> NoDrafter:
+    speculation = config.speculative.speculation
+    if speculation is None:
+        return NoDrafter()
+    return registry.load("quire.spec", speculation.method).Drafter(speculation, runs_on_triton(config))
+
+
 class Worker:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -60,7 +68,7 @@ class Worker:
         self.vocab_size = hf_config["vocab_size"]
         self.processors = load_processors(config.structured.logits_processors, self.vocab_size, self.device)
         self.model = build(config, hf_config)
-        self.drafter = NoDrafter()
+        self.drafter = make_drafter(config)
         self.hidden_size = next(layer.in_features for layer in layers(self.model) if isinstance(layer, LMHead))
         if config.model.load_format == "dummy":
             tensors = dummy_tensors(self.model, config.model.seed, self.device)

@@ -1,0 +1,103 @@
+"""What `--speculative-config` says, read and checked: vLLM's keys, each honoured or refused by its name.
+
+Used by the options class, when an engine is configured, and by those who draft and plan. Knows no devices.
+"""
+
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+from quire.errors import ConfigError
+
+METHODS = {"ngram": "ngram", "ngram_gpu": "ngram"}  # vLLM's names -> files of spec/
+DEFAULT_TOKENS = 4
+MAX_TOKENS = 128
+LOOKUP_MIN, LOOKUP_MAX = 2, 5
+
+# Other methods and keys of vLLM, which are refused with a word about them.
+OTHER_METHODS = (
+    "suffix", "draft_model", "medusa", "mlp_speculator", "custom_class", "eagle", "eagle3", "mtp", "dflash", "dspark",
+    "extract_hidden_states",
+)  # fmt: skip
+OTHER_KEYS = (
+    "model", "draft_tensor_parallel_size", "tensor_parallel_size", "quantization", "revision", "code_revision",
+    "draft_load_config", "max_model_len", "enforce_eager", "moe_backend", "attention_backend", "kv_cache_dtype",
+    "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
+    "suffix_decoding_min_token_prob", "parallel_drafting", "rejection_sample_method", "synthetic_acceptance_rates",
+    "synthetic_acceptance_length", "draft_sample_method", "use_local_argmax_reduction", "use_heterogeneous_vocab",
+    "disable_padded_drafter_batch", "disable_eagle_block_drop", "index_share_for_mtp_iteration",
+    "enable_adaptive_verification", "dspark_draft_topk", "target_model_config", "target_parallel_config",
+    "draft_model_config", "draft_parallel_config",
+)  # fmt: skip
+OWN_KEYS = (
+    "method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max",
+    "num_speculative_tokens_per_batch_size",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How the next tokens of requests are guessed."""
+
+    method: str  # a file of spec/
+    num_tokens: int  # that are guessed at once, at most
+    lookup_min: int = LOOKUP_MIN  # tokens at the end of a text that must have occurred before
+    lookup_max: int = LOOKUP_MAX
+    # (requests from here on, tokens guessed at once), by number of requests running; empty: by what a step can bear.
+    by_batch_size: tuple[tuple[int, int], ...] = ()
+
+
+def read_speculation(settings: dict[str, Any]) -> Speculation:
+    """The JSON of the option; ConfigError names the key that is wrong."""
+    settings = {str(key).replace("-", "_"): value for key, value in settings.items()}
+    for key in settings:
+        if key in OTHER_KEYS:
+            raise ConfigError(f"speculative_config: {key} is not supported: leave it out")
+        if key not in OWN_KEYS:
+            close = difflib.get_close_matches(key, OWN_KEYS, 1)
+            hint = f": did you mean {close[0]}?" if close else f": choose from {', '.join(OWN_KEYS)}"
+            raise ConfigError(f"speculative_config has no key {key!r:.60}{hint}")
+    method = settings.get("method")
+    if method not in METHODS:
+        known = ", ".join(METHODS)
+        if method in OTHER_METHODS:
+            raise ConfigError(f"speculative_config: the method {method} is not supported: choose from {known}")
+        raise ConfigError(f"speculative_config needs a method: choose from {known}, not {method!r:.60}")
+    num_tokens = _whole(settings, "num_speculative_tokens", DEFAULT_TOKENS, 1, MAX_TOKENS)
+    smallest, largest = settings.get("prompt_lookup_min"), settings.get("prompt_lookup_max")
+    lookup_max = _whole(settings, "prompt_lookup_max", LOOKUP_MAX if smallest is None else smallest, 1, 64)
+    lookup_min = _whole(settings, "prompt_lookup_min", LOOKUP_MIN if largest is None else largest, 1, 64)
+    if lookup_min > lookup_max:
+        raise ConfigError(
+            f"speculative_config: prompt_lookup_min ({lookup_min}) is larger than prompt_lookup_max ({lookup_max})"
+        )
+    by_batch_size = _by_batch_size(settings.get("num_speculative_tokens_per_batch_size"), num_tokens)
+    return Speculation(METHODS[method], num_tokens, lookup_min, lookup_max, by_batch_size)
+
+
+def _whole(settings: dict[str, Any], key: str, default: Any, low: int, high: int) -> int:
+    value = settings.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"speculative_config: {key} must be a whole number from {low} to {high}, not {value!r:.40}")
+    return value
+
+
+def _by_batch_size(ranges: Any, num_tokens: int) -> tuple[tuple[int, int], ...]:
+    """vLLM's list of (first, last, tokens): from 1 on, without overlaps; gaps and larger batches keep what was last."""
+    key = "num_speculative_tokens_per_batch_size"
+    if ranges is None:
+        return ()
+    if not isinstance(ranges, list | tuple) or not ranges or len(ranges) > 1000:
+        raise ConfigError(f"speculative_config: {key} must be a list of [first, last, tokens]")
+    found: list[tuple[int, int]] = []
+    end = 0
+    for entry in ranges:
+        is_right = isinstance(entry, list | tuple) and len(entry) == 3 and all(type(part) is int for part in entry)
+        if not is_right or not end < entry[0] <= entry[1] or entry[2] < 0 or (not found and entry[0] != 1):
+            raise ConfigError(
+                f"speculative_config: {key} must begin at 1 and go up without overlaps, not {entry!r:.60}"
+            )
+        found.append((entry[0], min(entry[2], num_tokens)))
+        end = entry[1]
+    return tuple(found)

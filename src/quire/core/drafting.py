@@ -1,0 +1,59 @@
+"""How many drafts a request verifies: as many as its own have been worth, and as the step can bear.
+
+Used by the scheduler. A draft that is rejected costs what computing a token costs, where a step is bound by its
+arithmetic; where it is bound by reading the weights it costs little. Knows no tokens.
+"""
+
+import bisect
+
+from quire.config.speculation import Speculation
+
+# A step of up to so many tokens takes little longer than one of a single token: it reads the same weights.
+CPU_TOKENS, GPU_TOKENS = 16, 64
+MAX_PAUSE = 31  # steps, after drafts that were all rejected
+
+
+class DraftLength:
+    """Of one request: how many drafts to verify next, by how many of the last ones were accepted."""
+
+    __slots__ = ("num_misses", "pause", "wanted")
+
+    def __init__(self, most: int) -> None:
+        self.wanted = most
+        self.pause = 0  # steps without drafts that are still to come
+        self.num_misses = 0  # times in a row that none was accepted
+
+    def take(self) -> int:
+        """For the next step."""
+        if self.pause:
+            self.pause -= 1
+            return 0
+        return self.wanted
+
+    def saw(self, num_drafts: int, num_accepted: int, most: int) -> None:
+        """So many of a step's drafts were accepted: if all, more are tried, if none, none for a while."""
+        if num_accepted == num_drafts:
+            self.wanted = min(most, max(self.wanted, 2 * num_drafts))
+        else:
+            self.wanted = num_accepted + 1
+        if num_accepted:
+            self.num_misses = 0
+        else:
+            self.num_misses += 1
+            self.pause = min(2**self.num_misses - 1, MAX_PAUSE)
+
+
+class Drafting:
+    """What holds for all requests. `num_drafts`: what the workers' drafter guesses for a row, at most; 0: nothing."""
+
+    def __init__(self, num_drafts: int = 0, speculation: Speculation | None = None, on_cpu: bool = False) -> None:
+        self.num_drafts = num_drafts
+        self.by_batch_size = () if speculation is None else speculation.by_batch_size
+        self.cheap_tokens = CPU_TOKENS if on_cpu else GPU_TOKENS
+
+    def most(self, num_running: int) -> int:
+        """Drafts of a request, in a step of so many."""
+        if self.by_batch_size:
+            at = bisect.bisect_right(self.by_batch_size, num_running, key=lambda entry: entry[0]) - 1
+            return min(self.num_drafts, self.by_batch_size[max(at, 0)][1])
+        return min(self.num_drafts, max(0, self.cheap_tokens // max(1, num_running) - 1))

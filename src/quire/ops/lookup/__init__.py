@@ -1,0 +1,1 @@
+"""Where the end of a text occurred before, and what followed there."""

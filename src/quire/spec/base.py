@@ -1,0 +1,20 @@
+"""A drafter guesses the next tokens of rows. Here is the contract, and a drafter that guesses none.
+
+Made by the worker; called by its runner at the end of a step. The next step verifies the guesses. It must not wait for
+the device.
+"""
+
+from torch import Tensor
+
+
+class NoDrafter:
+    num_drafts = 0  # how many tokens it guesses for a row, at most
+
+    def draft(self, rows_R: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor | None:
+        """Writes guesses after the tokens of these rows: `tokens[row, lengths[row] : lengths[row] + num_drafts]`.
+
+        At the end of a row it writes only as many as fit. `lengths` [num_rows] and `tokens` [num_rows, max_len] are
+        those of the persistent batch. Returns how many it guessed for each of the rows, int32 [R]; None: always
+        `num_drafts`. What it did not write is verified all the same, if the core did not know.
+        """
+        return None
