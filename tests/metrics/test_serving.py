@@ -32,6 +32,8 @@ NAMES = """
     request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds
     request_prompt_tokens request_generation_tokens request_params_n iteration_tokens_total
     engine_restarts engine_step_seconds
+    spec_decode_num_drafts spec_decode_num_draft_tokens spec_decode_num_accepted_tokens
+    spec_decode_num_accepted_tokens_per_pos
 """.split()
 
 
@@ -95,6 +97,20 @@ def test_two_engines_in_a_process_count_apart():
     assert values(one)["engine_restarts_total stall"] == 1
     assert values(two)["engine_restarts_total stall"] == 0
     assert not any("quire" in family.name for family in prometheus_client.REGISTRY.collect())
+
+
+def test_drafts_are_counted_by_place_and_over_restarts():
+    metrics = ServingMetrics("m")
+    metrics.step(EngineStats(num_drafts=2, num_draft_tokens=6, accepted_drafts=[2, 1, 0]), 0.01, 5)
+    metrics.step(EngineStats(num_drafts=3, num_draft_tokens=10, accepted_drafts=[3, 2, 1, 1]), 0.01, 5)
+    metrics.restarted("own")
+    metrics.step(EngineStats(num_drafts=1, num_draft_tokens=2, accepted_drafts=[1, 0]), 0.01, 2)
+    found = values(metrics)
+    assert found["spec_decode_num_drafts_total"] == 4
+    assert found["spec_decode_num_draft_tokens_total"] == 12
+    assert found["spec_decode_num_accepted_tokens_total"] == 8
+    by_place = [found[f"spec_decode_num_accepted_tokens_per_pos_total {place}"] for place in range(4)]
+    assert by_place == [4, 2, 1, 1]
 
 
 def test_a_step_moves_gauges_counters_and_latencies():

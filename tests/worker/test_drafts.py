@@ -99,3 +99,37 @@ def test_kernels_of_gpus_verify_drafts_too(model):
     params = [SamplingParams(temperature=t, seed=1, max_tokens=9, ignore_eos=True) for t in (0, 0.9)]
     _, _, num_steps, _ = compared(model, PROMPTS[:2], params, **DEVICE, pipeline_depth=2)
     assert num_steps < 9
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+def looked_up(model, params, **options):
+    """The tokens with prompt lookup are those without; returns what was drafted."""
+    prompts = [PROMPTS[0] * 2, PROMPTS[1], [5, 6, 7, 8] * 6, PROMPTS[0]]
+    prompts = [prompt[-40:] for prompt in prompts][: len(params)]
+    with LLM(str(model), **{**OPTIONS, **options}) as llm:
+        expected = llm.generate(prompts, params, use_tqdm=False)
+    with LLM(str(model), **{**OPTIONS, **options}, speculative_config=NGRAM) as llm:
+        found = llm.generate(prompts, params, use_tqdm=False)
+        engine = llm.client.engine
+        engine.kv.check()
+        stats = engine.stats()
+    assert [output.outputs[0].token_ids for output in found] == [output.outputs[0].token_ids for output in expected]
+    return stats
+
+
+@pytest.mark.parametrize("blocks", [32, 9], ids=["room", "preemption"])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("device", [{"device": "cpu"}, DEVICE] if HAS_GPU else [{"device": "cpu"}], ids=str)
+def test_prompt_lookup_changes_no_token(model, device, depth, blocks):
+    stats = looked_up(model, PARAMS, **device, pipeline_depth=depth, num_gpu_blocks_override=blocks)
+    assert stats.num_drafts > 0 and sum(stats.accepted_drafts) > 0
+    assert stats.num_draft_tokens <= 3 * stats.num_drafts
+    assert (stats.num_preemptions > 0) == (blocks == 9)
+
+
+def test_kernels_of_gpus_look_up_too(model):
+    params = [SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)] * 2
+    stats = looked_up(model, params, **DEVICE, pipeline_depth=2)
+    assert stats.num_drafts > 0

@@ -43,13 +43,19 @@ def resolve(
     # A value's tokens lie side by side there: so many fill what the memory reads at once.
     default_block = 64 if device == "cuda" and cache_dtype in ("fp8", "int8") else 16
     step_tokens = (SERVING_STEP_TOKENS if serving else STEP_TOKENS)[device]
+    max_model_len = _max_model_len(model.max_model_len, hf_config)
+    speculation = config.speculative.speculation
+    if speculation is not None and speculation.num_tokens >= max_model_len:
+        raise ConfigError(
+            f"num_speculative_tokens ({speculation.num_tokens}) must be below max_model_len ({max_model_len})"
+        )
     return config.replace(
         model=path,
         dtype=dtype,
         quantization=_quantization(model, kind, device, hf_config),
         kv_cache_dtype=cache_dtype,
         block_size=config.cache.block_size or default_block,
-        max_model_len=_max_model_len(model.max_model_len, hf_config),
+        max_model_len=max_model_len,
         device=device,
         # The process that serves HTTP needs a core of its own.
         num_threads=config.device.num_threads or max(1, machine.num_cores - serving),

@@ -58,7 +58,7 @@ def read_speculation(settings: dict[str, Any]) -> Speculation:
             hint = f": did you mean {close[0]}?" if close else f": choose from {', '.join(OWN_KEYS)}"
             raise ConfigError(f"speculative_config has no key {key!r:.60}{hint}")
     method = settings.get("method")
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         known = ", ".join(METHODS)
         if method in OTHER_METHODS:
             raise ConfigError(f"speculative_config: the method {method} is not supported: choose from {known}")

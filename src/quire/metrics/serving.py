@@ -46,11 +46,18 @@ COUNTERS = {
     "num_preemptions": "Times a running request had to give its blocks back.",
     "prompt_tokens": "Prompt tokens of requests that got their first token.",
     "generation_tokens": "Tokens generated.",
+    "spec_decode_num_drafts": "Times that guessed tokens of a request were verified.",
+    "spec_decode_num_draft_tokens": "Guessed tokens that were verified.",
+    "spec_decode_num_accepted_tokens": "Guessed tokens that were right.",
 }
 LABELLED_COUNTERS = {  # name: (label, help)
     "request_success": ("finished_reason", "Requests that ended, by reason: stop, length, abort or error."),
     "admission_rejections": ("reason", "Requests turned away before they could wait."),
     "engine_restarts": ("reason", "Times the engine core was replaced."),
+    "spec_decode_num_accepted_tokens_per_pos": (
+        "position",
+        "Guessed tokens that were right, by their place among those guessed at once.",
+    ),
 }
 HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {  # name: (help, bounds of its buckets)
     "time_to_first_token_seconds": ("From a request's arrival to its first token.", FIRST_TOKEN_S),
@@ -74,6 +81,7 @@ KNOWN_VALUES = {
     "request_success": ("stop", "length", "abort", "error"),
     "admission_rejections": ("queue_full",),
     "engine_restarts": ("own", "outside", "stall"),  # the core crashed by itself, was killed, stopped making progress
+    "spec_decode_num_accepted_tokens_per_pos": ("0",),
 }
 
 
@@ -133,6 +141,8 @@ class ServingMetrics:
         counters["prefix_cache_queries"] += stats.prefix_queries - before.prefix_queries
         counters["prefix_cache_hits"] += stats.prefix_hits - before.prefix_hits
         counters["generation_tokens"] += num_new_tokens
+        if stats.num_drafts != before.num_drafts:
+            self._drafts(stats, before)
         self._core = stats
         if not step_s:
             return
@@ -140,6 +150,16 @@ class ServingMetrics:
         histograms["iteration_tokens_total"].observe(stats.step_tokens)
         histograms["inter_token_latency_seconds"].observe(step_s, max(0, num_new_tokens - self._num_first_tokens))
         self._num_first_tokens = 0
+
+    def _drafts(self, stats: EngineStats, before: EngineStats) -> None:
+        counters = self.counters
+        counters["spec_decode_num_drafts"] += stats.num_drafts - before.num_drafts
+        counters["spec_decode_num_draft_tokens"] += stats.num_draft_tokens - before.num_draft_tokens
+        accepted_before = before.accepted_drafts + [0] * (len(stats.accepted_drafts) - len(before.accepted_drafts))
+        for position, count in enumerate(stats.accepted_drafts):
+            gained = count - accepted_before[position]
+            counters["spec_decode_num_accepted_tokens"] += gained
+            self._count("spec_decode_num_accepted_tokens_per_pos", str(position), gained)
 
     def finished(self, request: Request, reason: str | None = None) -> None:
         """A request ended: by itself, or for `reason` ("abort", "error")."""
@@ -209,6 +229,6 @@ class ServingMetrics:
             histogram.add_metric(model, counted.cumulative(), counted.sum)
             yield histogram
 
-    def _count(self, name: str, value: str) -> None:
+    def _count(self, name: str, value: str, amount: int = 1) -> None:
         counts = self.labelled[name]
-        counts[value] = counts.get(value, 0) + 1
+        counts[value] = counts.get(value, 0) + amount

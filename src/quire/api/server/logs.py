@@ -129,4 +129,8 @@ class StatusLine:
             "engine: {running} running, {waiting} waiting, KV {kv_usage:.0%}, prefix hits {prefix_hits:.0%}, "
             "{prompt_tok_s:.0f} prompt + {out_tok_s:.0f} output tokens/s"
         )
+        if gained["spec_decode_num_draft_tokens"]:
+            share = gained["spec_decode_num_accepted_tokens"] / gained["spec_decode_num_draft_tokens"]
+            fields["drafts_accepted"] = round(share, 3)
+            message += ", drafts accepted {drafts_accepted:.0%}"
         write(message.format_map(fields), fields)

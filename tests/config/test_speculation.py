@@ -1,0 +1,72 @@
+"""The options of speculative decoding: what they mean, and what is refused."""
+
+import argparse
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.config.flags import Parser, add_flags, from_args
+from quire.config.speculation import OTHER_KEYS, OTHER_METHODS, Speculation, read_speculation
+from quire.errors import ConfigError
+
+
+def flags(*words: str) -> EngineConfig:
+    parser = Parser(prog="quire")
+    add_flags(parser, EngineConfig)
+    return from_args(EngineConfig, parser.parse_args(words))
+
+
+def test_nothing_is_guessed_unless_asked_for():
+    assert EngineConfig().speculative.speculation is None
+
+
+def test_the_json_and_the_short_flags_say_the_same():
+    expected = Speculation("ngram", 6)
+    given = {"method": "ngram", "num_speculative_tokens": 6}
+    assert EngineConfig.from_kwargs(speculative_config=given).speculative.speculation == expected
+    assert flags("--spec-method", "ngram", "--spec-tokens", "6").speculative.speculation == expected
+    for name in ("--speculative-config", "-sc"):
+        found = flags(name, '{"method": "ngram_gpu", "num-speculative-tokens": 6}')
+        assert found.speculative.speculation == expected
+
+
+def test_a_single_lookup_size_counts_for_both():
+    for key in ("prompt_lookup_min", "prompt_lookup_max"):
+        found = read_speculation({"method": "ngram", key: 3})
+        assert (found.lookup_min, found.lookup_max) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({}, "needs a method"),
+        ({"method": "guess"}, "needs a method"),
+        ({"method": ["ngram"]}, "needs a method"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be a whole number from 1"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": 129}, "to 128"),
+        ({"method": "ngram", "num_speculative_token": 3}, "did you mean num_speculative_tokens"),
+        ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "is larger than"),
+        ({"method": "ngram", "prompt_lookup_max": "5"}, "prompt_lookup_max must be"),
+        ({"method": "ngram", "num_speculative_tokens_per_batch_size": 5}, "must be a list"),
+        ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[2, 4, 1]]}, "must begin at 1"),
+        ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 4, 3], [4, 8, 1]]}, "without overlaps"),
+        *(({"method": method}, f"the method {method} is not supported") for method in OTHER_METHODS),
+        *(({"method": "ngram", key: 1}, f"{key} is not supported") for key in OTHER_KEYS),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_honoured_is_refused_by_name(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        EngineConfig.from_kwargs(speculative_config=settings)
+
+
+def test_json_and_short_flags_together_are_refused():
+    with pytest.raises(ConfigError, match="leave out --spec-method"):
+        EngineConfig.from_kwargs(speculative_config={"method": "ngram"}, spec_tokens=3)
+
+
+@pytest.mark.parametrize("text", ["ngram", "[1]", "{", '{"method": ' * 5000])
+def test_what_is_no_json_object_is_refused(text):
+    with pytest.raises((ConfigError, argparse.ArgumentError), match="JSON object"):
+        flags("--speculative-config", text)
