@@ -75,6 +75,11 @@ class StepPlan(msgspec.Struct, array_like=True, gc=False):
         return sum(self.num_tokens)
 
     @property
+    def only_verifies(self) -> bool:
+        """Every token of the step chooses the next one, and some are drafts."""
+        return self.num_tokens == self.produces and max(self.num_tokens, default=0) > 1
+
+    @property
     def num_samples(self) -> int:
         """Positions at which a token is chosen, or whose hidden state is asked for."""
         return sum(map(abs, self.produces))

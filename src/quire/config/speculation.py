@@ -10,9 +10,9 @@ from typing import Any
 from quire.errors import ConfigError
 
 METHODS = {"ngram": "ngram", "ngram_gpu": "ngram"}  # vLLM's names -> files of spec/
-DEFAULT_TOKENS = 4
+DEFAULT_TOKENS = 7
 MAX_TOKENS = 128
-LOOKUP_MIN, LOOKUP_MAX = 2, 5
+LOOKUP_MIN, LOOKUP_MAX = 3, 5
 
 # Other methods and keys of vLLM, which are refused with a word about them.
 OTHER_METHODS = (

@@ -40,10 +40,10 @@ class StepInputs:
         skips_cache = all(backend.skips_cache for backend in backends)
         self.min_uncached_tokens = cudnn.MIN_TOKENS if skips_cache else max_tokens + 1
         own_sizes = {
-            "rows": num_rows + 1,  # one more than requests: a row for padding tokens
-            "starts": num_rows + 1,
-            "context_lens": num_rows + 1,
-            "query_starts": num_rows + 2,
+            "rows": num_samples + 1,  # one more than requests, or places of theirs: a row for padding tokens
+            "starts": num_samples + 1,
+            "context_lens": num_samples + 1,
+            "query_starts": num_samples + 2,
             "sample_at": num_samples,
             "sample_rows": num_samples,
             "sample_positions": num_samples,
@@ -66,8 +66,10 @@ class StepInputs:
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.slots = [torch.full((max_tokens,), -1, dtype=torch.int64, device=device) for _ in backends]
 
-    def exact_shape(self, plan: StepPlan, wants_all: bool) -> StepShape:
-        """The step's shape without padding."""
+    def exact_shape(self, plan: StepPlan, wants_all: bool, apart: bool = False) -> StepShape:
+        """The step's shape without padding. `apart`: see `fill`."""
+        if apart:
+            return decode_shape(plan.total_tokens)
         uncached = []
         first = 0
         for start, count in zip(plan.starts, plan.num_tokens):
@@ -80,11 +82,12 @@ class StepInputs:
         num_samples = max(1, plan.num_samples)  # kernels need at least one; a sample without a row has no effect
         return StepShape(num_rows, first, num_samples, num_decodes, num_prefills, tuple(uncached), wants_all)
 
-    def fill(self, plan: StepPlan, shape: StepShape, lengths: np.ndarray | None = None) -> None:
+    def fill(self, plan: StepPlan, shape: StepShape, lengths: np.ndarray | None = None, apart: bool = False) -> None:
         """Writes the plan, padded to `shape`, and sends it to the device.
 
         `lengths`: how many tokens each row of the batch has, if the host knows. If not, starts are upper bounds, which
-        the device corrects.
+        the device corrects. `apart`: a row's tokens are written as rows of one token each, that read the same blocks;
+        all of them choose a token.
         """
         host = self.host
         rows = np.array(plan.rows, np.int32)
@@ -92,6 +95,10 @@ class StepInputs:
         counts = np.array(plan.num_tokens, np.int32)
         if lengths is not None:
             starts = np.minimum(starts, lengths[rows] - 1)
+        if apart:
+            firsts = np.cumsum(counts) - counts
+            starts = (starts - firsts).repeat(counts) + np.arange(shape.num_tokens, dtype=np.int32)
+            rows, counts = rows.repeat(counts), np.ones(shape.num_tokens, np.int32)
         num_rows = len(rows)
         ends = np.cumsum(counts, dtype=np.int32)
         step = HostStep(rows, ends - counts, counts, starts + counts)
@@ -103,14 +110,16 @@ class StepInputs:
         # Padding tokens belong to the padding rows: one to each, or all to the first.
         unused = slice(num_rows + 1, shape.num_rows + 1)
         query_starts[unused] = np.arange(unused.start, unused.stop) if shape.decode else shape.num_tokens
-        self._fill_samples(plan, step, ends)
+        if apart:
+            self._write_samples(ends - 1, rows, step.context_lens, firsts)
+        else:
+            self._fill_samples(plan, step, ends)
         for backend in self.backends:
             backend.prepare(step, shape)
         self.words.send()
 
     def _fill_samples(self, plan: StepPlan, step: HostStep, ends: np.ndarray) -> None:
         """`ends`: the index after the last token of each row, among the step's tokens."""
-        host = self.host
         sample_at, sample_rows, sample_positions = ends - 1, step.rows, step.context_lens
         first_samples = np.arange(len(ends))
         if plan.produces.count(TOKEN) < len(ends):  # else each row has one sample
@@ -124,7 +133,13 @@ class StepInputs:
             sample_at = sample_at[which] - num_after
             sample_rows = np.where(produces[which] > 0, sample_rows[which], NO_ROW)
             sample_positions = sample_positions[which] - num_after
-        # Padded to the end of the array: the sampling may be recorded for a larger shape than the forward pass.
+        self._write_samples(sample_at, sample_rows, sample_positions, first_samples)
+
+    def _write_samples(
+        self, sample_at: np.ndarray, sample_rows: np.ndarray, sample_positions: np.ndarray, first_samples: np.ndarray
+    ) -> None:
+        """Padded to the end of the array: the sampling may be recorded for a larger shape than the forward pass."""
+        host = self.host
         _pad(host["sample_at"], sample_at, None, 0)
         _pad(host["sample_rows"], sample_rows, None, NO_ROW)
         _pad(host["sample_positions"], sample_positions, None, 0)

@@ -119,10 +119,12 @@ class Runner:
         self.memory.move(plan.moves)
         hidden_TD = self.last_hidden[:0]
         if plan.rows:  # empty steps are legal
-            exact = self.inputs.exact_shape(plan, wants_all=self.batch.owes_prompt_logprobs(plan))
-            recorded = self.recordings.find(exact)
             lengths = self.device.known_lengths(self.batch.lengths) if self.drafter.num_drafts else None
-            self.inputs.fill(plan, recorded or exact, lengths)
+            apart = lengths is not None and plan.only_verifies
+            wants_all = self.batch.owes_prompt_logprobs(plan)
+            exact = self.inputs.exact_shape(plan, wants_all, apart and not wants_all)
+            recorded = self.recordings.find(exact)
+            self.inputs.fill(plan, recorded or exact, lengths, apart and not wants_all)
             hidden_TD = self.compute(exact) if recorded is None else self.recordings.forward(recorded)
         self.launched = _Launched(plan, hidden_TD)
 

@@ -150,7 +150,7 @@ class CpuBackend(AttentionBackend):
         self, layers: Sequence["CacheLayer"], block_size: int, limits: Limits, twin: AttentionBackend | None = None
     ) -> None:
         super().__init__(layers, block_size, limits, twin)
-        self.table = torch.zeros(max(2, limits.num_rows), -(-limits.max_len // block_size), dtype=torch.int32)
+        self.table = torch.zeros(max(2, limits.num_samples), -(-limits.max_len // block_size), dtype=torch.int32)
 
     def prepare(self, step: HostStep, shape: StepShape) -> None:
         width = -(-int(step.context_lens.max()) // self.block_size)

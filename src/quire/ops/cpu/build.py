@@ -88,13 +88,22 @@ def _openmp_runtime() -> Path | None:
 def _machine(compiler: str) -> str:
     """What decides the code `-march=native` gives: the compiler's version and the CPU's model and features."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    return f"{version}\n{platform.machine()}\n{_cpu()}"
+
+
+@functools.cache
+def _cpu() -> str:
     try:
         fields = ("model name", "flags", "Features", "CPU part")
         lines = [line for line in open("/proc/cpuinfo").read().splitlines() if line.startswith(fields)]
-        cpu = "\n".join(sorted(set(lines)))
+        return "\n".join(sorted(set(lines)))
     except OSError:
-        cpu = platform.processor()
-    return f"{version}\n{platform.machine()}\n{cpu}"
+        return platform.processor()
+
+
+def has_amx() -> bool:
+    """Whether the CPU multiplies tiles of bfloat16."""
+    return "amx_bf16" in _cpu().split()
 
 
 def _library_path(name: str, compiler: str, runtime: Path, flags: list[str]) -> Path:

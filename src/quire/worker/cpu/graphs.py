@@ -28,7 +28,7 @@ MAX_SHOWN = 5  # operations that the log names
 class Recordings:
     def __init__(self, runner: "Runner") -> None:
         self.runner = runner
-        self.max_rows = min(MAX_ROWS, runner.limits.num_rows, runner.limits.max_tokens)
+        self.max_rows = min(MAX_ROWS, runner.limits.num_samples, runner.limits.max_tokens)
         self.tape: Tape | None = None
         self.computed_by_torch: set[str] = set()  # what keeps a pass from being recorded
 

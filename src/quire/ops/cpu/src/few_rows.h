@@ -159,9 +159,11 @@ void few_rows(const Weight& w, const Job& job) {
         const Range mine = my_share(num_pairs(w));
         for (int pair = mine.begin; pair < mine.end; ++pair) {
             int r = 0;  // a pair stays in the first-level cache for all its rows
+            for (; r + 8 <= job.rows; r += 8) few_rows_pair<Kind, 8>(w, job, x, r, pair);
             for (; r + 4 <= job.rows; r += 4) few_rows_pair<Kind, 4>(w, job, x, r, pair);
-            for (; r + 2 <= job.rows; r += 2) few_rows_pair<Kind, 2>(w, job, x, r, pair);
-            for (; r < job.rows; ++r) few_rows_pair<Kind, 1>(w, job, x, r, pair);
+            if (job.rows - r == 3) few_rows_pair<Kind, 3>(w, job, x, r, pair);
+            if (job.rows - r == 2) few_rows_pair<Kind, 2>(w, job, x, r, pair);
+            if (job.rows - r == 1) few_rows_pair<Kind, 1>(w, job, x, r, pair);
         }
     }
 }
