@@ -133,3 +133,11 @@ def test_kernels_of_gpus_look_up_too(model):
     params = [SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)] * 2
     stats = looked_up(model, params, **DEVICE, pipeline_depth=2)
     assert stats.num_drafts > 0
+
+
+def test_nothing_is_guessed_beside_an_operators_own_processor(model):
+    processor = "tests.sampling.test_custom:After"
+    options = {**OPTIONS, "device": "cpu", "logits_processors": [processor], "speculative_config": NGRAM}
+    with LLM(str(model), **options) as llm:
+        llm.generate([[5, 6, 7, 8] * 6], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), use_tqdm=False)
+        assert llm.client.engine.stats().num_drafts == 0

@@ -50,6 +50,9 @@ def make_drafter(config: EngineConfig) -> NoDrafter:
     speculation = config.speculative.speculation
     if speculation is None:
         return NoDrafter()
+    if config.structured.logits_processors:
+        log.warning("no tokens are guessed: --logits-processors look at the one token of a request that is next")
+        return NoDrafter()
     return registry.load("quire.spec", speculation.method).Drafter(speculation, runs_on_triton(config))
 
 
