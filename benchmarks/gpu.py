@@ -229,13 +229,30 @@ def in_own_process(model: str, workloads: list[str], environment: dict[str, str]
 # ---- one model, in its own process ----
 
 
+def open_model(name: str, max_model_len: int):
+    """An `LLM` with random weights: folder[:quantization][@dtype of the KV cache]."""
+    from quire import LLM
+
+    name, _, cache_dtype = name.partition("@")
+    folder, _, quantization = name.partition(":")
+    return LLM(
+        str(ROOT / "benchmarks" / "shapes" / folder),
+        load_format="dummy",
+        quantization=quantization or "auto",
+        kv_cache_dtype=cache_dtype or "auto",
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        max_model_len=max_model_len,
+    )
+
+
 def time_model(model: str, names: list[str]) -> list[tuple[str, str, float]]:
     """(workload, metric, value) of each workload, on one engine."""
     started = time.perf_counter()
     import torch  # noqa: F401
 
     import quire.worker.gpu.device  # noqa: F401
-    from quire import LLM, SamplingParams
+    from quire import SamplingParams
     from quire.api.commands.bench import generator
     from quire.bench import workloads
 
@@ -243,17 +260,7 @@ def time_model(model: str, names: list[str]) -> list[tuple[str, str, float]]:
     work = [workloads.build(name, "cuda") for name in names if name not in ("startup", "soak")]
     longest = max([w.max_model_len for w in work], default=2048)
     started = time.perf_counter()
-    model, _, cache_dtype = model.partition("@")
-    folder, _, quantization = model.partition(":")
-    with LLM(
-        str(ROOT / "benchmarks" / "shapes" / folder),
-        load_format="dummy",
-        quantization=quantization or "auto",
-        kv_cache_dtype=cache_dtype or "auto",
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        max_model_len=longest,
-    ) as llm:
+    with open_model(model, longest) as llm:
         rows.append(("startup", "startup_s", time.perf_counter() - started))
         llm.generate(list(range(100, 108)), SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
         rows.append(("startup", "first_token_s", time.perf_counter() - started))

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
+from benchmarks.gpu import open_model  # noqa: E402
 from quire import LLM, SamplingParams  # noqa: E402
 
 SHORT, LONG = 8, 40  # tokens that the two runs generate
@@ -50,19 +51,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=500)
     parser.add_argument("--top", type=int, default=20, help="kernels that are printed")
     args = parser.parse_args()
-    model, _, cache_dtype = args.model.partition("@")
-    folder, _, quantization = model.partition(":")
     source = random.Random(0)
     prompts = [source.choices(range(10, 10_000), k=args.context) for _ in range(args.rows)]
-    with LLM(
-        str(ROOT / "benchmarks" / "shapes" / folder),
-        load_format="dummy",
-        quantization=quantization or "auto",
-        kv_cache_dtype=cache_dtype or "auto",
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        max_model_len=args.context + LONG + 8,
-    ) as llm:
+    with open_model(args.model, args.context + LONG + 8) as llm:
         timed(llm, prompts, LONG)  # records graphs, compiles kernels
         step_ms = (timed(llm, prompts, LONG) - timed(llm, prompts, SHORT)) / (LONG - SHORT) * 1e3
         (long, long_launches), (short, short_launches) = (recorded(llm, prompts, count) for count in (LONG, SHORT))

@@ -92,8 +92,9 @@ def main() -> None:
             share = accepted / max(1, stats.num_draft_tokens)
             print(
                 f"{method}, {case}: {differing} of {sum(map(len, expected)):,} tokens differ, "
-                f"logprobs by {largest:.1e}; {share:.0%} of {stats.num_draft_tokens:,} drafts accepted, by place {stats.accepted_drafts} "
-                f"of {stats.num_drafts:,}; {stats.num_preemptions} preemptions, {time.monotonic() - started:.0f} s",
+                f"logprobs by {largest:.1e}; {share:.0%} of {stats.num_draft_tokens:,} drafts accepted, "
+                f"by place {stats.accepted_drafts} of {stats.num_drafts:,}; {stats.num_preemptions} preemptions, "
+                f"{time.monotonic() - started:.0f} s",
                 flush=True,
             )
             is_right &= not differing and 0.2 <= share <= 0.95
