@@ -367,7 +367,7 @@ def _inputs(
     LANE: tl.constexpr,
     ON_CARD: tl.constexpr,
 ):
-    """(inputs [1, R, LANE] of every chunk and plane, or whole numbers as `_whole_numbers` has them; sums of lanes of
+    """(inputs [1, R, LANE] of every chunk and plane, or whole numbers as `_pairs` has them; sums of lanes of
     every chunk and set; and what both are to be multiplied by, of each chunk, if they are rounded or whole)."""
     R: tl.constexpr = BLOCK_W // LANE
     planes: tl.tuple = ()
