@@ -133,7 +133,8 @@ def check(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("name", FORMS)
 def test_one_row_equals_the_twin(name, dtype, few_programs):
     w = packed(name)
-    x = (random(1, w.k) * torch.linspace(-6, 0, w.k).exp()).to(DEVICE, dtype)  # inputs of very different sizes
+    largest = 2**-9 if dtype == torch.float16 else 1.0  # products of gates and ups stay finite
+    x = (random(1, w.k) * torch.linspace(-6, 0, w.k).exp() * largest).to(DEVICE, dtype)  # of very different sizes
     bias = random(w.n).to(DEVICE, dtype)
     expected = words.linear(x, w, bias)
     check(ops.linear(x, w, bias), expected)

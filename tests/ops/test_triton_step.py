@@ -49,9 +49,21 @@ def test_starts_behind_a_rows_last_token_are_corrected():
     results = []
     for ops in (step, twin):
         starts, context_lens, shifts = ints(9, 30, 0, 0), ints(13, 31, 300, 0), ints(-7, -7, -7, -7)
-        ops.correct_starts(rows, starts, query_starts, lengths, context_lens, shifts)
+        ops.correct_starts(rows, starts, query_starts, ints(0, 0, 0, 0), lengths, context_lens, shifts)
         results.append((starts.tolist(), context_lens.tolist(), shifts.tolist()))
     assert results[0] == results[1] == ([6, 30, 0, 0], [10, 31, 300, 0], [0, -7, 3, 0])
+
+
+def test_drafts_that_are_rows_of_their_own_stay_behind_the_last_token():
+    """Row 2 has 7 tokens where 9 were expected, row 1 as many as were expected."""
+    rows, query_starts, places = ints(2, 2, 2, 1, 1, -1), ints(0, 1, 2, 3, 4, 5, 6), ints(0, 1, 2, 0, 1, 0)
+    lengths = torch.stack((ints(31, 9, 7, 500), ints(0, 0, 0, 0)), 1)[:, 0]
+    for ops in (step, twin):
+        starts, context_lens, shifts = ints(8, 9, 10, 8, 9, 0), ints(9, 10, 11, 9, 10, 0), ints(-7, -7, -7, -7)
+        ops.correct_starts(rows, starts, query_starts, places, lengths, context_lens, shifts)
+        assert starts.tolist() == [6, 7, 8, 8, 9, 0]
+        assert context_lens.tolist() == [7, 8, 9, 9, 10, 0]
+        assert shifts.tolist() == [-7, 0, 2, -7]
 
 
 def test_samples_go_behind_the_tokens_that_choose_them():

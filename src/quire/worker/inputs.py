@@ -23,6 +23,7 @@ class StepInputs:
 
     rows: Tensor  # of the persistent batch
     starts: Tensor  # position of each row's first token
+    places: Tensor  # how far that is after the last token that was chosen; 0, but for drafts that are rows of their own
     context_lens: Tensor  # tokens of each row, those of the step included; 0 for padding
     query_starts: Tensor  # index of each row's first token among the step's tokens
     sample_at: Tensor  # indices of the step's tokens after which a token is chosen
@@ -42,6 +43,7 @@ class StepInputs:
         own_sizes = {
             "rows": num_samples + 1,  # one more than requests, or places of theirs: a row for padding tokens
             "starts": num_samples + 1,
+            "places": num_samples + 1,
             "context_lens": num_samples + 1,
             "query_starts": num_samples + 2,
             "sample_at": num_samples,
@@ -95,15 +97,18 @@ class StepInputs:
         counts = np.array(plan.num_tokens, np.int32)
         if lengths is not None:
             starts = np.minimum(starts, lengths[rows] - 1)
+        places = np.zeros(len(rows), np.int32)
         if apart:
             firsts = np.cumsum(counts) - counts
-            starts = (starts - firsts).repeat(counts) + np.arange(shape.num_tokens, dtype=np.int32)
-            rows, counts = rows.repeat(counts), np.ones(shape.num_tokens, np.int32)
+            places = np.arange(plan.total_tokens, dtype=np.int32) - firsts.repeat(counts)
+            starts = starts.repeat(counts) + places
+            rows, counts = rows.repeat(counts), np.ones(plan.total_tokens, np.int32)
         num_rows = len(rows)
         ends = np.cumsum(counts, dtype=np.int32)
         step = HostStep(rows, ends - counts, counts, starts + counts)
         _pad(host["rows"], rows, shape.num_rows, NO_ROW)
         _pad(host["starts"], starts, shape.num_rows, 0)
+        _pad(host["places"], places, shape.num_rows, 0)
         _pad(host["context_lens"], step.context_lens, shape.num_rows, 0)
         query_starts = host["query_starts"]
         query_starts[1 : num_rows + 1] = ends

@@ -120,11 +120,11 @@ class Runner:
         hidden_TD = self.last_hidden[:0]
         if plan.rows:  # empty steps are legal
             lengths = self.device.known_lengths(self.batch.lengths) if self.drafter.num_drafts else None
-            apart = lengths is not None and plan.only_verifies
             wants_all = self.batch.owes_prompt_logprobs(plan)
-            exact = self.inputs.exact_shape(plan, wants_all, apart and not wants_all)
+            apart = plan.only_verifies and not wants_all
+            exact = self.inputs.exact_shape(plan, wants_all, apart)
             recorded = self.recordings.find(exact)
-            self.inputs.fill(plan, recorded or exact, lengths, apart and not wants_all)
+            self.inputs.fill(plan, recorded or exact, lengths, apart)
             hidden_TD = self.compute(exact) if recorded is None else self.recordings.forward(recorded)
         self.launched = _Launched(plan, hidden_TD)
 
@@ -141,8 +141,8 @@ class Runner:
         count = shape.num_tokens
         step = inputs.rows[: shape.num_rows], inputs.starts[: shape.num_rows], inputs.query_starts[: shape.num_rows + 1]
         if self.shifts is not None:
-            context_lens = inputs.context_lens[: shape.num_rows]
-            self.device.correct_starts(*step, self.batch.lengths, context_lens, self.shifts)
+            places, context_lens = inputs.places[: shape.num_rows], inputs.context_lens[: shape.num_rows]
+            self.device.correct_starts(*step, places, self.batch.lengths, context_lens, self.shifts)
         self.device.place_tokens(
             *step, self.batch.tokens, inputs.token_ids[:count], inputs.positions[:count], shape.longest
         )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quire.errors import UnsupportedModelError
 from quire.layers.attention._layer import CacheLayer
@@ -22,8 +23,8 @@ from quire.ops.launch import num_multiprocessors
 class WorkList:
     """How one kind of row is cut into units, and the memory that its launches share."""
 
-    def __init__(self, shape: WorkShape, window: int, max_tokens: int, limits: Limits) -> None:
-        num_programs = shape.tile.programs_per_multiprocessor * num_multiprocessors(limits.hidden_like)
+    def __init__(self, shape: WorkShape, window: int, max_tokens: int, max_rows: int, hidden_like: Tensor) -> None:
+        num_programs = shape.tile.programs_per_multiprocessor * num_multiprocessors(hidden_like)
         self.geometry = {
             "tile_m": shape.tile.tile_m,
             "group_size": shape.group_size,
@@ -31,9 +32,9 @@ class WorkList:
             "num_programs": num_programs,
         }
         self.window = window
-        self.max_units = self.num_units(max_tokens, limits.num_rows)
+        self.max_units = self.num_units(max_tokens, max_rows)
         num_split = max_split_units(self.max_units, num_kv_heads=shape.num_kv_heads, num_programs=num_programs)
-        no_units = limits.hidden_like.new_empty(0, dtype=torch.int32)
+        no_units = hidden_like.new_empty(0, dtype=torch.int32)
         self.room = AttentionWork.of(no_units, shape.tile, num_split, shape.num_kv_heads, shape.size)
 
     def num_units(self, num_tokens: int, num_rows: int) -> int:
@@ -76,8 +77,8 @@ class WorkListBackend(AttentionBackend):
         decode = self.work_shape(layer, hidden_like.dtype, decode=True)
         prefill = self.work_shape(layer, hidden_like.dtype, decode=False)
         self.works = {
-            "decode_units": WorkList(decode, layer.window, limits.num_rows, limits),
-            "prefill_units": WorkList(prefill, layer.window, limits.max_tokens, limits),
+            "decode_units": WorkList(decode, layer.window, limits.num_samples, limits.num_samples, hidden_like),
+            "prefill_units": WorkList(prefill, layer.window, limits.max_tokens, limits.num_rows, hidden_like),
         }
 
     @staticmethod

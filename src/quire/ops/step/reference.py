@@ -56,9 +56,15 @@ def place_slots(
 
 
 def correct_starts(
-    rows_R: Tensor, starts_R: Tensor, query_starts: Tensor, lengths: Tensor, context_lens_R: Tensor, shifts: Tensor
+    rows_R: Tensor,
+    starts_R: Tensor,
+    query_starts: Tensor,
+    places_R: Tensor,
+    lengths: Tensor,
+    context_lens_R: Tensor,
+    shifts: Tensor,
 ) -> None:
-    """Moves starts that are too large back to the row's last token.
+    """Moves starts that are too large back to the row's last token, or so many places after it.
 
     They can be, because the host did not know how many drafts were accepted. The row's context becomes shorter by as
     much, which is its shift. `lengths` and `shifts` have an entry for each row of the batch.
@@ -66,7 +72,7 @@ def correct_starts(
     bounds = query_starts.tolist()
     for r, row in enumerate(rows_R.tolist()):
         if row >= 0:
-            start = min(int(starts_R[r]), int(lengths[row]) - 1)
+            start = min(int(starts_R[r]), int(lengths[row]) - 1 + int(places_R[r]))
             shifts[row] = starts_R[r] - start
             starts_R[r] = start
             context_lens_R[r] = start + bounds[r + 1] - bounds[r]

@@ -94,21 +94,27 @@ def _place_slots(rows, starts, query_starts, table, row_stride, slots, BLOCK_SIZ
 
 
 def correct_starts(
-    rows_R: Tensor, starts_R: Tensor, query_starts: Tensor, lengths: Tensor, context_lens_R: Tensor, shifts: Tensor
+    rows_R: Tensor,
+    starts_R: Tensor,
+    query_starts: Tensor,
+    places_R: Tensor,
+    lengths: Tensor,
+    context_lens_R: Tensor,
+    shifts: Tensor,
 ) -> None:
     """As the twin."""
     _correct_starts[(rows_R.shape[0],)](
-        rows_R, starts_R, query_starts, lengths, lengths.stride(0), context_lens_R, shifts, num_warps=1
+        rows_R, starts_R, query_starts, places_R, lengths, lengths.stride(0), context_lens_R, shifts, num_warps=1
     )
 
 
 @triton.jit
-def _correct_starts(rows, starts, query_starts, lengths, length_stride, context_lens, shifts):
+def _correct_starts(rows, starts, query_starts, places, lengths, length_stride, context_lens, shifts):
     r = tl.program_id(0)
     row, start = tl.load(rows + r).to(tl.int64), tl.load(starts + r)
     if row >= 0:
         last = tl.load(lengths + row * length_stride) - 1
-        true_start = tl.minimum(start, last)
+        true_start = tl.minimum(start, last + tl.load(places + r))
         tl.store(shifts + row, start - true_start)
         tl.store(starts + r, true_start)
         tl.store(context_lens + r, true_start + tl.load(query_starts + r + 1) - tl.load(query_starts + r))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FIRST_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # recorded before the first request is served
+MAX_PLACES = 64  # of rows that verify drafts, which are rows of their own there
 
 
 def ladder(largest: int, *, smallest: int, step: int, largest_step: int) -> list[int]:
@@ -124,7 +125,8 @@ class Recordings:
         self.limits = limits
         self.forwards = Graphs(runner.compute, limits.hidden_like.device)
         self.samplings = Graphs(runner.choose, limits.hidden_like.device)
-        self.row_sizes = ladder(limits.num_rows, smallest=1, step=4, largest_step=16)
+        most_rows = max(limits.num_rows, min(limits.num_samples, MAX_PLACES))
+        self.row_sizes = ladder(most_rows, smallest=1, step=4, largest_step=16)
         self.sample_sizes = ladder(limits.num_samples, smallest=1, step=4, largest_step=16)
         self.token_sizes = ladder(limits.max_tokens, smallest=64, step=64, largest_step=512)
 
@@ -143,6 +145,8 @@ class Recordings:
 
     def find(self, exact: StepShape) -> StepShape | None:
         if exact.uncached_prefills or exact.wants_all:
+            return None
+        if exact.decode and exact.num_rows > self.row_sizes[-1]:
             return None
         if exact.decode and exact.num_samples == exact.num_rows:
             padded = decode_shape(fit(self.row_sizes, exact.num_rows))
