@@ -131,4 +131,4 @@ def test_every_e2m1_becomes_a_byte():
             code = word >> 4 * plane & 15
             seen.add((plane, code))
             byte = (upper << 32 | lower) >> 8 * plane & 255
-            assert (byte - decode.E2M1_ZERO) / 2 == E2M1[code], (plane, code)
+            assert (byte - decode.E2M1_ZERO.value) / 2 == E2M1[code], (plane, code)

@@ -1,9 +1,9 @@
-"""What the codes of packed weights stand for, in Triton: plane by plane as float32, or all planes as bfloat16.
+"""What the codes of packed weights stand for, in Triton: as bytes, as float32 or as bfloat16.
 
-Used by the kernels of this folder. `triton.py` multiplies float32 (`float_planes`). `tiles.py` wants bfloat16 for
-tensor cores (`decode`): a tile of 16 words becomes as many values per plane. On a card two words are
-decoded at once, by instructions that work on both halves of a register: one or two for each value. Elsewhere, for the
-interpreter and for tables, each plane is cut out of the words by plain operations.
+Used by the kernels of this folder. `triton.py` multiplies whole numbers (`byte_planes`), or float32 (`float_planes`).
+`tiles.py` wants bfloat16 for tensor cores (`decode`): a tile of 16 words becomes as many values per plane. On a card
+two words are decoded at once, by instructions that work on both halves of a register: one or two for each value.
+Elsewhere, for the interpreter and for tables, each plane is cut out of the words by plain operations.
 """
 
 import triton
@@ -298,7 +298,7 @@ def float_planes(words, table_ptr, KIND: tl.constexpr, BITS: tl.constexpr, ON_CA
 # ---- planes as bytes -------------------------------------------------------------------------------------------------
 
 
-E2M1_ZERO = 12  # the byte of E2M1's zero: bytes are whole numbers, of halves
+E2M1_ZERO = tl.constexpr(12)  # the byte of E2M1's zero: bytes are whole numbers, of halves
 
 # Eight codes of E2M1 as bytes. An instruction looks up four codes in a table of eight bytes, and gives zero where the
 # first bit, the sign, is set: so that positive and negative codes have a table each.
@@ -341,7 +341,7 @@ def _e2m1_bytes(words, FIRST: tl.constexpr):
         code = words >> (FIRST + 4 * i)
         exponent = (code >> 1) & 3
         halves = tl.where(exponent == 0, code & 1, (2 + (code & 1)) << tl.maximum(exponent - 1, 0))
-        bytes |= (12 + tl.where((code & 8) == 0, halves, -halves)) << (8 * i)
+        bytes |= (E2M1_ZERO + tl.where((code & 8) == 0, halves, -halves)) << (8 * i)
     return bytes
 
 

@@ -34,10 +34,9 @@ from quire.ops.packed_linear.decode import (
 )
 from quire.ops.packed_linear.words import WordWeight
 from quire.ops.rounding.reference import GROUP_INPUTS
-from quire.ops.rounding.triton import round_planes
+from quire.ops.rounding.triton import WHOLE_UNITS, round_planes
 
 MULTIPROCESSORS = 132
-WHOLE_UNITS = tl.constexpr(1.5 * 2**23)  # added to a float32 leaves whole units
 STAGES = 3  # of a program's loop: it multiplies weights while those of its next outputs are on their way
 SHARED_BYTES = 224 << 10  # of a multiprocessor
 LANE_WORDS = 4  # of a row, that a thread loads at once
@@ -157,7 +156,7 @@ def _launch(
         **w.constants(),
         SETS=w.run * w.planes // w.set_inputs,
         IN_WORDS=w.scales_in_words,
-        ZERO=E2M1_ZERO if is_whole and w.kind == "e2m1" else w.zero,
+        ZERO=E2M1_ZERO.value if is_whole and w.kind == "e2m1" else w.zero,
         WHOLE=is_whole,
         ROUNDS=w.rounds is not None,
         X_GROUP=GROUP_INPUTS if w.rounds == "float8 group" else None,

@@ -14,6 +14,7 @@ from quire.ops.rounding.reference import FLOAT8, GROUP_INPUTS, TINY
 ROWS_PAST_END = 128
 
 TINY_INPUT = tl.constexpr(TINY)
+WHOLE_UNITS = tl.constexpr(1.5 * 2**23)  # added to a float32, leaves whole units
 
 
 def empty_codes(num_rows: int, width: int, rounds: str, device: torch.device) -> tuple[Tensor, Tensor, int]:
@@ -140,7 +141,7 @@ def nearest(scaled, KIND: tl.constexpr):
     LARGEST: tl.constexpr = largest_code(KIND)
     scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
     if KIND == "int8":
-        return (scaled + 12582912.0) - 12582912.0  # adding 1.5 * 2 ** 23 units leaves whole units
+        return (scaled + WHOLE_UNITS) - WHOLE_UNITS
     else:
         bits = scaled.to(tl.int32, bitcast=True)
         normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # three bits of the mantissa remain
