@@ -69,6 +69,7 @@ class StepPlan(msgspec.Struct, array_like=True, gc=False):
     new_blocks: list[list[list[int]]]  # per row and group: block ids appended to its table
     forced: list[ForcedTokens] = []
     moves: list[Move] = []
+    wants_drafts: bool = False  # tokens are to be guessed after those that are chosen, for the next step
 
     @property
     def total_tokens(self) -> int:

@@ -7,6 +7,7 @@ from quire.core.engine import Engine
 from quire.executor.inproc import InprocExecutor
 from quire.messages import AddRequest, StepOutputs
 from quire.models.qwen3 import TINY
+from quire.spec import ngram
 from tests.worker.drafting import BigramDrafter
 from tests.worker.test_gpu import DEVICE, HAS_GPU, OPTIONS, PROMPTS, model
 
@@ -127,6 +128,25 @@ def test_prompt_lookup_changes_no_token(model, device, depth, blocks):
     assert stats.num_drafts > 0 and sum(stats.accepted_drafts) > 0
     assert stats.num_draft_tokens <= 3 * stats.num_drafts
     assert (stats.num_preemptions > 0) == (blocks == 9)
+
+
+def test_nothing_is_looked_up_in_full_steps(model, monkeypatch):
+    """Where no draft would be verified; and looking up begins again when there is room."""
+    asked = []
+    draft = ngram.Drafter.draft
+
+    def counted(self, rows_R, lengths, tokens):
+        asked.append(len(rows_R))
+        return draft(self, rows_R, lengths, tokens)
+
+    monkeypatch.setattr(ngram.Drafter, "draft", counted)
+    table = {"num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 9, 0]]}
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (10, 30)]
+    options = {**OPTIONS, "device": "cpu", "speculative_config": NGRAM | table}
+    with LLM(str(model), **options) as llm:
+        llm.generate([[5, 6, 7, 8] * 3] * 2, params, use_tqdm=False)
+        assert llm.client.engine.stats().num_drafts > 0
+    assert set(asked) == {1} and len(asked) <= 20
 
 
 def test_kernels_of_gpus_look_up_too(model):

@@ -82,6 +82,7 @@ class Scheduler:
             return None
         step.plan.step_id = next(self.step_ids)
         step.plan.moves = self.kv.take_moves()
+        step.plan.wants_drafts = self.drafting.most(len(self.running)) > 0
         return step
 
     def _continue_running(self, step: PlannedStep, budget: int) -> int:

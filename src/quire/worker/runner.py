@@ -217,7 +217,7 @@ class Runner:
         self.device.accept(first_samples, *samples, self.out_ids, inputs.token_ids, self.batch.lengths, num_accepted)
         pending.num_accepted = ToHost(num_accepted)
         rows = [row for row, produces in zip(plan.rows, plan.produces) if produces > 0]
-        if rows:
+        if rows and plan.wants_drafts:
             rows_R = on_device(rows, self.batch.tokens.device)
             num_drafts = self.drafter.draft(rows_R, self.batch.lengths, self.batch.tokens)
             pending.num_drafts = None if num_drafts is None else ToHost(num_drafts)
@@ -326,7 +326,9 @@ class Pending:
                 result.token_ids[idx] = chosen[first:end]
                 row_of.update((sample, idx) for sample in range(first, end))
             first += abs(self.plan.produces[idx])
-        if self.num_drafts is not None:
+        if num_accepted is not None and not self.plan.wants_drafts:
+            result.num_drafts = [0] * len(self.plan.rows)
+        elif self.num_drafts is not None:
             guessed = iter(self.num_drafts.wait()[0].tolist())
             result.num_drafts = [next(guessed) if produces > 0 else 0 for produces in self.plan.produces]
         if self.logprobs is not None:
