@@ -52,6 +52,7 @@ UNITS = {
     "req_s": "req/s",
     "growth_mib": "MiB",
     "copy_share": "of copy bandwidth",
+    "kv_tokens": "tokens",
 }
 LOWER_IS_BETTER = {"growth_mib", "startup_s", "first_token_s", "first_start_s", "import_s", "ttft_ms", "tpot_ms"}
 
@@ -264,6 +265,7 @@ def time_model(model: str, names: list[str]) -> list[tuple[str, str, float]]:
         rows.append(("startup", "startup_s", time.perf_counter() - started))
         llm.generate(list(range(100, 108)), SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
         rows.append(("startup", "first_token_s", time.perf_counter() - started))
+        rows.append(("startup", "kv_tokens", llm.client.engine.kv.num_tokens))
         for workload in work:
             found = workloads.measure(workload, generator(llm, workload.temperature, show=False))
             if workload.is_latency:

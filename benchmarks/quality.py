@@ -4,8 +4,8 @@
 
 The baseline is the GGUF file dequantized once to bfloat16 safetensors, from which the online methods start. Kinds that
 end in "+x" round activations too, as products on GPUs do, with the torch twins of those kernels; "kv-" are plain
-weights with a KV cache of 8 bits. Texts are named by the first digits of their SHA-256 in the table. All runs on the
-CPU; prompts are the texts in pieces of `--piece` tokens.
+weights with a KV cache of 8 bits. Texts are named by the first digits of their SHA-256 in the table. Prompts are the
+texts in pieces of `--piece` tokens. With `--device cuda` kinds need no "+x": products there round activations.
 """
 
 import argparse
@@ -78,10 +78,12 @@ def mean_logprob(llm: LLM, pieces: list[list[int]]) -> float:
     return total / count
 
 
-def measure(kind: str, gguf: Path, folder: Path, pieces: dict[str, list[list[int]]]) -> dict[str, float]:
+def measure(
+    kind: str, device: str, gguf: Path, folder: Path, pieces: dict[str, list[list[int]]]
+) -> dict[str, float]:
     name, _, rounded = kind.partition("+")
     longest = max(len(piece) for some in pieces.values() for piece in some)
-    options = {"device": "cpu", "dtype": "bfloat16", "max_model_len": longest + 8, "enable_prefix_caching": False}
+    options = {"device": device, "dtype": "bfloat16", "max_model_len": longest + 8, "enable_prefix_caching": False}
     if name.startswith("kv-"):
         options["kv_cache_dtype"], name = name.removeprefix("kv-"), "bf16"
     model, quantization = (gguf, "gguf") if name == "gguf" else (folder, "none" if name == "bf16" else name)
@@ -113,6 +115,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--piece", type=int, default=1024)
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     pieces = cut(args.gguf, args.texts, args.tokens, args.piece)
     num_tokens = sum(len(piece) - 1 for some in pieces.values() for piece in some)
@@ -122,7 +125,7 @@ def main() -> None:
         dequantized(args.gguf, Path(folder))
         for kind in args.kinds:
             started = time.monotonic()
-            found = measure(kind, args.gguf, Path(folder), pieces)
+            found = measure(kind, args.device, args.gguf, Path(folder), pieces)
             columns = " | ".join(f"{value:.4f}" for value in found.values())
             print(f"| {kind} | {columns} | {time.monotonic() - started:.0f} |", flush=True)
 

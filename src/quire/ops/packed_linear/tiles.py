@@ -253,7 +253,8 @@ def _tiles_kernel(  # noqa: C901
         column = tl.program_id(0) // num_tiles
         place_M = tl.program_id(0) % num_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
         inside_M = place_M < M
-        from_M = tl.minimum(place_M, M - 1)
+        # Past the end each reads another row: reads of one row by all programs would wait for each other.
+        from_M = tl.where(inside_M, place_M, tl.arange(0, BLOCK_M) % M)
         to_M = from_M
         column_M = place_M  # of scales, which there are for rows past the end, too
     else:  # neighbours have the same rows
