@@ -78,9 +78,7 @@ def mean_logprob(llm: LLM, pieces: list[list[int]]) -> float:
     return total / count
 
 
-def measure(
-    kind: str, device: str, gguf: Path, folder: Path, pieces: dict[str, list[list[int]]]
-) -> dict[str, float]:
+def measure(kind: str, device: str, gguf: Path, folder: Path, pieces: dict[str, list[list[int]]]) -> dict[str, float]:
     name, _, rounded = kind.partition("+")
     longest = max(len(piece) for some in pieces.values() for piece in some)
     options = {"device": device, "dtype": "bfloat16", "max_model_len": longest + 8, "enable_prefix_caching": False}

@@ -205,8 +205,12 @@ def test_threads_that_write_neighbouring_tokens_do_not_undo_each_other() -> None
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("codes", [None, torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_of_native_kernels_gives_what_a_layer_of_twins_gives(dtype: torch.dtype) -> None:
+def test_a_layer_of_native_kernels_gives_what_a_layer_of_twins_gives(
+    dtype: torch.dtype, codes: torch.dtype | None
+) -> None:
+    """Rounded keys are moved by a center, too."""
     torch.manual_seed(0)
     T, D, size = 37, 64, 16
     angle = angles(D)
@@ -215,10 +219,12 @@ def test_a_layer_of_native_kernels_gives_what_a_layer_of_twins_gives(dtype: torc
     tables = AttentionTables(torch.tensor([0, T]).int(), torch.tensor([T]).int(), block_table, size, T)
     slots = tables.block_table[0, positions // size].long() * size + positions % size
     qkv = fused_qkv(T, 6, 2, D, dtype)
+    center = None if codes is None else torch.randn(2, D)
     out = []
     for ops, attention in ((twin, twin_attention), (native, native_attention)):
         q, k, v = (x.clone() for x in qkv)
-        cache = torch.full((4, 2, size, 2, D), math.nan, dtype=dtype)
-        ops.rope_and_write(q, k, v, cos_sin, positions, cache, slots)
-        out.append(attention.paged_attention(q, cache, tables, scale=D**-0.5))
+        cache = torch.full((4, 2, size, 2, D), math.nan).to(codes or dtype)
+        scales = None if codes is None else torch.zeros(4, 2, size, 2)
+        ops.rope_and_write(q, k, v, cos_sin, positions, cache, slots, scales=scales, key_center_KD=center)
+        out.append(attention.paged_attention(q, cache, tables, scale=D**-0.5, scales=scales))
     torch.testing.assert_close(out[0], out[1], rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 2e-6)

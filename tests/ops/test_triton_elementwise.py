@@ -144,17 +144,19 @@ def check_rope_and_write(x: dict[str, torch.Tensor], **options) -> None:
 
 @dtypes
 @pytest.mark.parametrize("codes", [torch.int8, FLOAT8])
-@pytest.mark.parametrize("fixed", [None, (0.02, 0.004)], ids=["", "fixed scales"])
+@pytest.mark.parametrize("how", ["own scales", "fixed scales", "a center"])
 @pytest.mark.parametrize(("head_size", "rotary_dim"), [(64, 64), (96, 32)])
 def test_keys_and_values_are_rounded_as_by_the_twin(
-    head_size: int, rotary_dim: int, fixed: tuple | None, codes: torch.dtype, dtype: torch.dtype
+    head_size: int, rotary_dim: int, how: str, codes: torch.dtype, dtype: torch.dtype
 ) -> None:
     x, K = inputs(33, 9, 3, head_size, rotary_dim, dtype), 3
+    fixed = (0.02, 0.004) if how == "fixed scales" else None
+    center = 5 * randn(K, head_size) if how == "a center" else None
     found = []
     for module in (twin, triton_rope):
         cache = torch.zeros(6, 2 * 16 * K * head_size, dtype=torch.uint8, device=DEVICE).view(codes)
         scales = torch.full((6, 2 * 16 * K), math.nan, device=DEVICE)
-        options = {"scales": scales.view(6, 2, 16, K), "fixed_scales": fixed}
+        options = {"scales": scales.view(6, 2, 16, K), "fixed_scales": fixed, "key_center_KD": center}
         qkv = run(module, cache.view(6, 2, 16, K, head_size), x, **options)
         cache = as_bytes(cache.view(6, 2, 16, K, head_size))
         scales = scales.view(6, 2, 16, K)

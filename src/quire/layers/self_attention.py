@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.layers.attention import Attention
-from quire.layers.base import head_units
+from quire.layers.base import Layer, head_units
 from quire.layers.config import DecoderConfig
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
@@ -14,7 +14,7 @@ from quire.layers.rope import Rope
 from quire.quant.base import Split
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Layer):
     """Sizes are the config's. `qk_norm`: an RMSNorm of each head of q and k before they are rotated. `rope` None:
     nothing is rotated. `fused`: checkpoints have q, k and v in one tensor."""
 
@@ -49,6 +49,11 @@ class SelfAttention(nn.Module):
         self.attn = Attention(
             num_heads, num_kv_heads, head_size, rope, scale=scale, window=window, softcap=softcap, sinks=sinks
         )
+
+    def loaded(self) -> None:
+        if self.qkv_proj.bias is not None and self.k_norm is None:
+            _, bias_X, _ = self.qkv_proj.bias.split(self.qkv_proj.out_features)
+            self.attn.center_keys(bias_X.view(-1, self.attn.head_size))
 
     @property
     def input_layer(self) -> Linear:

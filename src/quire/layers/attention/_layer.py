@@ -16,7 +16,10 @@ from quire.layers.base import Layer, Runtime, frozen, head_units
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
 from quire.ops.attention import cudnn
+from quire.ops.elementwise.reference import rope
 from quire.quant.base import Section, Split
+
+CENTERED_POSITIONS = 8192  # the first ones: over which the mean of a rotated bias is taken
 
 
 class CacheLayer(Layer, ABC):
@@ -83,6 +86,7 @@ class Attention(CacheLayer):
         self.shares = shares
         # Of "keys" and "values" in a float8 cache, where the checkpoint has them.
         self.own_scales: dict[str, float] = {}
+        self.key_center_KD: Tensor | None = None  # see `center_keys`
 
     @property
     def is_plain(self) -> bool:
@@ -117,6 +121,19 @@ class Attention(CacheLayer):
             strides = scales.stride(0), size * num_heads, num_heads, 1
             self.scales = scales.as_strided((num_blocks, 2, size, num_heads), strides)
 
+    def center_keys(self, bias_KD: Tensor) -> None:
+        """Has keys rounded without what their bias adds to all of them, often far larger than the rest.
+
+        Attention stays the same if all keys move by one vector, as long as scores are only compared with each other.
+        The vector is the mean of the rotated bias over positions: pairs that turn slowly are where such biases are.
+        """
+        is_coded = self.runtime.cache_dtype != self.runtime.dtype
+        if is_coded and self.fixed_scales is None and self.sinks is None and not self.softcap:
+            positions = torch.arange(min(CENTERED_POSITIONS, self.runtime.max_len), device=bias_KD.device)
+            turned = bias_KD.float().expand(len(positions), -1, -1).clone()
+            rope(turned[:, :0], turned, self.rope.cos_sin, positions, self.rope.interleaved)
+            self.key_center_KD = turned.mean(0)
+
     def forward(
         self, qkv_TX: Tensor, positions_T: Tensor, q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None
     ) -> Tensor:
@@ -143,6 +160,7 @@ class Attention(CacheLayer):
             self.rope.interleaved,
             scales=self.scales,
             fixed_scales=self.fixed_scales,
+            key_center_KD=self.key_center_KD,
             **norms,
         )
         out = self.backend.paged_attention(

@@ -23,7 +23,7 @@ def _kernels() -> SimpleNamespace:
         "elementwise",
         rms_norm=[ctypes.c_int, *[_PTR] * 3, _INT, *[_PTR] * 2, Rows, _INT, ctypes.c_float],
         silu_mul=[ctypes.c_int, _PTR, _PTR, Rows, _INT],
-        rope_and_write=[*[ctypes.c_int] * 2, *[_PTR] * 8, Rows, *[_INT] * 11, _PTR, _PTR, *[ctypes.c_float] * 3],
+        rope_and_write=[*[ctypes.c_int] * 2, *[_PTR] * 8, Rows, *[_INT] * 11, *[_PTR] * 3, *[ctypes.c_float] * 3],
         embed=[_PTR, _PTR, _PTR, Rows, _INT],
     )
 
@@ -87,6 +87,7 @@ def rope_and_write(
     eps: float = 0.0,
     scales: Tensor | None = None,
     fixed_scales: tuple[float, float] | None = None,
+    key_center_KD: Tensor | None = None,
 ) -> None:
     """As the twin, in one pass, but k and v themselves are not rounded to codes: nobody reads them any more.
 
@@ -118,6 +119,7 @@ def rope_and_write(
         interleaved,
         None if q_norm_D is None else q_norm_D.data_ptr(),
         None if k_norm_D is None else k_norm_D.data_ptr(),
+        None if key_center_KD is None else key_center_KD.data_ptr(),
         eps,
         *(fixed_scales or (0.0, 0.0)),
     )

@@ -75,14 +75,17 @@ def rope_and_write(
     eps: float = 0.0,
     scales: Tensor | None = None,
     fixed_scales: tuple[float, float] | None = None,
+    key_center_KD: Tensor | None = None,
 ) -> None:
     """Each head of q and k normed if weights are given, then `rope`, in place; then k and v into the cache.
 
-    k and v may have no heads: then nothing is written.
+    k and v may have no heads: then nothing is written. `key_center_KD` (float32) is subtracted from k before that.
     """
     for x, weight_D in ((q_THD, q_norm_D), (k_TKD, k_norm_D)):
         if weight_D is not None:
             x.copy_(rms_norm(x, weight_D, eps)[0])
     rope(q_THD, k_TKD, cos_sin, positions_T, interleaved)
+    if key_center_KD is not None:
+        k_TKD -= key_center_KD
     if k_TKD.shape[1]:
         write_kv(cache, k_TKD, v_TKD, slots_T, scales, fixed_scales)

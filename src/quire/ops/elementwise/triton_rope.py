@@ -33,6 +33,7 @@ def rope_and_write(
     eps: float = 0.0,
     scales: Tensor | None = None,
     fixed_scales: tuple[float, float] | None = None,
+    key_center_KD: Tensor | None = None,
 ) -> None:
     """As the twin, in one launch; norm weights are given for both q and k or for neither.
 
@@ -58,6 +59,7 @@ def rope_and_write(
             k_norm_D,
             eps,
             *(fixed_scales or (None, None)),
+            key_center_KD,
             q_THD.stride(0),
             k_TKD.stride(0),
             v_TKD.stride(0),
@@ -94,6 +96,7 @@ def _rope_and_write_kernel(
     eps,
     fixed_k_scale,
     fixed_v_scale,
+    key_center_ptr,
     q_stride,
     k_stride,
     v_stride,
@@ -131,6 +134,7 @@ def _rope_and_write_kernel(
             None,
             None,
             None,
+            None,
             cache_stride,
             scales_stride,
             D,
@@ -151,6 +155,7 @@ def _rope_and_write_kernel(
             eps,
             cos_sin_ptr,
             positions_ptr + token,
+            None if key_center_ptr is None else key_center_ptr + head_C1 * D,
             cache_ptr + head_C1 * (BLOCK_SIZE * D),
             slots_ptr + token,
             None if CODES is None else scales_ptr + head_C1 * BLOCK_SIZE,
@@ -202,6 +207,7 @@ def _turn(
     eps,
     cos_sin_ptr,
     position_ptr,
+    center_C1,
     cache_C1,
     slot_ptr,
     scales_C1,
@@ -219,7 +225,7 @@ def _turn(
 ):
     """Norms and rotates the heads at the pointers `x_C1`, in place, and writes them to the cache, where there is one.
 
-    With CODES they are rounded, in place too.
+    With CODES they are rounded, in place too. Of keys the center, if there is one, is subtracted before.
 
     A head is three tiles: the first numbers of all pairs, the second ones, and the part that is not rotated.
     """
@@ -264,6 +270,12 @@ def _turn(
     parts = (x1, x2, x3) if REST > 0 else (x1, x2)
     places = (i1_CP, i2_CP, i3_1R) if REST > 0 else (i1_CP, i2_CP)
     insides = (inside_CP, inside_CP, inside_CR) if REST > 0 else (inside_CP, inside_CP)
+    if center_C1 is not None:
+        moved: tl.tuple = ()
+        for i in tl.static_range(len(parts)):
+            turned = parts[i].to(x_C1.dtype.element_ty).to(tl.float32)
+            moved += (turned - tl.load(center_C1 + places[i], insides[i], 0.0),)
+        parts = moved
     cached = parts
     if CODES is not None:
         cached, parts, scale_C1 = round_parts(parts, fixed_scale, x_C1.dtype.element_ty, CODES, ON_CARD)

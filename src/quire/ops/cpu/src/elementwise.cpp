@@ -139,7 +139,8 @@ struct RopeArgs {
     const float* cos_sin;
     const int64_t *positions, *slots;
     char* cache;
-    float* scales;  // of a cache of codes
+    float* scales;            // of a cache of codes
+    const float* key_center;  // is subtracted from keys before they are rounded; or null
     int64_t num_tokens, num_heads, num_kv_heads, head_size, rot_dim, q_stride, k_stride, v_stride;
     int64_t block_size, block_stride, scales_stride;
     bool interleaved;
@@ -157,6 +158,12 @@ void turn_heads(T* head, int64_t num_heads, const T* norm, const float* cos, con
         }
         rotate(head, cos, a.rot_dim, a.interleaved);
     }
+}
+
+// Moves all heads of one token.
+template <class T>
+void subtract(T* x, const float* center, int64_t n) {
+    for (int64_t i = 0; i < n; i += LANES) store(x + i, load(x + i) - load(center + i));
 }
 
 // Where runs of tokens begin: a whole chunk of the cache, or one token.
@@ -189,6 +196,7 @@ void rope_and_write(const RopeArgs& a) {
             const float* cos = a.cos_sin + a.positions[first + t] * a.rot_dim;
             turn_heads(q + t * a.q_stride, a.num_heads, (const Elem*)a.q_norm, cos, a);
             turn_heads(k + t * a.k_stride, a.num_kv_heads, (const Elem*)a.k_norm, cos, a);
+            if (a.key_center) subtract(k + t * a.k_stride, a.key_center, a.num_kv_heads * a.head_size);
         }
         for (int64_t h = 0; write && h < a.num_kv_heads; h++, k += a.head_size, v += a.head_size)
             if constexpr (E::IS_CODED) {
@@ -235,8 +243,8 @@ void quire_rope_and_write(int bf16, int codes, void* q, void* k, const void* v, 
                           int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_size,
                           int64_t rot_dim, int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t block_size,
                           int64_t block_stride, int64_t scales_stride, int64_t interleaved, const void* q_norm,
-                          const void* k_norm, float eps, float fixed_k_scale, float fixed_v_scale) {
-    const RopeArgs args{q, k, v, q_norm, k_norm, cos_sin, positions, slots, cache, scales, num_tokens, num_heads,
+                          const void* k_norm, const float* key_center, float eps, float fixed_k_scale, float fixed_v_scale) {
+    const RopeArgs args{q, k, v, q_norm, k_norm, cos_sin, positions, slots, cache, scales, key_center, num_tokens, num_heads,
                         num_kv_heads, head_size, rot_dim, q_stride, k_stride, v_stride, block_size, block_stride,
                         scales_stride, interleaved != 0, eps, {fixed_k_scale, fixed_v_scale}};
     constexpr void (*KERNELS[3][2])(const RopeArgs&) = {
