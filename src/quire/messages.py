@@ -42,6 +42,7 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add"):
     cache_salt: str = ""
     constraint: Constraint | None = None
     wants_vector: bool = False  # the last prompt token's final hidden state, instead of an answer
+    prediction: list[int] = []  # what the answer may be like
 
 
 class Vocabulary(msgspec.Struct, array_like=True, tag="vocabulary"):
@@ -81,6 +82,9 @@ class ChoiceDelta(msgspec.Struct, array_like=True, gc=False):
     queue_s: float = 0.0  # how long it waited for its first step; with the first token
     error: str = ""  # with "error": what is wrong with the request, if that is the reason
     vector: list[float] | None = None  # if the request wants one; with its last delta
+    # Tokens of its prediction that were verified in the step, and those that were wrong.
+    num_accepted: int = 0
+    num_rejected: int = 0
 
 
 class EngineStats(msgspec.Struct, array_like=True, gc=False):

@@ -18,6 +18,12 @@ NOTHING = 0
 # TOKEN + k: the row's last k tokens are drafts to be verified; it produces those that are accepted, and one more.
 TOKEN = 1
 VECTOR = -1  # the last token's final hidden state
+MIN_SAMPLES = 8
+
+
+def max_samples(max_num_rows: int, num_drafts: int) -> int:
+    """At how many positions a step may choose tokens; `num_drafts`: what workers guess for a row, at most."""
+    return max(max_num_rows * (1 + num_drafts), MIN_SAMPLES)
 
 
 class RowStart(msgspec.Struct, array_like=True):
@@ -34,8 +40,8 @@ class RowStart(msgspec.Struct, array_like=True):
     num_prompt_logprobs: int  # positions whose prompt logprobs were delivered before; 0 on a first start
 
 
-class ForcedTokens(msgspec.Struct, array_like=True):
-    """Tokens of a row, from position `start` on, that were not sampled: the grammar allowed no others."""
+class RowTokens(msgspec.Struct, array_like=True):
+    """Tokens of a row, from position `start` on, that the core knows or guesses without having them sampled."""
 
     row: int
     start: int
@@ -67,13 +73,19 @@ class StepPlan(msgspec.Struct, array_like=True, gc=False):
     num_tokens: list[int]
     produces: list[int]
     new_blocks: list[list[list[int]]]  # per row and group: block ids appended to its table
-    forced: list[ForcedTokens] = []
+    forced: list[RowTokens] = []  # the grammar allowed no others
+    drafts: list[RowTokens] = []  # guesses of the core, for rows none of whose steps is in flight
     moves: list[Move] = []
     wants_drafts: bool = False  # tokens are to be guessed after those that are chosen, for the next step
 
     @property
     def total_tokens(self) -> int:
         return sum(self.num_tokens)
+
+    @property
+    def verifies(self) -> bool:
+        """Some of the step's tokens are drafts."""
+        return max(self.produces, default=0) > TOKEN
 
     @property
     def only_verifies(self) -> bool:
@@ -93,7 +105,7 @@ class Masks(msgspec.Struct, array_like=True, gc=False):
     the memory of `words`: the receiver must copy it at once.
     """
 
-    places: list[int]  # indices among the rows that produce something
+    places: list[int]  # indices among the positions at which a token is chosen
     words: memoryview  # bytes of int32 [places, words]: token i may be chosen if bit i % 32 of word i // 32 is set
 
 

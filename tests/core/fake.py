@@ -86,6 +86,9 @@ class FakeExecutor(Executor):
             self.rows[start.row] = _Row(start.token_ids, start.seed, start.choice_idx, len(self.groups))
         for forced in plan.forced:
             self.rows[forced.row].token_ids[forced.start :] = forced.token_ids
+        for drafts in plan.drafts:
+            assert drafts.start == len(self.rows[drafts.row].token_ids)
+            self.rows[drafts.row].drafts = drafts.token_ids
         tokens: list[list[int]] = []
         vectors: dict[int, list[float]] = {}
         for idx, row in enumerate(plan.rows):
@@ -93,20 +96,23 @@ class FakeExecutor(Executor):
             state = self.rows[row]
             for table, blocks in zip(state.tables, plan.new_blocks[idx]):
                 table.extend(blocks)
-            place = sum(map(bool, tokens)) + len(vectors)
+            place = sum(map(abs, plan.produces[:idx]))
             if produces == VECTOR:
                 vectors[len(tokens)] = self._vector(state, first, count)
                 tokens.append([])
                 continue
-            tokens.append(self._compute(state, first, count, produces, allowed.get(place, range(VOCAB_SIZE))))
+            choices = [allowed.get(place + i, range(VOCAB_SIZE)) for i in range(produces)]
+            tokens.append(self._compute(state, first, count, produces, choices))
         return StepResult(plan.step_id, tokens, vectors=vectors)
 
     def _vector(self, state: "_Row", first: int, count: int) -> list[float]:
         self._compute(state, first, count, NOTHING, ())
         return hidden_state(self._read(state, first + count))
 
-    def _compute(self, state: "_Row", first: int, count: int, produces: int, allowed: Sequence[int]) -> list[int]:
-        """A row's part in a step; the tokens it produces."""
+    def _compute(
+        self, state: "_Row", first: int, count: int, produces: int, choices: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """A row's part in a step; the tokens it produces, each chosen from those allowed in its place."""
         num_known = len(state.token_ids)
         first = min(first, num_known - 1)  # the core may not know how many drafts were accepted
         drafts = state.drafts[: produces - TOKEN] if produces else []
@@ -117,7 +123,7 @@ class FakeExecutor(Executor):
         if not produces:
             return []
         chosen: list[int] = []
-        for length in range(num_known, num_known + produces):
+        for length, allowed in enumerate(choices, num_known):
             chosen.append(self._choose(state, length, allowed))
             if chosen[-1:] != state.token_ids[length : length + 1]:
                 break  # no draft there, or a wrong one

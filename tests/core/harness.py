@@ -65,7 +65,7 @@ class Core:
         output_token_ids: list[int] = [],
         **fields,
     ) -> None:
-        message_names = fields.keys() & {"priority", "cache_salt", "constraint", "wants_vector"}
+        message_names = fields.keys() & {"priority", "cache_salt", "constraint", "wants_vector", "prediction"}
         message_fields = {name: fields.pop(name) for name in message_names}
         choices = {choice_idx: list(output_token_ids) for choice_idx in range(n)}
         params = SamplingParams(n=n, **fields)
@@ -98,18 +98,22 @@ class Core:
             self.step()
         raise AssertionError("the core did not come to an end")
 
-    def random_traffic(self, rng: random.Random, longest_shared: int = 24, vocab_size: int = 50) -> set[str]:
+    def random_traffic(
+        self, rng: random.Random, longest_shared: int = 24, vocab_size: int = 50, predicts: bool = False
+    ) -> set[str]:
         """Requests with common beginnings, several choices, stops, aborts and preemptions, until all have ended.
 
-        Returns the names of those that were aborted.
+        Returns the names of those that were aborted. `predicts`: most come with a prediction of their answer.
         """
         aborted = set()
         shared = [rng.randrange(vocab_size) for _ in range(longest_shared)]
         for idx in range(rng.randint(1, 12)):
             beginning = shared[: rng.randint(0, longest_shared)]
+            prompt = beginning + [rng.randrange(vocab_size) for _ in range(rng.randint(1, 8))]
             self.add(
                 f"r{idx}",
-                beginning + [rng.randrange(vocab_size) for _ in range(rng.randint(1, 8))],
+                prompt,
+                prediction=nearly(answer_to(prompt, 30), rng) if predicts and rng.random() < 0.8 else [],
                 n=rng.choice([1, 1, 1, 3]),
                 max_tokens=rng.choice([1, 2, 9, 30, None]),
                 eos=ALL_STOPS if rng.random() < 0.5 else (),
@@ -159,6 +163,23 @@ class Core:
             assert pool.num_free == pool.num_blocks - 1
         assert not self.engine.kv.live
         assert sorted(self.engine.scheduler.free_rows) == list(range(self.engine.config.scheduler.max_num_seqs))
+
+
+def answer_to(prompt: list[int], count: int) -> list[int]:
+    """What a first choice answers without stops."""
+    history = list(prompt)
+    for _ in range(count):
+        history.append(next_token(history, 7, 0))
+    return history[len(prompt) :]
+
+
+def nearly(answer: list[int], rng: random.Random) -> list[int]:
+    """With a few tokens changed, left out and put in."""
+    found = []
+    for token in answer:
+        kind = rng.random()
+        found += [(token + 1) % VOCAB_SIZE] if kind < 0.1 else [] if kind < 0.15 else [3, token] if kind < 0.2 else [token]
+    return found
 
 
 class ToyTier(NoTier):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quire.kv.specs import EntryPart, State
 from quire.step import TOKEN
 from tests.core.fake import VOCAB_SIZE, FakeExecutor, next_token
-from tests.core.harness import ALL_STOPS, FULL, HYBRID, Core
+from tests.core.harness import ALL_STOPS, FULL, HYBRID, Core, answer_to
 
 NUM_DRAFTS = 3
 BLOCK_SIZE = 4
@@ -119,10 +119,12 @@ def test_nobody_is_preempted_for_drafts():
     assert core.engine.scheduler.stats.num_preemptions == 0
 
 
-def traffic(seed: int, depth: int, hybrid: bool, caching: bool) -> Core:
+def traffic(seed: int, depth: int, hybrid: bool, caching: bool, predicts: bool = False, drafts: bool = True) -> Core:
     rng = random.Random(seed)
-    core = drafting(
+    core = Core(
         HYBRID if hybrid else FULL,
+        executor=Drafting if drafts else None,
+        block_size=BLOCK_SIZE,
         pipeline_depth=depth,
         enable_prefix_caching=caching,
         max_num_seqs=rng.randint(1, 5),
@@ -130,7 +132,7 @@ def traffic(seed: int, depth: int, hybrid: bool, caching: bool) -> Core:
         num_gpu_blocks_override=rng.randint(56, 80) if hybrid else rng.randint(17, 40),
         max_model_len=40,
     )
-    aborted = core.random_traffic(rng)
+    aborted = core.random_traffic(rng, predicts=predicts)
     core.assert_all_as_expected(but=aborted)
     core.assert_nothing_is_held()
     return core
@@ -150,6 +152,49 @@ def test_drafts_are_accepted_and_rejected_at_every_place_and_across_block_edges(
 
 
 @settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([1, 2]), st.booleans(), st.booleans(), st.booleans())
+def test_any_traffic_with_drafts_gives_every_request_its_own_tokens(seed, depth, hybrid, caching, predicts):
+    traffic(seed, depth, hybrid, caching, predicts)
+
+
+@settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([1, 2]), st.booleans(), st.booleans())
-def test_any_traffic_with_drafts_gives_every_request_its_own_tokens(seed, depth, hybrid, caching):
-    traffic(seed, depth, hybrid, caching)
+def test_any_traffic_with_predictions_gives_every_request_its_own_tokens(seed, depth, hybrid, caching):
+    traffic(seed, depth, hybrid, caching, predicts=True, drafts=False)
+
+
+@DEPTHS
+def test_predictions_are_accepted_and_rejected_at_every_place(depth):
+    """Else the test before would prove nothing."""
+    total: Counter[int] = Counter()
+    for seed in range(20):
+        stats = traffic(seed, depth, seed % 2 == 0, seed % 3 > 0, predicts=True, drafts=False).engine.stats()
+        total["steps"] += stats.num_drafts
+        total["drafts"] += stats.num_draft_tokens
+        for place, count in enumerate(stats.accepted_drafts):
+            total[place] += count
+    print(total)
+    num_accepted = sum(total[place] for place in range(4))
+    assert total[0] > total[1] > total[2] > 0 and 0.3 * total["drafts"] < num_accepted < 0.95 * total["drafts"]
+
+
+@DEPTHS
+def test_a_predicted_answer_takes_few_steps_and_is_counted(depth):
+    core = Core(pipeline_depth=depth, block_size=BLOCK_SIZE)
+    right = answer_to([1, 2, 3], 40)
+    core.add("a", [1, 2, 3], max_tokens=40, prediction=right[:20] + [5, 6, 7] + right[23:])
+    core.run()
+    core.assert_all_as_expected()
+    deltas = [delta for outputs in core.steps for delta in outputs.deltas]
+    assert len(deltas) < 20
+    assert sum(delta.num_accepted for delta in deltas) >= 25
+    assert 1 <= sum(delta.num_rejected for delta in deltas) <= 8
+
+
+def test_a_cache_that_cannot_go_back_gets_no_predictions():
+    state = State((EntryPart("hash", "uint8", (32,)),), every=8)
+    core = Core({**FULL, "recurrent:state": state}, pipeline_depth=2)
+    core.add("a", [1, 2, 3], max_tokens=30, prediction=answer_to([1, 2, 3], 30))
+    core.run()
+    core.assert_all_as_expected()
+    assert core.engine.stats().num_drafts == 0

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from quire.core.guides import Guides
 from quire.errors import RequestError
-from quire.messages import Constraint, Thinking, Vocabulary
+from quire.messages import AddRequest, Constraint, Thinking, Vocabulary
+from quire.params import SamplingParams
 from quire.structured.engines.base import Matcher
 from quire.structured.spec import GrammarSpec
 from tests.core.fake import VOCAB_SIZE, hidden_state, next_token
@@ -258,6 +259,7 @@ class Asked:
     text: str
     n: int
     thinking: Thinking | None
+    errors: set[int] | None  # places at which its prediction is wrong; None: it has none
 
 
 WIDTHS = st.lists(st.sampled_from([1, 1, 1, 2, 30, 700]), min_size=1, max_size=25)
@@ -275,6 +277,7 @@ REQUEST = st.builds(
     text=WIDTHS.map(lambda widths: " ".join(map(str, widths))),
     n=st.integers(1, 2),
     thinking=st.none() | THINKING,
+    errors=st.none() | st.sets(st.integers(0, 20), max_size=4),
 )
 
 
@@ -295,10 +298,44 @@ def test_no_schedule_changes_an_answer(requests, depth, blocks, budget, polls, s
         name = f"r{idx}"
         rule = constraint(asked.text, asked.thinking)
         prompt = list(range(asked.prompt_len))
-        core.add(name, prompt, n=asked.n, max_tokens=asked.max_tokens, eos=(EOS,), constraint=rule)
+        params = SamplingParams(n=asked.n, max_tokens=asked.max_tokens)
+        message = AddRequest(name, prompt, params, seed=7)
         for choice_idx in range(asked.n):
-            wanted[name, choice_idx] = asked.text, asked.thinking
+            core.sent[name, choice_idx] = message
+            wanted[name, choice_idx] = oracle(core, name, asked.text, choice_idx, asked.thinking)
+        predicted = []
+        if asked.errors is not None:
+            answer = wanted[name, 0]
+            predicted = [token + (place in asked.errors) for place, token in enumerate(answer)]
+        core.add(
+            name,
+            prompt,
+            n=asked.n,
+            max_tokens=asked.max_tokens,
+            eos=(EOS,),
+            constraint=rule,
+            prediction=predicted,
+        )
     core.run()
-    for (name, choice_idx), (text, thinking) in wanted.items():
-        assert core.tokens[name, choice_idx] == oracle(core, name, text, choice_idx, thinking), (name, choice_idx)
+    for key, answer in wanted.items():
+        assert core.tokens[key] == answer, key
     core.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_predictions_are_verified_with_a_mask_at_every_place(depth):
+    """Right ones are accepted several at a time; one that the grammar refuses is not even tried."""
+    text = "30 " * 30
+    core = guided(pipeline_depth=depth)
+    core.add("a", [1, 2, 3], max_tokens=40, eos=(EOS,), constraint=constraint(text))
+    core.run()
+    answer = core.tokens["a", 0]
+    core.add("b", [1, 2, 3], max_tokens=40, eos=(EOS,), constraint=constraint(text), prediction=answer)
+    num_steps = len(core.steps)
+    core.run()
+    assert core.tokens["b", 0] == answer == oracle(core, "b", text)
+    assert len(core.steps) - num_steps < 16
+    core.add("c", [1, 2, 3], max_tokens=40, eos=(EOS,), constraint=constraint(text), prediction=[999] * 30)
+    num_drafts = core.engine.stats().num_draft_tokens
+    core.run()
+    assert core.tokens["c", 0] == answer and core.engine.stats().num_draft_tokens == num_drafts

@@ -170,7 +170,7 @@ def follow_like_the_core(grammar: Grammar) -> None:
         for guide in guides:
             guide.advance([ord("a")])
             guide.forced()
-        masker.masks(list(enumerate(guides)), ahead)
+        masker.masks([(place, guide, ()) for place, guide in enumerate(guides)], ahead)
     taken_for_thought = Guide(grammar.matcher(), Thinking(False, [ord("a"), ord("b")], [6], 1), [STOP])
     taken_for_thought.advance([ord("a"), ord("b")])
 
@@ -236,7 +236,7 @@ def test_any_grammar_is_refused_or_followed_in_bounded_steps(compiler, text, see
     random = numpy.random.default_rng(seed)
     for _ in range(200):
         started = time.process_time()
-        words = numpy.frombuffer(masker.masks([(0, guide)]).words, numpy.int32)
+        words = numpy.frombuffer(masker.masks([(0, guide, ())]).words, numpy.int32)
         allowed = numpy.flatnonzero(numpy.unpackbits(words.view(numpy.uint8), bitorder="little"))
         allowed = allowed[allowed != STOP]
         if guide.problem or not len(allowed):
@@ -261,7 +261,7 @@ def test_a_schema_whose_alternatives_multiply_is_refused_or_followed_in_bounded_
     masker = Masker(VOCABULARY.num_words)
     for _ in range(10):
         started = time.process_time()
-        masker.masks([(0, guide)])
+        masker.masks([(0, guide, ())])
         problem = guide.advance([ord("[")])
         check(time.process_time() - started < STEP_S, "it stood still")
     check(problem == TOO_SLOW, problem)

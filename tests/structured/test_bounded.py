@@ -122,7 +122,7 @@ def test_a_matcher_that_takes_for_ever_fails_alone_and_its_late_mask_reaches_nob
             ahead = masker.begin(tokens, len(guides))
         for each in guides:
             each.advance([SLOW_TOKEN])
-        masks = masker.masks(list(enumerate(guides)), ahead)
+        masks = masker.masks([(place, guide, ()) for place, guide in enumerate(guides)], ahead)
         words = numpy.frombuffer(masks.words, numpy.int32).reshape(3, -1)
         by_place = {place: words[row] for row, place in enumerate(masks.places)}
         assert by_place[1][0] == by_place[2][0] == 1 << 2
@@ -130,7 +130,7 @@ def test_a_matcher_that_takes_for_ever_fails_alone_and_its_late_mask_reaches_nob
     assert [each.problem for each in guides] == [TOO_SLOW, "", ""] and by_place[0][0] == ALL
     assert bad.too_slow and not good.too_slow and guide(bad).advance([SLOW_TOKEN]) == TOO_SLOW
     let_go()  # now it writes its mask
-    masks = masker.masks(list(enumerate(guides[1:])))
+    masks = masker.masks([(place, guide, ()) for place, guide in enumerate(guides[1:])])
     assert (numpy.frombuffer(masks.words, numpy.int32).reshape(2, -1)[:, 0] == 1 << 2).all()
 
 

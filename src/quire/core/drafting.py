@@ -11,6 +11,7 @@ from quire.config.speculation import Speculation
 # A step of up to so many tokens takes not much longer than one of a single token: it reads the same weights. Of
 # SmolLM2 on a CPU with AVX-512, 4 tokens take 1.4 times as long, 8 tokens 2.5 times.
 CPU_TOKENS, GPU_TOKENS = 8, 64
+CPU_PROPOSED, GPU_PROPOSED = 3, 4  # tokens that the core guesses at once for a request that asks for it
 FIRST_LENGTH = 3  # drafts that a request verifies at first
 MAX_PAUSE = 31  # steps, after drafts that were all rejected
 
@@ -46,12 +47,26 @@ class DraftLength:
 
 
 class Drafting:
-    """What holds for all requests. `num_drafts`: what the workers' drafter guesses for a row, at most; 0: nothing."""
+    """What holds for all requests. `num_drafts`: what the workers' drafter guesses for a row, at most; 0: nothing.
+    `can_propose`: the core may guess, too, for requests that have a proposer."""
 
-    def __init__(self, num_drafts: int = 0, speculation: Speculation | None = None, on_cpu: bool = False) -> None:
+    def __init__(
+        self,
+        num_drafts: int = 0,
+        speculation: Speculation | None = None,
+        on_cpu: bool = False,
+        can_propose: bool = True,
+    ) -> None:
         self.num_drafts = num_drafts
+        self.can_propose = can_propose
         self.by_batch_size = () if speculation is None else speculation.by_batch_size
         self.cheap_tokens = CPU_TOKENS if on_cpu else GPU_TOKENS
+        unless_configured = CPU_PROPOSED if on_cpu else GPU_PROPOSED
+        self.num_proposed = unless_configured if speculation is None else speculation.num_tokens
+
+    def most_proposed(self, num_running: int) -> int:
+        """Guesses of the core for a request, in a step of so many."""
+        return min(self.num_proposed, max(0, self.cheap_tokens // max(1, num_running) - 1))
 
     def most(self, num_running: int) -> int:
         """Drafts of a request, in a step of so many."""

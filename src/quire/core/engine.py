@@ -90,7 +90,12 @@ class Engine:
         self.executor.allocate(layout)
         self.pipeline = Pipeline(self.executor, resolved(config.scheduler.pipeline_depth), recorder)
         self.kv = KVManager(layout, config.cache.enable_prefix_caching, tier)
-        drafting = Drafting(self.executor.num_drafts, config.speculative.speculation, config.device.device == "cpu")
+        drafting = Drafting(
+            self.executor.num_drafts,
+            config.speculative.speculation,
+            on_cpu=config.device.device == "cpu",
+            can_propose=not config.structured.logits_processors,
+        )
         self.scheduler = Scheduler(config.scheduler, self.kv, self.pipeline, drafting)
         self.guides: NoGuides | Guides = NoGuides()
         self.refused: list[ChoiceDelta] = []  # requests that will never run, for the next step's outputs

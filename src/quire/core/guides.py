@@ -94,7 +94,7 @@ class Guides:
 
     def masks(self, step: PlannedStep) -> Masks | None:
         """The tokens that grammars allow in the step; None if no row has a grammar."""
-        guided = [(place, guide) for place, _, guide in _guided(step)]
+        guided = [(place, guide, entry.proposed) for place, entry, guide in _guided(step)]
         return self.masker.masks(guided, step.ahead) if guided or step.ahead is not None else None
 
     def look_ahead(self, step: PlannedStep, result: StepResult, waiting: PlannedStep) -> None:
@@ -110,7 +110,7 @@ class Guides:
         tokens = [
             (place, guide, chosen[entry.request]) for place, entry, guide in _guided(waiting) if entry.request in chosen
         ]
-        waiting.ahead = self.masker.begin(tokens, sum(map(bool, waiting.plan.produces)))
+        waiting.ahead = self.masker.begin(tokens, waiting.plan.num_samples)
 
     def wait(self) -> None:
         """Waits for a grammar, for a moment at most."""
@@ -125,12 +125,13 @@ class Guides:
 def _guided(step: PlannedStep) -> list[tuple[int, Entry, RequestGuide]]:
     """Entries of requests with a grammar whose tokens are still wanted.
 
-    Each comes with its index among the rows that produce something, and with its guide.
+    Each comes with the index of its first position at which a token is chosen, among the step's, and with its guide.
     """
     found = []
-    producing = (entry for entry in step.entries if entry.produces)
-    for place, entry in enumerate(producing):
+    place = 0
+    for entry in step.entries:
         guide = entry.request.guide
         if guide is not None and entry.is_wanted:
             found.append((place, entry, guide))
+        place += abs(entry.produces)
     return found

@@ -28,6 +28,7 @@ class Entry(msgspec.Struct, gc=False):
     produces: int
     num_preemptions: int  # differs from the request's own if it was preempted since
     num_forced: int  # differs from the request's own if it got forced tokens since
+    proposed: list[int] = []  # drafts of the core
 
     @property
     def is_wanted(self) -> bool:

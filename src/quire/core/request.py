@@ -11,6 +11,8 @@ from quire.core.drafting import DraftLength
 from quire.kv.manager import RequestBlocks
 from quire.messages import AddRequest
 from quire.params import SamplingParams
+from quire.spec.prediction import Prediction
+from quire.spec.proposer import Proposer
 
 if TYPE_CHECKING:  # this imports grammar engines, which are large
     from quire.core.guides import RequestGuide
@@ -62,6 +64,8 @@ class Request:
         "num_row_start",
         "num_drafts",
         "draft_length",
+        "proposer",
+        "is_predicted",
         "wants_vector",
     )
 
@@ -102,6 +106,10 @@ class Request:
         self.num_row_start = 0  # tokens it had when it took its row: drafts follow only tokens that were sampled since
         # Drafts that follow its last token on the worker, as far as is known; None: as many as there can be.
         self.num_drafts: int | None = None
+        self.is_predicted = bool(message.prediction)
+        self.proposer: Proposer | None = None  # guesses its next tokens in the core
+        if self.is_predicted:
+            self.proposer = Prediction(message.prediction, self.num_prompt_tokens)
         self.num_preemptions = 0  # also tells results of steps planned before a preemption from later ones
         self.num_prompt_logprobs = 0  # prompt positions whose logprobs were delivered
         self.num_cached_tokens = 0  # length of the first prefix hit

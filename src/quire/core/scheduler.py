@@ -19,7 +19,8 @@ from quire.core.request import NO_ROW, Request, Status
 from quire.core.waiting import POLICIES, WaitingQueue
 from quire.kv.manager import KVManager
 from quire.messages import ChoiceDelta, EngineStats
-from quire.step import NOTHING, TOKEN, VECTOR, ForcedTokens, RowStart, StepPlan, StepResult
+from quire.spec.proposer import Proposer
+from quire.step import NOTHING, TOKEN, VECTOR, RowStart, RowTokens, StepPlan, StepResult, max_samples
 
 OVERFLOW = "float16 is too small for this model's numbers: start with --dtype bfloat16"
 
@@ -29,9 +30,10 @@ class Scheduler:
         self, config: SchedulerConfig, kv: KVManager, pipeline: Pipeline, drafting: Drafting = Drafting()
     ) -> None:
         self.kv = kv
-        self.drafting = drafting if kv.can_rewind else Drafting()
+        self.drafting = drafting if kv.can_rewind else Drafting(can_propose=False)
         self.pipeline = pipeline
         self.max_tokens = resolved(config.max_num_batched_tokens)
+        self.max_samples = max_samples(config.max_num_seqs, drafting.num_drafts)
         self.line_key = POLICIES[config.scheduling_policy]
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
@@ -45,7 +47,10 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         request.key = self.line_key(request, next(self.arrivals))
-        request.draft_length = DraftLength(self.drafting.num_drafts)
+        if not self.drafting.can_propose:
+            request.proposer = None
+        num_drafts = self.drafting.num_drafts if request.proposer is None else self.drafting.num_proposed
+        request.draft_length = DraftLength(num_drafts)
         request.blocks = self.kv.open(request.token_ids, request.cache_salt)
         self.requests[request.request_id, request.choice_idx] = request
         leader = self.requests.get((request.request_id, 0), request)
@@ -89,6 +94,9 @@ class Scheduler:
         """Gives running requests their next tokens; returns what is left of the budget."""
         running = self.running
         most_drafts = self.drafting.most(len(running))
+        # Places for drafts of the core, after one for each request that may be part of the step.
+        num_places = self.max_samples - min(len(self.requests), len(running) + len(self.free_rows))
+        most_proposed = self.drafting.most_proposed(len(running))
         idx = 0
         while idx < len(running):
             request = running[idx]
@@ -97,15 +105,24 @@ class Scheduler:
             num_tokens = min(request.num_known - start, room)
             if num_tokens > 0:
                 num_drafts = 0
-                if most_drafts and num_tokens == 1:
+                proposed: list[int] = []
+                if num_tokens == 1 and request.proposer is not None:
+                    if self._waits_to_propose(request, request.proposer):
+                        idx += 1
+                        continue
+                    proposed = self._propose(request, request.proposer, min(most_proposed, room - 1, num_places))
+                    num_drafts = len(proposed)
+                    num_places -= num_drafts
+                elif num_tokens == 1 and most_drafts:
                     num_drafts = self._num_drafts(request, start, min(most_drafts, room - 1))
                 new_blocks = self.kv.grow(request.blocks, start + num_tokens + num_drafts)
                 if new_blocks is not None:
                     num_tokens += num_drafts
                 else:  # no request is preempted to verify drafts
+                    proposed = []
                     new_blocks = self._make_room(request, start + num_tokens)
                 if new_blocks is not None:
-                    self._give(step, request, start, num_tokens, new_blocks)
+                    self._give(step, request, start, num_tokens, new_blocks, proposed)
                     budget -= num_tokens
                 elif request.status is not Status.RUNNING:
                     continue  # the request itself was preempted: the next one is at idx now
@@ -186,9 +203,18 @@ class Scheduler:
         )
 
     def _give(
-        self, step: PlannedStep, request: Request, start: int, num_tokens: int, new_blocks: list[list[int]]
+        self,
+        step: PlannedStep,
+        request: Request,
+        start: int,
+        num_tokens: int,
+        new_blocks: list[list[int]],
+        proposed: list[int] = [],
     ) -> None:
-        """Adds `num_tokens` tokens of the request, from position `start` on, to the step."""
+        """Adds `num_tokens` tokens of the request, from position `start` on, to the step.
+
+        The last of them are `proposed`, if the core guessed any.
+        """
         num_unknown = start + num_tokens - (len(request.token_ids) + request.num_sampling)
         if num_unknown < 0:
             produces = NOTHING
@@ -204,9 +230,12 @@ class Scheduler:
         plan.new_blocks.append(new_blocks)
         first_forced = request.forced_from
         if first_forced is not None:
-            plan.forced.append(ForcedTokens(request.row, first_forced, request.token_ids[first_forced:]))
+            plan.forced.append(RowTokens(request.row, first_forced, request.token_ids[first_forced:]))
             request.forced_from = None
-        step.entries.append(Entry(request, num_tokens, produces, request.num_preemptions, request.num_forced))
+        if proposed:
+            plan.drafts.append(RowTokens(request.row, len(request.token_ids), proposed))
+        preemptions, forced = request.num_preemptions, request.num_forced
+        step.entries.append(Entry(request, num_tokens, produces, preemptions, forced, proposed))
         request.num_in_flight += num_tokens
         if produces > 0:
             request.num_sampling += produces
@@ -218,6 +247,21 @@ class Scheduler:
         num_left = request.max_total_tokens - len(request.token_ids) - request.num_sampling  # to be chosen, at least
         guessed = most if request.num_drafts is None else request.num_drafts
         return max(0, min(most, guessed, num_left - 1, request.draft_length.take()))
+
+    def _waits_to_propose(self, request: Request, proposer: Proposer) -> bool:
+        """Whether its next tokens can be guessed, as far as is known, once those in flight have arrived."""
+        if not request.num_in_flight or request.draft_length.pause:
+            return False
+        return bool(proposer.propose(request.token_ids, 1))
+
+    def _propose(self, request: Request, proposer: Proposer, most: int) -> list[int]:
+        """Guesses of the core for a row that computes one token."""
+        num_left = request.max_total_tokens - len(request.token_ids) - request.num_sampling
+        wanted = min(most, num_left - 1, request.draft_length.take())
+        if wanted <= 0 or request.num_in_flight:
+            return []
+        found = proposer.propose(request.token_ids, wanted)
+        return found if request.guide is None else request.guide.allowed(found)
 
     def _yield_to_priority(self) -> None:
         """A waiting request with strictly better priority than the last running one takes that one's place."""
@@ -249,13 +293,15 @@ class Scheduler:
                     request.num_sampling -= produces
                 num_chosen = len(result.token_ids[idx])
                 num_tokens -= produces - num_chosen  # drafts that were rejected are not computed
-                if self.drafting.num_drafts:
+                if self.drafting.num_drafts or produces > TOKEN:
                     self._learn(request, produces - TOKEN, num_chosen - 1, result.num_drafts, idx)
             # Tokens of a request that was preempted since are valid: only its cache is gone.
             delta = None
             is_wanted = entry.is_wanted
             if is_wanted or idx in result.prompt_logprobs:
                 delta = self._extend(request, result, idx, is_wanted)
+                if request.is_predicted and produces > TOKEN:
+                    delta.num_accepted, delta.num_rejected = num_chosen - 1, produces - num_chosen
                 deltas.append(delta)
             if entry.num_preemptions == request.num_preemptions:
                 # Tokens after one that ended the request are not counted.
@@ -299,7 +345,8 @@ class Scheduler:
         """What a step says about drafts: how many were right, and how many there are for the next one."""
         request.num_drafts = guessed[idx] if guessed else None
         if num_drafts:
-            request.draft_length.saw(num_drafts, num_accepted, self.drafting.num_drafts)
+            most = self.drafting.num_drafts if request.proposer is None else self.drafting.num_proposed
+            request.draft_length.saw(num_drafts, num_accepted, most)
             stats = self.stats
             stats.num_drafts += 1
             stats.num_draft_tokens += num_drafts

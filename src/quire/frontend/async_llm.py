@@ -144,18 +144,29 @@ class AsyncLLM:
         thinks: bool = False,
         owner: str = "",
         wants_vector: bool = False,
+        prediction: str = "",
     ) -> Stream:
         """Starts a request. RequestError: it is wrong. OverloadedError: the queue is full. EngineError: giving up.
 
         `owner`: a digest of the sender's API key; a request that made the engine fail is refused to its owner alone.
-        `wants_vector`: the stream's request gets the prompt's vector instead of an answer.
+        `wants_vector`: the stream's request gets the prompt's vector instead of an answer. `prediction`: a text that
+        the answer may be like, which makes it faster.
         """
         self._admit()
         request_id = request_id or uuid.uuid4().hex
         make = functools.partial(
-            self.inputs.request, request_id, prompt, params, priority, cache_salt, thinks, owner, wants_vector
+            self.inputs.request,
+            request_id,
+            prompt,
+            params,
+            priority,
+            cache_salt,
+            thinks,
+            owner,
+            wants_vector,
+            prediction,
         )
-        size = _size(prompt) + _size(params.bad_words)  # both are tokenized
+        size = _size(prompt) + _size(params.bad_words) + len(prediction)  # all of them are tokenized
         is_long = size > INLINE_CHARS or params.structured_outputs is not None
         request = await self.off_loop(make, size) if is_long else make()
         supervisor = self._admit()  # again: others may have come meanwhile

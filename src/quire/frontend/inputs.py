@@ -42,11 +42,12 @@ class InputProcessor:
         thinks: bool = False,
         owner: str = "",
         wants_vector: bool = False,
+        prediction: str = "",
     ) -> RequestState:
         """A checked request with the message that starts it; RequestError says what is wrong.
 
         `thinks`: the answer may begin with thinking, to which a grammar does not apply. `owner`: a digest of the
-        sender's API key. `wants_vector`: see AddRequest.
+        sender's API key. `wants_vector`: see AddRequest. `prediction`: a text that the answer may be like.
         """
         params.verify()
         if isinstance(prompt, Mapping):
@@ -68,6 +69,7 @@ class InputProcessor:
             cache_salt=cache_salt,
             constraint=constraint,
             wants_vector=wants_vector,
+            prediction=self._prediction(prediction),
         )
         return RequestState(request_id, text, token_ids, complete, message, self.model.tokenizer, owner)
 
@@ -134,6 +136,22 @@ class InputProcessor:
             return None
         _ = self.model.vocabulary  # made here, where it may take its time
         return Constraint(grammar, thinking)
+
+    def _prediction(self, text: str) -> list[int]:
+        if not text:
+            return []
+        tokenizer = self.model.need_tokenizer("a prediction")
+        limit = self.model.max_model_len
+        try:
+            tokenizer.check_fits(text, limit)
+        except RequestError as error:
+            raise RequestError(f"prediction: {error}", "prediction") from None
+        token_ids = tokenizer.encode_as_text(text)
+        if len(token_ids) > limit:
+            raise RequestError(
+                f"the prediction has {len(token_ids):,} tokens, and the context is {limit:,}: shorten it", "prediction"
+            )
+        return token_ids
 
     def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
         """Each word as it is spelled at the start of a text and after a space."""

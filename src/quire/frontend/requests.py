@@ -55,6 +55,7 @@ class RequestState:
         self.choices = [ChoiceState(idx, params, stops, tokenizer, prompt_token_ids) for idx in range(params.n)]
         self.num_unfinished = params.n
         self.finished = False
+        self.num_accepted = self.num_rejected = 0  # tokens of its prediction that were verified, right and wrong ones
 
     def add_delta(self, delta: ChoiceDelta) -> Abort | None:
         """Takes a delta in; an Abort comes back when the text ended where the core could not see it."""
@@ -66,6 +67,8 @@ class RequestState:
             self.prompt_logprobs += delta.prompt_logprobs
         if delta.vector:
             self.vector = delta.vector
+        self.num_accepted += delta.num_accepted
+        self.num_rejected += delta.num_rejected
         metrics = self.metrics
         if metrics.first_token_time is None:
             metrics.num_cached_tokens = delta.num_cached_tokens

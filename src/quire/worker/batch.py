@@ -43,11 +43,13 @@ class Batch:
         self.prompt_logprobs: dict[int, tuple[int, int]] = {}
 
     def update(self, plan: StepPlan) -> None:
-        """Writes a plan's new rows, new blocks and forced tokens."""
+        """Writes a plan's new rows, new blocks, forced tokens and drafts."""
         for start in plan.new_rows:
             self._start(start)
         for forced in plan.forced:
             self._put_tokens(forced.row, forced.start, forced.token_ids)
+        for drafts in plan.drafts:
+            self.words.put("tokens", drafts.row, drafts.start, np.array(drafts.token_ids, np.int32))
         for row, new_blocks in zip(plan.rows, plan.new_blocks):
             for (name, lens), blocks in zip(self.table_lens.items(), new_blocks):
                 if blocks:

@@ -190,14 +190,14 @@ class Runner:
             for row, produces in zip(plan.rows, plan.produces):
                 rows += [row if produces > 0 else NO_ROW] * abs(produces)
             if masks is not None:
-                self.masks.bring(self._masks_of_samples(masks) if self.drafter.num_drafts else masks)
+                self.masks.bring(masks)
             is_sampled = False
             if not sampling.special(rows):
                 random = not sampling.random.isdisjoint(rows)
                 is_sampled = self.recordings.sample(SampleShape(len(rows), random, masked=masks is not None))
             if not is_sampled:
                 self._choose_specially(rows, masks is not None, pending)
-            if self.drafter.num_drafts:
+            if self.drafter.num_drafts or plan.verifies:
                 self._accept(plan, pending)
             if VECTOR in plan.produces:
                 pending.vectors = ToHost(self.last_hidden[:num_samples].float())
@@ -221,11 +221,6 @@ class Runner:
             rows_R = on_device(rows, self.batch.tokens.device)
             num_drafts = self.drafter.draft(rows_R, self.batch.lengths, self.batch.tokens)
             pending.num_drafts = None if num_drafts is None else ToHost(num_drafts)
-
-    def _masks_of_samples(self, masks: Masks) -> Masks:
-        """The masks by samples instead of rows: a row with a grammar has one sample, others may have several."""
-        first_samples = self.inputs.host["first_samples"]
-        return Masks(first_samples[masks.places].tolist(), masks.words)
 
     def choose(self, shape: SampleShape) -> None:
         """Chooses tokens for rows with nothing but a temperature and a grammar."""

@@ -60,8 +60,25 @@ class TextPart(msgspec.Struct):
     text: Text
 
 
+class PredictedPart(msgspec.Struct):
+    text: str
+    type: Literal["text"] = "text"
+
+
+class PredictedContent(msgspec.Struct):
+    """What the answer may be like, such as the file that is to be edited: where it is right, answers are faster."""
+
+    content: str | Annotated[list[PredictedPart], msgspec.Meta(max_length=MAX_MESSAGES)]
+    type: Literal["content"] = "content"
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatRequest(ChatFields, kw_only=True):
     messages: Messages
+    prediction: PredictedContent | None = None
     add_generation_prompt: bool | None = None  # null: unless the final message is continued
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateArguments | None = None
@@ -156,7 +173,8 @@ async def chat(call: Call) -> Answer | EventStream:
     if shows_special_tokens(llm.model, shape.tools):
         params.skip_special_tokens = False
     prompt = await encode(llm, body.messages, body, shape.tools)
-    streams = await submit(call, [prompt], params, body, thinks=llm.model.reasoning_format is not None)
+    predicted = body.prediction.text if body.prediction is not None else ""
+    streams = await submit(call, [prompt], params, body, llm.model.reasoning_format is not None, predicted)
     reading = Reading(parsers(llm.model, shape.tools, prompt), body.include_reasoning is not False, shape.is_named)
     head: dict[str, Any] = {"id": f"chatcmpl-{call.request_id}", "created": call.created_s, "model": model_name}
     if body.stream:

@@ -53,7 +53,6 @@ NO_EFFECT = {
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
-    "prediction",
 }
 
 # name of a field -> whether a value of it would change the answer

@@ -6,6 +6,7 @@ Used by `chat.py` and `completions.py`. Knows AsyncLLM's streams, not how an ans
 from collections.abc import Callable, Sequence
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from quire.api.server.calls import AbortOnDisconnect, Answer, Call
 from quire.api.server.fields import SamplingFields
@@ -22,11 +23,17 @@ class CachedTokens(msgspec.Struct):
     cached_tokens: int
 
 
+class PredictedTokens(msgspec.Struct):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: PredictedTokens | UnsetType = UNSET
 
 
 def usage(streams: Sequence[Stream], num_completion_tokens: int | None = None) -> Usage:
@@ -40,15 +47,31 @@ def usage(streams: Sequence[Stream], num_completion_tokens: int | None = None) -
         num_completion_tokens,
         num_prompt_tokens + num_completion_tokens,
         CachedTokens(num_cached_tokens),
+        _predicted(streams),
+    )
+
+
+def _predicted(streams: Sequence[Stream]) -> PredictedTokens | UnsetType:
+    """What became of predictions, where there are any."""
+    requests = [stream.request for stream in streams if stream.request.message.prediction]
+    if not requests:
+        return UNSET
+    return PredictedTokens(
+        sum(request.num_accepted for request in requests), sum(request.num_rejected for request in requests)
     )
 
 
 async def submit(
-    call: Call, prompts: Sequence[Prompt], params: SamplingParams, fields: SamplingFields, thinks: bool = False
+    call: Call,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    fields: SamplingFields,
+    thinks: bool = False,
+    prediction: str = "",
 ) -> list[Stream]:
     """One stream per prompt. They are the call's: none runs on when it is over, or when one of them is refused."""
     core_id = call.core_id()
-    options = fields.submit_options() | {"thinks": thinks, "owner": call.record.owner}
+    options = fields.submit_options() | {"thinks": thinks, "owner": call.record.owner, "prediction": prediction}
     share = LoopShare()
     streams = call.streams
     for idx, prompt in enumerate(prompts):

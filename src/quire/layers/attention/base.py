@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.attention.reference import AttentionTables
+from quire.step import max_samples
 
 if TYPE_CHECKING:
     from quire.layers.attention._layer import CacheLayer
@@ -52,11 +53,11 @@ class Limits:
     max_tokens: int
     max_len: int
     hidden_like: Tensor  # any tensor of the model's dtype and device
-    num_drafts: int = 0  # tokens that a row verifies
+    num_drafts: int = 0  # tokens that a drafter guesses for a row
 
     @property
     def num_samples(self) -> int:
-        return self.num_rows * (1 + self.num_drafts)
+        return max_samples(self.num_rows, self.num_drafts)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ may come next. A new guide that is given the tokens so far is in the same state:
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -137,6 +138,40 @@ class Guide:
         self.patience = 0 if found else min(2 * self.patience + 1, MAX_PAUSE)
         self.pause = self.patience
         return found
+
+    def allowed(self, token_ids: list[int]) -> list[int]:
+        """The first of these tokens, as far as they may follow: drafts, of which none may end the thinking or answer."""
+        is_last = self.thinking.end_ids.__contains__ if self.is_thinking else self.stop_ids.__contains__
+        token_ids = list(takewhile(lambda token_id: not is_last(token_id), token_ids))
+        if self.may_think or self.problem:
+            return []
+        if self.is_thinking:
+            budget = self.thinking.budget
+            return token_ids if budget is None else token_ids[: max(0, budget - self.num_thought - 1)]
+        if self.matcher is None:
+            return token_ids
+        num_allowed = self._call(lambda: self._num_allowed(token_ids), len(token_ids)) or 0
+        return token_ids[:num_allowed]
+
+    def _num_allowed(self, token_ids: list[int]) -> int:
+        matcher, count = self.matcher, 0
+        if matcher is not None:
+            for token_id in token_ids:
+                if not matcher.accept(token_id):
+                    break
+                count += 1
+            matcher.rollback(count)
+        return count
+
+    def fill_each(self, words: np.ndarray, drafts: Sequence[int]) -> None:
+        """`fill`, of the next token and of the one after each of `drafts`: tokens that `allowed` gave."""
+        num_seen = 0
+        for idx, mask in enumerate(words):
+            self.fill(mask)
+            if idx < len(drafts) and self.is_ruled and not self.problem and self.matcher is not None:
+                num_seen += self.matcher.accept(drafts[idx])
+        if num_seen and self.matcher is not None:
+            self.matcher.rollback(num_seen)
 
     def fill(self, words: np.ndarray) -> None:
         """Writes the mask of the next token to `words`. May never return: for threads that can be abandoned."""

@@ -107,19 +107,28 @@ class Masker:
             filling.job.wait_begun()
         return Ahead(words, places, threads)
 
-    def masks(self, guided: Sequence[tuple[int, Guide]], ahead: Ahead | None = None) -> Masks | None:
-        """The masks of rows at these places of the step; None if any token may come next in all of them."""
+    def masks(self, guided: Sequence[tuple[int, Guide, Sequence[int]]], ahead: Ahead | None = None) -> Masks | None:
+        """The masks of rows of a step: (place, guide, drafts), with a place for each draft behind the row's own.
+
+        None if any token may come next in all of them.
+        """
         begun = ahead.places if ahead is not None else []
         known = set(begun)
-        rest = [(place, guide) for place, guide in guided if place not in known and not guide.is_free]
-        places = [*begun, *(place for place, _ in rest)]
+        rest = [row for row in guided if row[0] not in known and not row[1].is_free]
+        places = list(begun)
+        calls = []
+        parts: list[list[Row]] = []
+        for place, guide, drafts in rest:
+            rows = range(len(places), len(places) + 1 + len(drafts))
+            calls.append((guide, slice(rows.start, rows.stop), drafts))
+            parts.append([Row(guide, idx) for idx in rows])
+            places += range(place, place + len(rows))
         if not places:
             return None
         words = ahead.words if ahead is not None else self._words(len(places))
-        if rest:
-            rows = [Row(guide, idx) for idx, (_, guide) in enumerate(rest, len(begun))]
-            job = Job([partial(row.guide.fill, words[row.idx]) for row in rows])
-            self._finish(Filling(job, [[row] for row in rows]), words)
+        if calls:
+            job = Job([partial(guide.fill_each, words[rows], drafts) for guide, rows, drafts in calls])
+            self._finish(Filling(job, parts), words)
         for filling in ahead.threads if ahead is not None else ():
             self._finish(filling, words)
             self.one_by_one |= filling.job.seconds > SLOW_S
