@@ -178,7 +178,9 @@ def nearly(answer: list[int], rng: random.Random) -> list[int]:
     found = []
     for token in answer:
         kind = rng.random()
-        found += [(token + 1) % VOCAB_SIZE] if kind < 0.1 else [] if kind < 0.15 else [3, token] if kind < 0.2 else [token]
+        found += (
+            [(token + 1) % VOCAB_SIZE] if kind < 0.1 else [] if kind < 0.15 else [3, token] if kind < 0.2 else [token]
+        )
     return found
 
 

@@ -1,5 +1,6 @@
 """Drafts on real runners: the tokens are those without drafts, and fewer steps are taken."""
 
+import msgspec
 import pytest
 
 from quire import LLM, SamplingParams
@@ -161,3 +162,46 @@ def test_nothing_is_guessed_beside_an_operators_own_processor(model):
     with LLM(str(model), **options) as llm:
         llm.generate([[5, 6, 7, 8] * 6], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), use_tqdm=False)
         assert llm.client.engine.stats().num_drafts == 0
+
+
+def predicted(model, params, **options):
+    """The tokens with predictions, every tenth token of which is wrong, are those without; returns what was drafted."""
+    prompts = PROMPTS[: len(params)]
+    with LLM(str(model), **{**OPTIONS, **options}) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    predictions = iter([[token + (i % 10 == 4) for i, token in enumerate(answer)] for answer in expected])
+    with LLM(str(model), **{**OPTIONS, **options}) as llm:
+        send = llm.client.send
+        llm.client.send = lambda message: send(msgspec.structs.replace(message, prediction=next(predictions)))
+        found = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        engine = llm.client.engine
+        engine.kv.check()
+        stats = engine.stats()
+    assert found == expected
+    return stats
+
+
+@pytest.mark.parametrize("blocks", [32, 9], ids=["room", "preemption"])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("device", [{"device": "cpu"}, DEVICE] if HAS_GPU else [{"device": "cpu"}], ids=str)
+def test_predictions_change_no_token(model, device, depth, blocks):
+    """Penalties, logprobs and forbidden tokens count the drafts before each place."""
+    stats = predicted(model, PARAMS, **device, pipeline_depth=depth, num_gpu_blocks_override=blocks)
+    assert 0.3 * stats.num_draft_tokens < sum(stats.accepted_drafts) < stats.num_draft_tokens
+    assert (stats.num_preemptions > 0) == (blocks == 9)
+
+
+def test_one_request_at_a_time_may_be_predicted(model):
+    params = [SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)] * 2
+    assert sum(predicted(model, params, device="cpu", max_num_seqs=1).accepted_drafts) > 20
+
+
+def test_kernels_of_gpus_verify_predictions(model):
+    params = [SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)] * 2
+    assert sum(predicted(model, params, **DEVICE, pipeline_depth=2).accepted_drafts) > 4
+
+
+def test_nothing_is_predicted_beside_an_operators_own_processor(model):
+    params = [SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)]
+    stats = predicted(model, params, device="cpu", logits_processors=["tests.sampling.test_custom:After"])
+    assert stats.num_drafts == 0

@@ -464,3 +464,37 @@ def test_wrong_paths_and_methods_are_answered_in_the_same_shape(smol):
     assert httpx.get(smol.url + "/v1/nothing").json()["error"]["code"] == "not_found"
     answer = httpx.get(smol.url + "/v1/chat/completions")
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+
+
+# -- predicted answers -------------------------------------------------------------------------------------------------
+
+LONG = [{"role": "user", "content": "Count from one to twenty in words."}]
+
+
+@pytest.mark.parametrize("form", ["text", "parts"])
+def test_a_prediction_changes_no_word_and_its_tokens_are_counted(client, form):
+    plain = ask(client, LONG, max_tokens=40)
+    words = plain.choices[0].message.content
+    content = words if form == "text" else [{"type": "text", "text": words[:20]}, {"type": "text", "text": words[20:]}]
+    answer = ask(client, LONG, max_tokens=40, prediction={"type": "content", "content": content})
+    assert answer.choices[0].message.content == words
+    assert answer.usage.completion_tokens_details.accepted_prediction_tokens > 15
+    assert plain.usage.completion_tokens_details is None
+    wrong = ask(client, LONG, max_tokens=40, prediction={"type": "content", "content": words[:30] + " No. Never!"})
+    assert wrong.choices[0].message.content == words
+    assert wrong.usage.completion_tokens_details.rejected_prediction_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("prediction", "message"),
+    [
+        ("text", "prediction: "),
+        ({"type": "content"}, "prediction: "),
+        ({"type": "content", "content": 5}, "prediction.content: "),
+        ({"type": "other", "content": "x"}, "prediction.type: "),
+        ({"type": "content", "content": "word " * 9000}, "the prediction has 9,001 tokens, and the context is "),
+    ],
+)
+def test_a_prediction_that_is_none_is_refused(client, prediction, message):
+    with pytest.raises(openai.BadRequestError, match=message):
+        ask(client, prediction=prediction)
