@@ -43,6 +43,7 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add"):
     constraint: Constraint | None = None
     wants_vector: bool = False  # the last prompt token's final hidden state, instead of an answer
     prediction: list[int] = []  # what the answer may be like
+    owner: str = ""  # who sent it: a digest of the API key, empty where there are no keys
 
 
 class Vocabulary(msgspec.Struct, array_like=True, tag="vocabulary"):

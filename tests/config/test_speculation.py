@@ -36,9 +36,31 @@ def test_a_single_lookup_size_counts_for_both():
         assert (found.lookup_min, found.lookup_max) == (3, 3)
 
 
+def test_suffix_decoding_guesses_as_far_as_it_compares():
+    expected = Speculation("suffix", 24)
+    assert read_speculation({"method": "suffix"}) == expected
+    given = {
+        "method": "suffix",
+        "suffix_decoding_max_tree_depth": 12,
+        "suffix_decoding_max_cached_requests": 0,
+        "suffix_decoding_max_spec_factor": 2,
+        "suffix_decoding_min_token_prob": 0.5,
+    }
+    found = read_speculation(given)
+    assert found == Speculation(
+        "suffix", 12, max_tree_depth=12, max_cached_requests=0, max_spec_factor=2.0, min_token_prob=0.5
+    )
+
+
 @pytest.mark.parametrize(
     "settings, words",
     [
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 0}, "max_tree_depth must be a whole number from 1"),
+        ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "max_cached_requests must be"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "min_token_prob must be a number from 0 to 1"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": float("nan")}, "max_spec_factor must be a number"),
+        ({"method": "suffix", "prompt_lookup_min": 2}, "prompt_lookup_min is for the method ngram, not for suffix"),
+        ({"method": "ngram", "suffix_decoding_max_tree_depth": 2}, "is for the method suffix, not for ngram"),
         ({}, "needs a method"),
         ({"method": "guess"}, "needs a method"),
         ({"method": ["ngram"]}, "needs a method"),

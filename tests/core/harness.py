@@ -65,7 +65,7 @@ class Core:
         output_token_ids: list[int] = [],
         **fields,
     ) -> None:
-        message_names = fields.keys() & {"priority", "cache_salt", "constraint", "wants_vector", "prediction"}
+        message_names = fields.keys() & {"priority", "cache_salt", "constraint", "wants_vector", "prediction", "owner"}
         message_fields = {name: fields.pop(name) for name in message_names}
         choices = {choice_idx: list(output_token_ids) for choice_idx in range(n)}
         params = SamplingParams(n=n, **fields)
@@ -99,7 +99,12 @@ class Core:
         raise AssertionError("the core did not come to an end")
 
     def random_traffic(
-        self, rng: random.Random, longest_shared: int = 24, vocab_size: int = 50, predicts: bool = False
+        self,
+        rng: random.Random,
+        longest_shared: int = 24,
+        vocab_size: int = 50,
+        predicts: bool = False,
+        prefix: str = "r",
     ) -> set[str]:
         """Requests with common beginnings, several choices, stops, aborts and preemptions, until all have ended.
 
@@ -111,7 +116,7 @@ class Core:
             beginning = shared[: rng.randint(0, longest_shared)]
             prompt = beginning + [rng.randrange(vocab_size) for _ in range(rng.randint(1, 8))]
             self.add(
-                f"r{idx}",
+                f"{prefix}{idx}",
                 prompt,
                 prediction=nearly(answer_to(prompt, 30), rng) if predicts and rng.random() < 0.8 else [],
                 n=rng.choice([1, 1, 1, 3]),
@@ -124,7 +129,7 @@ class Core:
             for _ in range(rng.randint(0, 4)):
                 self.step()
             if rng.random() < 0.2:
-                victim = f"r{rng.randint(0, idx)}"
+                victim = f"{prefix}{rng.randint(0, idx)}"
                 if (victim, 0) not in self.reasons or self.sent[victim, 0].params.n > 1:
                     aborted.add(victim)
                 self.abort(victim)

@@ -191,6 +191,57 @@ def test_a_predicted_answer_takes_few_steps_and_is_counted(depth):
     assert 1 <= sum(delta.num_rejected for delta in deltas) <= 8
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([1, 2]), st.booleans(), st.booleans())
+def test_any_traffic_that_repeats_itself_gives_every_request_its_own_tokens(seed, depth, hybrid, caching):
+    repeated(seed, depth, hybrid, caching)
+
+
+def repeated(seed: int, depth: int, hybrid: bool, caching: bool) -> Core:
+    """The same traffic twice, with suffix decoding."""
+    rng = random.Random(seed)
+    core = Core(
+        HYBRID if hybrid else FULL,
+        block_size=BLOCK_SIZE,
+        speculative_config={"method": "suffix", "num_speculative_tokens": 4},
+        pipeline_depth=depth,
+        enable_prefix_caching=caching,
+        max_num_seqs=rng.randint(1, 5),
+        max_num_batched_tokens=rng.randint(5, 30),
+        num_gpu_blocks_override=rng.randint(56, 80) if hybrid else rng.randint(17, 40),
+        max_model_len=40,
+    )
+    aborted = core.random_traffic(random.Random(seed))
+    aborted |= core.random_traffic(random.Random(seed), prefix="again")
+    core.assert_all_as_expected(but=aborted)
+    core.assert_nothing_is_held()
+    return core
+
+
+@DEPTHS
+def test_repeated_answers_are_found(depth):
+    """Else the test before would prove nothing."""
+    stats = [repeated(seed, depth, seed % 2 == 0, seed % 3 > 0).engine.stats() for seed in range(20)]
+    assert sum(sum(entry.accepted_drafts) for entry in stats) > 200
+
+
+def test_answers_are_found_by_the_same_key_and_salt_only():
+    core = Core(block_size=BLOCK_SIZE, speculative_config={"method": "suffix"})
+
+    def num_drafts(name, **sender):
+        before = core.engine.stats().num_draft_tokens
+        core.add(name, [1, 2, 3], max_tokens=30, **sender)
+        core.run()
+        core.assert_all_as_expected()
+        return core.engine.stats().num_draft_tokens - before
+
+    assert num_drafts("first", owner="a", cache_salt="s") == 0
+    assert num_drafts("another key", owner="b", cache_salt="s") == 0
+    assert num_drafts("another salt", owner="a", cache_salt="t") == 0
+    assert num_drafts("neither") == 0
+    assert num_drafts("the same", owner="a", cache_salt="s") > 10
+
+
 def test_a_cache_that_cannot_go_back_gets_no_predictions():
     state = State((EntryPart("hash", "uint8", (32,)),), every=8)
     core = Core({**FULL, "recurrent:state": state}, pipeline_depth=2)

@@ -289,9 +289,11 @@ REQUEST = st.builds(
     budget=st.integers(4, 24),
     polls=st.integers(0, 3),
     specs=st.sampled_from([FULL, HYBRID]),
+    method=st.sampled_from([None, "ngram", "suffix"]),
 )
-def test_no_schedule_changes_an_answer(requests, depth, blocks, budget, polls, specs):
+def test_no_schedule_changes_an_answer(requests, depth, blocks, budget, polls, specs, method):
     options = dict(pipeline_depth=depth, num_gpu_blocks_override=blocks, max_num_batched_tokens=budget, max_num_seqs=4)
+    options["speculative_config"] = {"method": method} if method else None
     core = guided(polls, specs=specs, **options)
     wanted = {}
     for idx, asked in enumerate(requests):
@@ -320,6 +322,25 @@ def test_no_schedule_changes_an_answer(requests, depth, blocks, budget, polls, s
     for key, answer in wanted.items():
         assert core.tokens[key] == answer, key
     core.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_what_a_grammar_allows_is_looked_up_too(depth, method):
+    """In the core, whatever guesses for the other requests."""
+    text = "30 " * 30
+    core = guided(pipeline_depth=depth, speculative_config={"method": method})
+    core.add("a", [1, 2, 3], max_tokens=40, eos=(EOS,), constraint=constraint(text))
+    core.run()
+    answer = core.tokens["a", 0]
+    core.add("b", [1, 2, 3, *answer, 1, 2, 3], max_tokens=40, eos=(EOS,), constraint=constraint(text))
+    core.run()
+    assert core.tokens["b", 0] == oracle(core, "b", text)
+    assert answer == oracle(core, "a", text)
+    if method == "suffix":  # the answer of another request
+        core.add("c", [1, 2, 3], max_tokens=40, eos=(EOS,), constraint=constraint(text))
+        core.run()
+        assert core.tokens["c", 0] == answer and sum(core.engine.stats().accepted_drafts) > 10
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -9,42 +9,60 @@ from typing import Any
 
 from quire.errors import ConfigError
 
-METHODS = {"ngram": "ngram", "ngram_gpu": "ngram"}  # vLLM's names -> files of spec/
+METHODS = {"ngram": "ngram", "ngram_gpu": "ngram", "suffix": "suffix"}  # vLLM's names -> files of spec/
 DEFAULT_TOKENS = 7
 MAX_TOKENS = 128
 LOOKUP_MIN, LOOKUP_MAX = 3, 5
 
 # Other methods and keys of vLLM, which are refused with a word about them.
 OTHER_METHODS = (
-    "suffix", "draft_model", "medusa", "mlp_speculator", "custom_class", "eagle", "eagle3", "mtp", "dflash", "dspark",
+    "draft_model", "medusa", "mlp_speculator", "custom_class", "eagle", "eagle3", "mtp", "dflash", "dspark",
     "extract_hidden_states",
 )  # fmt: skip
 OTHER_KEYS = (
     "model", "draft_tensor_parallel_size", "tensor_parallel_size", "quantization", "revision", "code_revision",
     "draft_load_config", "max_model_len", "enforce_eager", "moe_backend", "attention_backend", "kv_cache_dtype",
-    "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
-    "suffix_decoding_min_token_prob", "parallel_drafting", "rejection_sample_method", "synthetic_acceptance_rates",
+    "parallel_drafting", "rejection_sample_method", "synthetic_acceptance_rates",
     "synthetic_acceptance_length", "draft_sample_method", "use_local_argmax_reduction", "use_heterogeneous_vocab",
     "disable_padded_drafter_batch", "disable_eagle_block_drop", "index_share_for_mtp_iteration",
     "enable_adaptive_verification", "dspark_draft_topk", "target_model_config", "target_parallel_config",
     "draft_model_config", "draft_parallel_config",
 )  # fmt: skip
+KEYS_OF = {
+    "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
+    "suffix": (
+        "suffix_decoding_max_tree_depth",
+        "suffix_decoding_max_cached_requests",
+        "suffix_decoding_max_spec_factor",
+        "suffix_decoding_min_token_prob",
+    ),
+}
 OWN_KEYS = (
-    "method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max",
+    "method",
+    "num_speculative_tokens",
     "num_speculative_tokens_per_batch_size",
-)  # fmt: skip
+    *(key for keys in KEYS_OF.values() for key in keys),
+)
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """How the next tokens of requests are guessed."""
+    """How the next tokens of requests are guessed: by the workers, or by the core."""
 
     method: str  # a file of spec/
     num_tokens: int  # that are guessed at once, at most
     lookup_min: int = LOOKUP_MIN  # tokens at the end of a text that must have occurred before
     lookup_max: int = LOOKUP_MAX
+    max_tree_depth: int = 24  # tokens at the end of a text that are compared, at most
+    max_cached_requests: int = 10_000  # answers in which later requests find what follows
+    max_spec_factor: float = 1.0  # tokens guessed for each that matches
+    min_token_prob: float = 0.1  # of the last token that is guessed
     # (requests from here on, tokens guessed at once), by number of requests running; empty: by what a step can bear.
     by_batch_size: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def is_of_core(self) -> bool:
+        return self.method == "suffix"
 
 
 def read_speculation(settings: dict[str, Any]) -> Speculation:
@@ -63,7 +81,15 @@ def read_speculation(settings: dict[str, Any]) -> Speculation:
         if method in OTHER_METHODS:
             raise ConfigError(f"speculative_config: the method {method} is not supported: choose from {known}")
         raise ConfigError(f"speculative_config needs a method: choose from {known}, not {method!r:.60}")
-    num_tokens = _whole(settings, "num_speculative_tokens", DEFAULT_TOKENS, 1, MAX_TOKENS)
+    for other, keys in KEYS_OF.items():
+        for key in keys:
+            if other != METHODS[method] and settings.get(key) is not None:
+                raise ConfigError(
+                    f"speculative_config: {key} is for the method {other}, not for {method}: leave it out"
+                )
+    depth = _whole(settings, "suffix_decoding_max_tree_depth", 24, 1, MAX_TOKENS)
+    default = depth if METHODS[method] == "suffix" else DEFAULT_TOKENS
+    num_tokens = _whole(settings, "num_speculative_tokens", default, 1, MAX_TOKENS)
     smallest, largest = settings.get("prompt_lookup_min"), settings.get("prompt_lookup_max")
     lookup_max = _whole(settings, "prompt_lookup_max", LOOKUP_MAX if smallest is None else smallest, 1, 64)
     lookup_min = _whole(settings, "prompt_lookup_min", LOOKUP_MIN if largest is None else largest, 1, 64)
@@ -72,7 +98,17 @@ def read_speculation(settings: dict[str, Any]) -> Speculation:
             f"speculative_config: prompt_lookup_min ({lookup_min}) is larger than prompt_lookup_max ({lookup_max})"
         )
     by_batch_size = _by_batch_size(settings.get("num_speculative_tokens_per_batch_size"), num_tokens)
-    return Speculation(METHODS[method], num_tokens, lookup_min, lookup_max, by_batch_size)
+    return Speculation(
+        METHODS[method],
+        num_tokens,
+        lookup_min,
+        lookup_max,
+        depth,
+        _whole(settings, "suffix_decoding_max_cached_requests", 10_000, 0, 10**9),
+        _number(settings, "suffix_decoding_max_spec_factor", 1.0, 0, 1e6),
+        _number(settings, "suffix_decoding_min_token_prob", 0.1, 0, 1),
+        by_batch_size,
+    )
 
 
 def _whole(settings: dict[str, Any], key: str, default: Any, low: int, high: int) -> int:
@@ -81,6 +117,14 @@ def _whole(settings: dict[str, Any], key: str, default: Any, low: int, high: int
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(f"speculative_config: {key} must be a whole number from {low} to {high}, not {value!r:.40}")
     return value
+
+
+def _number(settings: dict[str, Any], key: str, default: float, low: float, high: float) -> float:
+    value = settings.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ConfigError(f"speculative_config: {key} must be a number from {low} to {high:g}, not {value!r:.40}")
+    return float(value)
 
 
 def _by_batch_size(ranges: Any, num_tokens: int) -> tuple[tuple[int, int], ...]:

@@ -7,6 +7,10 @@ arithmetic; where it is bound by reading the weights it costs little. Knows no t
 import bisect
 
 from quire.config.speculation import Speculation
+from quire.messages import AddRequest
+from quire.spec.prediction import Prediction
+from quire.spec.proposer import Proposer
+from quire.spec.suffix import Recent, Suffix
 
 # A step of up to so many tokens takes not much longer than one of a single token: it reads the same weights. Of
 # SmolLM2 on a CPU with AVX-512, 4 tokens take 1.4 times as long, 8 tokens 2.5 times.
@@ -47,30 +51,41 @@ class DraftLength:
 
 
 class Drafting:
-    """What holds for all requests. `num_drafts`: what the workers' drafter guesses for a row, at most; 0: nothing.
-    `can_propose`: the core may guess, too, for requests that have a proposer."""
+    """What holds for all requests. `num_drafts`: what the workers' drafter guesses for a row, at most; 0: nothing."""
 
-    def __init__(
-        self,
-        num_drafts: int = 0,
-        speculation: Speculation | None = None,
-        on_cpu: bool = False,
-        can_propose: bool = True,
-    ) -> None:
+    def __init__(self, num_drafts: int = 0, speculation: Speculation | None = None, on_cpu: bool = False) -> None:
         self.num_drafts = num_drafts
-        self.can_propose = can_propose
+        self.speculation = speculation
+        self.recent: Recent | None = None  # answers that later requests may repeat
+        if speculation is not None and speculation.method == "suffix":
+            self.recent = Recent(speculation)
         self.by_batch_size = () if speculation is None else speculation.by_batch_size
         self.cheap_tokens = CPU_TOKENS if on_cpu else GPU_TOKENS
         unless_configured = CPU_PROPOSED if on_cpu else GPU_PROPOSED
         self.num_proposed = unless_configured if speculation is None else speculation.num_tokens
 
+    def proposer(self, message: AddRequest) -> Proposer | None:
+        """Guesses the next tokens of a request in the core, if that is where they are guessed.
+
+        A request with a grammar is one: the core must know drafts in order to check them.
+        """
+        num_prompt_tokens = len(message.prompt_token_ids)
+        if message.prediction:
+            return Prediction(message.prediction, num_prompt_tokens)
+        if self.speculation is not None and (self.recent is not None or message.constraint is not None):
+            return Suffix(self.speculation, num_prompt_tokens, self.recent, (message.owner, message.cache_salt))
+        return None
+
     def most_proposed(self, num_running: int) -> int:
         """Guesses of the core for a request, in a step of so many."""
-        return min(self.num_proposed, max(0, self.cheap_tokens // max(1, num_running) - 1))
+        return self._most(self.num_proposed, num_running)
 
     def most(self, num_running: int) -> int:
-        """Drafts of a request, in a step of so many."""
+        """Drafts of the workers for a request, in a step of so many."""
+        return self._most(self.num_drafts, num_running)
+
+    def _most(self, num_tokens: int, num_running: int) -> int:
         if self.by_batch_size:
             at = bisect.bisect_right(self.by_batch_size, num_running, key=lambda entry: entry[0]) - 1
-            return min(self.num_drafts, self.by_batch_size[max(at, 0)][1])
-        return min(self.num_drafts, max(0, self.cheap_tokens // max(1, num_running) - 1))
+            return min(num_tokens, self.by_batch_size[max(at, 0)][1])
+        return min(num_tokens, max(0, self.cheap_tokens // max(1, num_running) - 1))

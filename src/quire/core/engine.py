@@ -90,13 +90,10 @@ class Engine:
         self.executor.allocate(layout)
         self.pipeline = Pipeline(self.executor, resolved(config.scheduler.pipeline_depth), recorder)
         self.kv = KVManager(layout, config.cache.enable_prefix_caching, tier)
-        drafting = Drafting(
-            self.executor.num_drafts,
-            config.speculative.speculation,
-            on_cpu=config.device.device == "cpu",
-            can_propose=not config.structured.logits_processors,
-        )
+        drafting = Drafting(self.executor.num_drafts, config.speculative.speculation, config.device.device == "cpu")
         self.scheduler = Scheduler(config.scheduler, self.kv, self.pipeline, drafting)
+        # An operator's own logits processors look at the one token of a request that is next.
+        self.can_propose = self.kv.can_rewind and not config.structured.logits_processors
         self.guides: NoGuides | Guides = NoGuides()
         self.refused: list[ChoiceDelta] = []  # requests that will never run, for the next step's outputs
 
@@ -155,6 +152,8 @@ class Engine:
             # They are the same for every choice: only the first computes them.
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         request = Request(message, choice_idx, params, self.max_model_len)
+        if self.can_propose:
+            request.proposer = self.scheduler.drafting.proposer(message)
         if message.constraint is None or message.wants_vector:
             self.scheduler.add(request)
         else:

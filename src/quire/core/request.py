@@ -11,7 +11,6 @@ from quire.core.drafting import DraftLength
 from quire.kv.manager import RequestBlocks
 from quire.messages import AddRequest
 from quire.params import SamplingParams
-from quire.spec.prediction import Prediction
 from quire.spec.proposer import Proposer
 
 if TYPE_CHECKING:  # this imports grammar engines, which are large
@@ -108,8 +107,6 @@ class Request:
         self.num_drafts: int | None = None
         self.is_predicted = bool(message.prediction)
         self.proposer: Proposer | None = None  # guesses its next tokens in the core
-        if self.is_predicted:
-            self.proposer = Prediction(message.prediction, self.num_prompt_tokens)
         self.num_preemptions = 0  # also tells results of steps planned before a preemption from later ones
         self.num_prompt_logprobs = 0  # prompt positions whose logprobs were delivered
         self.num_cached_tokens = 0  # length of the first prefix hit

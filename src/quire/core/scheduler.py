@@ -30,7 +30,7 @@ class Scheduler:
         self, config: SchedulerConfig, kv: KVManager, pipeline: Pipeline, drafting: Drafting = Drafting()
     ) -> None:
         self.kv = kv
-        self.drafting = drafting if kv.can_rewind else Drafting(can_propose=False)
+        self.drafting = drafting if kv.can_rewind else Drafting()
         self.pipeline = pipeline
         self.max_tokens = resolved(config.max_num_batched_tokens)
         self.max_samples = max_samples(config.max_num_seqs, drafting.num_drafts)
@@ -47,8 +47,6 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         request.key = self.line_key(request, next(self.arrivals))
-        if not self.drafting.can_propose:
-            request.proposer = None
         num_drafts = self.drafting.num_drafts if request.proposer is None else self.drafting.num_proposed
         request.draft_length = DraftLength(num_drafts)
         request.blocks = self.kv.open(request.token_ids, request.cache_salt)
@@ -106,7 +104,7 @@ class Scheduler:
             if num_tokens > 0:
                 num_drafts = 0
                 proposed: list[int] = []
-                if num_tokens == 1 and request.proposer is not None:
+                if num_tokens == 1 and request.proposer is not None and most_proposed:
                     if self._waits_to_propose(request, request.proposer):
                         idx += 1
                         continue
@@ -375,6 +373,8 @@ class Scheduler:
             request.leader.followers.remove(request)
             request.status = Status.FINISHED
         self._leave_leader(request)
+        if request.proposer is not None:
+            request.proposer.finish(request.token_ids)
         self.requests.pop((request.request_id, request.choice_idx), None)
         self._unpark(request)
 

@@ -3,6 +3,7 @@
 Called by the ways in. After this a request can no longer be wrong, only slow.
 """
 
+import contextlib
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -70,8 +71,9 @@ class InputProcessor:
             constraint=constraint,
             wants_vector=wants_vector,
             prediction=self._prediction(prediction),
+            owner=owner,
         )
-        return RequestState(request_id, text, token_ids, complete, message, self.model.tokenizer, owner)
+        return RequestState(request_id, text, token_ids, complete, message, self.model.tokenizer)
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text or None, token ids) of a prompt in any of its forms."""
@@ -142,16 +144,12 @@ class InputProcessor:
             return []
         tokenizer = self.model.need_tokenizer("a prediction")
         limit = self.model.max_model_len
-        try:
+        with contextlib.suppress(RequestError):
             tokenizer.check_fits(text, limit)
-        except RequestError as error:
-            raise RequestError(f"prediction: {error}", "prediction") from None
-        token_ids = tokenizer.encode_as_text(text)
-        if len(token_ids) > limit:
-            raise RequestError(
-                f"the prediction has {len(token_ids):,} tokens, and the context is {limit:,}: shorten it", "prediction"
-            )
-        return token_ids
+            token_ids = tokenizer.encode_as_text(text)
+            if len(token_ids) <= limit:
+                return token_ids
+        raise RequestError(f"the prediction is longer than the context of {limit:,} tokens: shorten it", "prediction")
 
     def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
         """Each word as it is spelled at the start of a text and after a space."""

@@ -39,14 +39,12 @@ class RequestState:
         params: SamplingParams,
         message: AddRequest,
         tokenizer: Tokenizer | None,
-        owner: str = "",
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.message = message  # what started it
-        self.owner = owner  # who sent it: a digest of the API key, empty where there are no keys
         self.tokenizer = tokenizer
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -110,7 +108,7 @@ class RequestState:
     def fingerprint(self) -> bytes:
         """Equal for two requests that make the engine do the same for the same owner, whenever they came."""
         same = msgspec.structs.replace(self.message, request_id="", seed=self.params.seed or 0, priority=0, choices={})
-        return hashlib.sha256(msgspec.msgpack.encode((same, self.owner))).digest()
+        return hashlib.sha256(msgspec.msgpack.encode(same)).digest()
 
     def output(self) -> RequestOutput:
         """A snapshot for the user."""

@@ -24,6 +24,9 @@ class Prediction:
         self.num_seen = len(token_ids)
         return self.predicted[self.at : self.at + most] if self.follows else []
 
+    def finish(self, token_ids: list[int]) -> None:
+        pass
+
     def _see(self, token_ids: list[int], length: int) -> None:
         """The last of the first `length` tokens is new."""
         if self.follows and self.predicted[self.at : self.at + 1] == [token_ids[length - 1]]:

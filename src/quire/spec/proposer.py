@@ -9,5 +9,9 @@ from typing import Protocol
 
 class Proposer(Protocol):
     def propose(self, token_ids: list[int], most: int) -> list[int]:
-        """Up to `most` tokens that may follow these, which are all the request has; each time there are more of them."""
+        """Up to `most` tokens that may follow all those of the request, to which each call may bring more."""
+        ...
+
+    def finish(self, token_ids: list[int]) -> None:
+        """The request has ended, with these tokens."""
         ...

@@ -48,7 +48,7 @@ def device_module(config: EngineConfig) -> Device:
 
 def make_drafter(config: EngineConfig) -> NoDrafter:
     speculation = config.speculative.speculation
-    if speculation is None:
+    if speculation is None or speculation.is_of_core:
         return NoDrafter()
     if config.structured.logits_processors:
         log.warning("no tokens are guessed: --logits-processors look at the one token of a request that is next")

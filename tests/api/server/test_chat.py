@@ -492,7 +492,7 @@ def test_a_prediction_changes_no_word_and_its_tokens_are_counted(client, form):
         ({"type": "content"}, "prediction: "),
         ({"type": "content", "content": 5}, "prediction.content: "),
         ({"type": "other", "content": "x"}, "prediction.type: "),
-        ({"type": "content", "content": "word " * 9000}, "the prediction has 9,001 tokens, and the context is "),
+        ({"type": "content", "content": "word " * 9000}, "the prediction is longer than the context of 512 tokens"),
     ],
 )
 def test_a_prediction_that_is_none_is_refused(client, prediction, message):

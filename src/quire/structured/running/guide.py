@@ -140,7 +140,7 @@ class Guide:
         return found
 
     def allowed(self, token_ids: list[int]) -> list[int]:
-        """The first of these tokens, as far as they may follow: drafts, of which none may end the thinking or answer."""
+        """The first of these drafts, as far as they may follow; none of them ends the thinking or the answer."""
         is_last = self.thinking.end_ids.__contains__ if self.is_thinking else self.stop_ids.__contains__
         token_ids = list(takewhile(lambda token_id: not is_last(token_id), token_ids))
         if self.may_think or self.problem:
