@@ -76,11 +76,15 @@ class StepPlan(msgspec.Struct, array_like=True, gc=False):
     forced: list[RowTokens] = []  # the grammar allowed no others
     drafts: list[RowTokens] = []  # guesses of the core, for rows none of whose steps is in flight
     moves: list[Move] = []
-    wants_drafts: bool = False  # tokens are to be guessed after those that are chosen, for the next step
+    num_wanted: list[int] = []  # tokens to be guessed after those that a row chooses, for the next step
 
     @property
     def total_tokens(self) -> int:
         return sum(self.num_tokens)
+
+    @property
+    def wants_drafts(self) -> bool:
+        return any(self.num_wanted)
 
     @property
     def verifies(self) -> bool:

@@ -15,6 +15,7 @@ from quire.config.engine import (
     Quantization,
     quantization_file,
 )
+from quire.config.speculation import Speculation
 from quire.errors import ConfigError
 
 DEFAULT_CONTEXT_TOKENS = 2048  # for configs that do not say
@@ -32,8 +33,23 @@ class Machine:
     gpu_is_broken: bool = False  # the card or its driver fails: an error, even where the CPU could be used instead
 
 
+@dataclass(frozen=True)
+class DraftFiles:
+    """A draft model's files: their path, "gguf" or "hf", and the model's config in Hugging Face's words."""
+
+    path: str
+    kind: str
+    hf_config: dict[str, Any]
+
+
 def resolve(
-    config: EngineConfig, path: str, kind: str, hf_config: dict[str, Any], machine: Machine, serving: bool = False
+    config: EngineConfig,
+    path: str,
+    kind: str,
+    hf_config: dict[str, Any],
+    machine: Machine,
+    serving: bool = False,
+    draft: DraftFiles | None = None,
 ) -> EngineConfig:
     """`path` and `kind` ("gguf" or "hf") of the model's files, its config in Hugging Face's words."""
     model, scheduler = config.model, config.scheduler
@@ -49,6 +65,8 @@ def resolve(
         raise ConfigError(
             f"num_speculative_tokens ({speculation.num_tokens}) must be below max_model_len ({max_model_len})"
         )
+    if draft is not None and speculation is not None:
+        config = _with_draft(config, speculation, draft, device, max_model_len)
     return config.replace(
         model=path,
         dtype=dtype,
@@ -63,6 +81,24 @@ def resolve(
         # On a CPU, submit() returns when the step is computed: planning ahead gains nothing.
         pipeline_depth=scheduler.pipeline_depth or (2 if device == "cuda" else 1),
     )
+
+
+def _with_draft(
+    config: EngineConfig, speculation: Speculation, draft: DraftFiles, device: str, max_model_len: int
+) -> EngineConfig:
+    """With the draft model's path and quantization."""
+    length = _max_model_len(None, draft.hf_config)
+    if length < max_model_len:
+        raise ConfigError(
+            f"the draft model has {length} positions, and max_model_len is {max_model_len}: "
+            f"add --max-model-len {length}, or choose another draft model"
+        )
+    model = config.replace(quantization=speculation.quantization).model
+    given = config.speculative.speculative_config
+    settings = given or {"method": speculation.method, "num_speculative_tokens": speculation.num_tokens}
+    found = {"model": draft.path, "quantization": _quantization(model, draft.kind, device, draft.hf_config)}
+    short = {"spec_method": None, "spec_model": None, "spec_tokens": None}
+    return config.replace(speculative_config={**settings, **found}, **short)
 
 
 def _auto_dtype(device: str, hf_config: dict[str, Any]) -> str:

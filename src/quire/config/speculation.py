@@ -9,18 +9,19 @@ from typing import Any
 
 from quire.errors import ConfigError
 
-METHODS = {"ngram": "ngram", "ngram_gpu": "ngram", "suffix": "suffix"}  # vLLM's names -> files of spec/
+METHODS = {"ngram": "ngram", "ngram_gpu": "ngram", "suffix": "suffix", "draft_model": "draft_model"}  # vLLM's names -> files of spec/
 DEFAULT_TOKENS = 7
+DEFAULT_MODEL_TOKENS = 3  # each of which costs a step of the draft model
 MAX_TOKENS = 128
 LOOKUP_MIN, LOOKUP_MAX = 3, 5
 
 # Other methods and keys of vLLM, which are refused with a word about them.
 OTHER_METHODS = (
-    "draft_model", "medusa", "mlp_speculator", "custom_class", "eagle", "eagle3", "mtp", "dflash", "dspark",
+    "medusa", "mlp_speculator", "custom_class", "eagle", "eagle3", "mtp", "dflash", "dspark",
     "extract_hidden_states",
 )  # fmt: skip
 OTHER_KEYS = (
-    "model", "draft_tensor_parallel_size", "tensor_parallel_size", "quantization", "revision", "code_revision",
+    "draft_tensor_parallel_size", "tensor_parallel_size", "revision", "code_revision",
     "draft_load_config", "max_model_len", "enforce_eager", "moe_backend", "attention_backend", "kv_cache_dtype",
     "parallel_drafting", "rejection_sample_method", "synthetic_acceptance_rates",
     "synthetic_acceptance_length", "draft_sample_method", "use_local_argmax_reduction", "use_heterogeneous_vocab",
@@ -29,6 +30,7 @@ OTHER_KEYS = (
     "draft_model_config", "draft_parallel_config",
 )  # fmt: skip
 KEYS_OF = {
+    "draft_model": ("model", "quantization"),
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
     "suffix": (
         "suffix_decoding_max_tree_depth",
@@ -51,6 +53,8 @@ class Speculation:
 
     method: str  # a file of spec/
     num_tokens: int  # that are guessed at once, at most
+    model: str = ""  # a draft model's name or path
+    quantization: str = "auto"  # its, as `--quantization`
     lookup_min: int = LOOKUP_MIN  # tokens at the end of a text that must have occurred before
     lookup_max: int = LOOKUP_MAX
     max_tree_depth: int = 24  # tokens at the end of a text that are compared, at most
@@ -87,8 +91,10 @@ def read_speculation(settings: dict[str, Any]) -> Speculation:
                 raise ConfigError(
                     f"speculative_config: {key} is for the method {other}, not for {method}: leave it out"
                 )
+    if METHODS[method] == "draft_model" and not _text(settings, "model"):
+        raise ConfigError("speculative_config: the method draft_model needs a model: the name or path of a small one")
     depth = _whole(settings, "suffix_decoding_max_tree_depth", 24, 1, MAX_TOKENS)
-    default = depth if METHODS[method] == "suffix" else DEFAULT_TOKENS
+    default = {"suffix": depth, "draft_model": DEFAULT_MODEL_TOKENS}.get(METHODS[method], DEFAULT_TOKENS)
     num_tokens = _whole(settings, "num_speculative_tokens", default, 1, MAX_TOKENS)
     smallest, largest = settings.get("prompt_lookup_min"), settings.get("prompt_lookup_max")
     lookup_max = _whole(settings, "prompt_lookup_max", LOOKUP_MAX if smallest is None else smallest, 1, 64)
@@ -101,6 +107,8 @@ def read_speculation(settings: dict[str, Any]) -> Speculation:
     return Speculation(
         METHODS[method],
         num_tokens,
+        _text(settings, "model"),
+        _text(settings, "quantization") or "auto",
         lookup_min,
         lookup_max,
         depth,
@@ -109,6 +117,13 @@ def read_speculation(settings: dict[str, Any]) -> Speculation:
         _number(settings, "suffix_decoding_min_token_prob", 0.1, 0, 1),
         by_batch_size,
     )
+
+
+def _text(settings: dict[str, Any], key: str) -> str:
+    value = settings.get(key)
+    if value is not None and not isinstance(value, str):
+        raise ConfigError(f"speculative_config: {key} must be text, not {value!r:.40}")
+    return value or ""
 
 
 def _whole(settings: dict[str, Any], key: str, default: Any, low: int, high: int) -> int:

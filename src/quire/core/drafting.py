@@ -37,6 +37,10 @@ class DraftLength:
             return 0
         return self.wanted
 
+    def next_most(self, num_drafts: int) -> int:
+        """What the step after one that verifies so many drafts may want."""
+        return 0 if self.pause else max(self.wanted, 2 * num_drafts)
+
     def saw(self, num_drafts: int, num_accepted: int, most: int) -> None:
         """So many of a step's drafts were accepted: if all, more are tried, if none, none for a while."""
         if num_accepted == num_drafts:
@@ -53,8 +57,11 @@ class DraftLength:
 class Drafting:
     """What holds for all requests. `num_drafts`: what the workers' drafter guesses for a row, at most; 0: nothing."""
 
-    def __init__(self, num_drafts: int = 0, speculation: Speculation | None = None, on_cpu: bool = False) -> None:
+    def __init__(
+        self, num_drafts: int = 0, speculation: Speculation | None = None, on_cpu: bool = False, num_ahead: int = 0
+    ) -> None:
         self.num_drafts = num_drafts
+        self.num_ahead = num_ahead  # tokens for which the workers' drafter needs blocks, after those of a step
         self.speculation = speculation
         self.recent: Recent | None = None  # answers that later requests may repeat
         if speculation is not None and speculation.method == "suffix":

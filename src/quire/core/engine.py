@@ -90,7 +90,12 @@ class Engine:
         self.executor.allocate(layout)
         self.pipeline = Pipeline(self.executor, resolved(config.scheduler.pipeline_depth), recorder)
         self.kv = KVManager(layout, config.cache.enable_prefix_caching, tier)
-        drafting = Drafting(self.executor.num_drafts, config.speculative.speculation, config.device.device == "cpu")
+        drafting = Drafting(
+            self.executor.num_drafts,
+            config.speculative.speculation,
+            on_cpu=config.device.device == "cpu",
+            num_ahead=self.executor.num_ahead,
+        )
         self.scheduler = Scheduler(config.scheduler, self.kv, self.pipeline, drafting)
         # An operator's own logits processors look at the one token of a request that is next.
         self.can_propose = self.kv.can_rewind and not config.structured.logits_processors

@@ -85,7 +85,6 @@ class Scheduler:
             return None
         step.plan.step_id = next(self.step_ids)
         step.plan.moves = self.kv.take_moves()
-        step.plan.wants_drafts = self.drafting.most(len(self.running)) > 0
         return step
 
     def _continue_running(self, step: PlannedStep, budget: int) -> int:
@@ -113,7 +112,8 @@ class Scheduler:
                     num_places -= num_drafts
                 elif num_tokens == 1 and most_drafts:
                     num_drafts = self._num_drafts(request, start, min(most_drafts, room - 1))
-                new_blocks = self.kv.grow(request.blocks, start + num_tokens + num_drafts)
+                end = start + num_tokens + num_drafts
+                new_blocks = self._grow_ahead(request, end)
                 if new_blocks is not None:
                     num_tokens += num_drafts
                 else:  # no request is preempted to verify drafts
@@ -126,6 +126,14 @@ class Scheduler:
                     continue  # the request itself was preempted: the next one is at idx now
             idx += 1
         return budget
+
+    def _grow_ahead(self, request: Request, end: int) -> list[list[int]] | None:
+        """New blocks, so that the request can hold `end` tokens, and more where the drafter can use them."""
+        if self.drafting.num_ahead:
+            last = min(end + self.drafting.num_ahead, request.max_total_tokens)
+            if last > end and (new_blocks := self.kv.grow(request.blocks, last)) is not None:
+                return new_blocks
+        return self.kv.grow(request.blocks, end)
 
     def _make_room(self, request: Request, num_tokens: int) -> list[list[int]] | None:
         """New blocks, so that the request can hold `num_tokens`; preempts from the end of the line if needed."""
@@ -226,6 +234,10 @@ class Scheduler:
         plan.num_tokens.append(num_tokens)
         plan.produces.append(produces)
         plan.new_blocks.append(new_blocks)
+        num_wanted = 0
+        if produces > 0 and request.proposer is None and (most := self.drafting.most(len(self.running))):
+            num_wanted = min(most, request.draft_length.next_most(produces - TOKEN))
+        plan.num_wanted.append(num_wanted)
         first_forced = request.forced_from
         if first_forced is not None:
             plan.forced.append(RowTokens(request.row, first_forced, request.token_ids[first_forced:]))

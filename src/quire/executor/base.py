@@ -26,6 +26,11 @@ class Executor(ABC):
         """How many tokens the workers' drafter guesses after each one they choose; known once they are loaded."""
         return 0
 
+    @property
+    def num_ahead(self) -> int:
+        """For how many tokens after those of a step rows need blocks, so that the drafter can guess."""
+        return 0
+
     @abstractmethod
     def __init__(self, config: EngineConfig) -> None:
         """Loads the model; `config` is resolved."""

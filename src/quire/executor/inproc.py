@@ -22,6 +22,10 @@ class InprocExecutor(Executor):
     def num_drafts(self) -> int:
         return self.worker.drafter.num_drafts
 
+    @property
+    def num_ahead(self) -> int:
+        return self.worker.drafter.num_ahead
+
     def kv_specs(self) -> dict[str, CacheSpec]:
         return self.worker.kv_specs()
 

@@ -13,10 +13,10 @@ from types import ModuleType
 from typing import Any
 
 from quire import registry
-from quire.checkpoint.find import find
+from quire.checkpoint.find import ModelFiles, find
 from quire.checkpoint.hf_config import read_config, read_generation_config
 from quire.config import EngineConfig
-from quire.config.resolve import Machine, resolve
+from quire.config.resolve import DraftFiles, Machine, resolve
 from quire.errors import ConfigError, RequestError
 from quire.frontend import reasoning, tools
 from quire.frontend.chat import ChatTemplate
@@ -49,7 +49,11 @@ class ModelInfo:
         files = find(options.model, revision=options.revision, download_dir=options.download_dir)
         hf_config = read_config(files)
         here = machine()
-        resolved = resolve(config, str(files.path), files.kind, hf_config, here, serving)
+        draft_files = _draft_files(config)
+        draft = None
+        if draft_files is not None:
+            draft = DraftFiles(str(draft_files.path), draft_files.kind, read_config(draft_files))
+        resolved = resolve(config, str(files.path), files.kind, hf_config, here, serving, draft)
         if here.gpu_problem and config.device.device == "auto":
             log.warning("computing on the CPU: %s", here.gpu_problem)
         _check_format("--tool-call-parser", tools, config.structured.tool_call_parser)
@@ -59,6 +63,8 @@ class ModelInfo:
         if not options.skip_tokenizer_init:
             tokenizer = Tokenizer.from_path(options.tokenizer) if options.tokenizer else Tokenizer.from_files(files)
             template = ChatTemplate.of(tokenizer, _template_source(options.chat_template))
+            if draft_files is not None:
+                _check_same_tokens(tokenizer, Tokenizer.from_files(draft_files))
         return cls(resolved, hf_config, read_generation_config(files), tokenizer, template)
 
     def prepare(self) -> None:
@@ -157,6 +163,25 @@ class ModelInfo:
                 f"{what} needs a tokenizer, and skip_tokenizer_init is set: give token ids, or leave it out"
             )
         return self.tokenizer
+
+
+def _draft_files(config: EngineConfig) -> ModelFiles | None:
+    """Those of the model that guesses, if one does."""
+    speculation = config.speculative.speculation
+    if speculation is None or not speculation.model:
+        return None
+    options = config.model
+    return find(speculation.model, revision=options.revision, download_dir=options.download_dir)
+
+
+def _check_same_tokens(tokenizer: Tokenizer, draft: Tokenizer) -> None:
+    """Tokens of one model must mean the same in the other. Either may have more of them, for padding."""
+    for token_id in range(min(tokenizer.vocab_size, draft.vocab_size)):
+        ours, theirs = tokenizer.token_bytes(token_id), draft.token_bytes(token_id)
+        if ours != theirs:
+            raise ConfigError(
+                f"the draft model has another vocabulary: its token {token_id} is {theirs!r:.40}, not {ours!r:.40}"
+            )
 
 
 def _check_format(flag: str, package: ModuleType, name: str) -> None:

@@ -6,9 +6,15 @@ the device.
 
 from torch import Tensor
 
+from quire.step import StepPlan
+
 
 class NoDrafter:
     num_drafts = 0  # how many tokens it guesses for a row, at most
+    num_ahead = 0  # tokens after those of a step for which rows need blocks, so that it can guess
+
+    def see(self, plan: StepPlan) -> None:
+        """A step whose tokens, and those of the steps before, the rows have now."""
 
     def draft(self, rows_R: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor | None:
         """Writes guesses after the tokens of these rows: `tokens[row, lengths[row] : lengths[row] + num_drafts]`.

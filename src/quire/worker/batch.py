@@ -37,6 +37,7 @@ class Batch:
         self.tables: list[Tensor] = [parts[name] for name in table_names]
         table = Table(parts["floats"].view(torch.float32), parts["ints"].view(torch.int64), self._write_record)
         self.sampling = SamplingRows(vocab_size, table)
+        self.table_names = table_names
         self.table_lens = {name: [0] * num_rows for name in table_names}
         self.prompt_lens = [0] * num_rows
         # Row -> how many logprobs of each prompt token it wants, and of how many positions they were delivered before.

@@ -84,12 +84,19 @@ class StepInputs:
         num_samples = max(1, plan.num_samples)  # kernels need at least one; a sample without a row has no effect
         return StepShape(num_rows, first, num_samples, num_decodes, num_prefills, tuple(uncached), wants_all)
 
-    def fill(self, plan: StepPlan, shape: StepShape, lengths: np.ndarray | None = None, apart: bool = False) -> None:
+    def fill(
+        self,
+        plan: StepPlan,
+        shape: StepShape,
+        lengths: np.ndarray | None = None,
+        apart: bool = False,
+        place: int = 0,
+    ) -> None:
         """Writes the plan, padded to `shape`, and sends it to the device.
 
         `lengths`: how many tokens each row of the batch has, if the host knows. If not, starts are upper bounds, which
         the device corrects. `apart`: a row's tokens are written as rows of one token each, that read the same blocks;
-        all of them choose a token.
+        all of them choose a token. `place`: how far after its last token a row begins, if the device corrects starts.
         """
         host = self.host
         rows = np.array(plan.rows, np.int32)
@@ -97,7 +104,7 @@ class StepInputs:
         counts = np.array(plan.num_tokens, np.int32)
         if lengths is not None:
             starts = np.minimum(starts, lengths[rows] - 1)
-        places = np.zeros(len(rows), np.int32)
+        places = np.full(len(rows), place, np.int32)
         if apart:
             firsts = np.cumsum(counts) - counts
             places = np.arange(plan.total_tokens, dtype=np.int32) - firsts.repeat(counts)

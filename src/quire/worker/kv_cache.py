@@ -17,14 +17,15 @@ from quire.ops.transfer import to_device
 from quire.step import Move
 
 
-def cache_layers(model: nn.Module) -> dict[str, CacheLayer]:
-    return {path: module for path, module in model.named_modules() if isinstance(module, CacheLayer)}
+def cache_layers(model: nn.Module, prefix: str = "") -> dict[str, CacheLayer]:
+    """By path, with a prefix."""
+    return {prefix + path: module for path, module in model.named_modules() if isinstance(module, CacheLayer)}
 
 
-def kv_specs(model: nn.Module, cache_dtype: torch.dtype) -> dict[str, CacheSpec]:
+def kv_specs(model: nn.Module, cache_dtype: torch.dtype, prefix: str = "") -> dict[str, CacheSpec]:
     """The specs of all caches, by "path of the layer:name of the cache"."""
     specs: dict[str, CacheSpec] = {}
-    for path, layer in cache_layers(model).items():
+    for path, layer in cache_layers(model, prefix).items():
         if layer.shares is None:
             named = layer.cache_specs(str(cache_dtype).removeprefix("torch."))
             specs |= {f"{path}:{name}": spec for name, spec in named.items()}
@@ -41,16 +42,20 @@ class KVMemory:
         self.planes = [_planes(pool, device) for pool in layout.pools]
         self.outside = [_outside_planes(pool, device) for pool in layout.pools]
 
-    def attach(self, model: nn.Module) -> None:
-        """Gives every layer its caches, and the index of the group whose block table they use."""
-        layers = cache_layers(model)
+    def attach(self, model: nn.Module, prefix: str = "") -> None:
+        """Gives every layer its caches, and the index of the group whose block table they use.
+
+        `prefix`: of the model's layers in the names of caches.
+        """
+        layers = cache_layers(model, prefix)
         for group_idx, group in enumerate(self.groups):
             for plane, cache in zip(self.planes[group.pool_idx], group.caches):
                 path, _, name = cache.partition(":")
-                layers[path].attach_cache(name, group_idx, _parts(plane, group))
+                if path in layers:
+                    layers[path].attach_cache(name, group_idx, _parts(plane, group))
         for layer in layers.values():
             if layer.shares is not None:
-                owner = layers[layer.shares]
+                owner = layers[prefix + layer.shares]
                 layer.group_idx = owner.group_idx
                 layer.cache, layer.scales = owner.cache, owner.scales
 

@@ -8,6 +8,7 @@ next step is running. What differs between kinds of devices (kernels, recordings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -46,8 +47,12 @@ class Runner:
         limits: Limits,
         vocab_size: int,
         drafter: NoDrafter,
+        batch: Batch | None = None,
     ) -> None:
-        """`limits.hidden_like`: an empty tensor [0, D] with the dtype and device of hidden states."""
+        """`limits.hidden_like`: an empty tensor [0, D] with the dtype and device of hidden states.
+
+        `batch`: another runner's, whose rows this one reads and extends; None: its own.
+        """
         self.model = model
         self.memory = memory
         self.device = device
@@ -55,12 +60,22 @@ class Runner:
         self.drafter = drafter
         num_rows, num_samples = limits.num_rows, limits.num_samples
         where = limits.hidden_like.device
-        self.batch = Batch(num_rows, limits.max_len, memory.groups, vocab_size, where, device.scatter_segments)
+        if batch is None:
+            batch = Batch(num_rows, limits.max_len, memory.groups, vocab_size, where, device.scatter_segments)
+        self.batch = batch
+        layers = cache_layers(model).values()
+        used = sorted({layer.group_idx for layer in layers})  # groups: another model may have others
+        for layer in layers:
+            layer.group_idx = used.index(layer.group_idx)
+        self.groups = [memory.groups[group_idx] for group_idx in used]
+        self.tables = [batch.tables[group_idx] for group_idx in used]
+        self.group_names = [batch.table_names[group_idx] for group_idx in used]
+        self.vocab_size = vocab_size
         # If only the device knows how many drafts were accepted, it corrects the plan's starts by these.
         self.shifts: Tensor | None = None
         if limits.num_drafts and device.known_lengths(self.batch.lengths) is None:
             self.shifts = torch.zeros(num_rows, dtype=torch.int32, device=where)
-        self.inputs = StepInputs(group_backends(model, memory.groups, limits), self.batch.tables, limits, self.shifts)
+        self.inputs = StepInputs(group_backends(model, self.groups, limits), self.tables, limits, self.shifts)
         self.last_hidden = limits.hidden_like.new_zeros(num_samples, limits.hidden_like.shape[1])
         self.out_ids = torch.zeros(num_samples, dtype=torch.int32, device=where)
         # Of each sample, whether its logits are numbers. Only float16 is so small that they may not be.
@@ -72,6 +87,7 @@ class Runner:
         self.masks = device.MaskStaging(num_samples, vocab_size, where)
         self.recordings = device.Recordings(self)
         self.launched: _Launched | None = None
+        self.small: Runner | None = None  # runs a draft model on the same rows
 
     # -- getting ready ---------------------------------------------------------------------------------------
 
@@ -95,13 +111,19 @@ class Runner:
         self.sampler.choose(logits_SV, *self._samples(num_samples), random=True, restricted=True, penalized=True)
         copies = [logits_SV.float() for _ in range(3)]  # as many as editing and logprobs need at once
         del copies
+        if self.small is not None:
+            self.small.rehearse()
 
     @torch.inference_mode()
     def get_ready(self) -> None:
         self.recordings.get_ready()
+        if self.small is not None:
+            self.small.get_ready()
 
     def close(self) -> None:
         """Drops the references to memory that the model still has, and those that refer back to this runner."""
+        if self.small is not None:
+            self.small.close()
         context = self.model.context
         context.tables.clear()
         context.slots_T.clear()
@@ -114,7 +136,8 @@ class Runner:
 
     @explain_gpu_errors
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> None:
+    def forward(self, plan: StepPlan, place: int = 0) -> None:
+        """`place`: rows whose length only the device knows begin so many after their last token."""
         self.batch.update(plan)
         self.memory.move(plan.moves)
         hidden_TD = self.last_hidden[:0]
@@ -124,8 +147,9 @@ class Runner:
             apart = plan.only_verifies and not wants_all
             exact = self.inputs.exact_shape(plan, wants_all, apart)
             recorded = self.recordings.find(exact)
-            self.inputs.fill(plan, recorded or exact, lengths, apart)
+            self.inputs.fill(plan, recorded or exact, lengths, apart, place)
             hidden_TD = self.compute(exact) if recorded is None else self.recordings.forward(recorded)
+            self.drafter.see(plan)
         self.launched = _Launched(plan, hidden_TD)
 
     def compute(self, shape: StepShape) -> Tensor:
@@ -146,7 +170,7 @@ class Runner:
         self.device.place_tokens(
             *step, self.batch.tokens, inputs.token_ids[:count], inputs.positions[:count], shape.longest
         )
-        for group, table, slots in zip(self.memory.groups, self.batch.tables, inputs.slots):
+        for group, table, slots in zip(self.groups, self.tables, inputs.slots):
             self.device.place_slots(*step, table, group.block_size, slots[:count], shape.longest)
         if self.shifts is not None:
             sample_at = inputs.sample_at[: shape.num_samples]
@@ -207,6 +231,27 @@ class Runner:
         self.recordings.record_next()
         return pending
 
+    @explain_gpu_errors
+    @torch.inference_mode()
+    def guess(self) -> None:
+        """Chooses a token for each row of the last forward pass, and appends it on the device; nobody is told."""
+        if self.launched is None:
+            raise EngineError("a token was guessed before its forward pass: this is a bug in the drafter")
+        rows, self.launched = self.launched.plan.rows, None
+        shape = SampleShape(len(rows), random=not self.batch.sampling.random.isdisjoint(rows))
+        if not self.recordings.sample(shape):
+            self.choose(shape)
+        self.recordings.record_next()
+
+    def known_lengths(self) -> np.ndarray | None:
+        """Tokens of each row; None: only the device knows."""
+        return self.device.known_lengths(self.batch.lengths)
+
+    def num_held(self, row: int) -> int:
+        """Tokens for which the row has blocks."""
+        lens = self.batch.table_lens
+        return min(lens[name][row] * group.block_size for name, group in zip(self.group_names, self.groups))
+
     def _accept(self, plan: StepPlan, pending: "Pending") -> None:
         """Accepts drafts up to the first that differs from the token chosen in its place; then new ones are guessed."""
         inputs = self.inputs
@@ -241,6 +286,8 @@ class Runner:
 
     def _logits(self, count: int) -> Tensor:
         logits_SV = self.model.logits(self.last_hidden[:count])
+        if logits_SV.shape[1] > self.vocab_size:  # a draft model's, padded to another size
+            logits_SV = logits_SV[:, : self.vocab_size].contiguous()
         if self.is_finite is not None:  # a sum of numbers from float16 is one in float32
             self.is_finite[:count] = logits_SV.sum(1, dtype=torch.float32).isfinite()
         return logits_SV

@@ -5,11 +5,12 @@ Started by `executor/` by dotted path. Must not know requests, text or clients.
 
 import logging
 import time
+from typing import Any
 
 import torch
 
 from quire import registry
-from quire.checkpoint.find import find
+from quire.checkpoint.find import ModelFiles, find
 from quire.checkpoint.hf_config import read_config
 from quire.config import EngineConfig, resolved
 from quire.errors import ConfigError
@@ -18,8 +19,9 @@ from quire.kv.specs import CacheSpec, KVLayout
 from quire.layers.attention.base import Limits
 from quire.layers.linear import LMHead
 from quire.sampling.custom import load as load_processors
+from quire.spec import draft_model
 from quire.spec.base import NoDrafter
-from quire.worker.build import build
+from quire.worker.build import Model, build
 from quire.worker.choose import DTYPES, cache_dtype, runs_on_triton
 from quire.worker.device import Device
 from quire.worker.dummy import dummy_tensors
@@ -28,6 +30,8 @@ from quire.worker.load import checkpoint_tensors, layers, load_weights, translat
 from quire.worker.runner import Runner
 
 log = logging.getLogger(__name__)
+
+DRAFT = "draft."  # begins the names of a draft model's caches
 
 
 def device_module(config: EngineConfig) -> Device:
@@ -53,6 +57,8 @@ def make_drafter(config: EngineConfig) -> NoDrafter:
     if config.structured.logits_processors:
         log.warning("no tokens are guessed: --logits-processors look at the one token of a request that is next")
         return NoDrafter()
+    if speculation.model:
+        return draft_model.Drafter(speculation.num_tokens, resolved(config.model.max_model_len))
     return registry.load("quire.spec", speculation.method).Drafter(speculation, runs_on_triton(config))
 
 
@@ -70,30 +76,41 @@ class Worker:
         hf_config = read_config(files)
         self.vocab_size = hf_config["vocab_size"]
         self.processors = load_processors(config.structured.logits_processors, self.vocab_size, self.device)
-        self.model = build(config, hf_config)
+        self.model = self._load(config, files, hf_config)
         self.drafter = make_drafter(config)
-        self.hidden_size = next(layer.in_features for layer in layers(self.model) if isinstance(layer, LMHead))
+        self.draft: Model | None = None  # a small model that guesses
+        speculation = config.speculative.speculation
+        if speculation is not None and isinstance(self.drafter, draft_model.Drafter):
+            draft_files = find(speculation.model)
+            small = config.replace(model=speculation.model, quantization=speculation.quantization)
+            self.draft = self._load(small, draft_files, read_config(draft_files))
+        log.info("weights loaded: %.0f MB in %.2f s", self.weight_bytes / 1e6, time.monotonic() - started)
+
+    def _load(self, config: EngineConfig, files: ModelFiles, hf_config: dict[str, Any]) -> Model:
+        model = build(config, hf_config)
         if config.model.load_format == "dummy":
-            tensors = dummy_tensors(self.model, config.model.seed, self.device)
+            tensors = dummy_tensors(model, config.model.seed, self.device)
         else:
             tensors = checkpoint_tensors(files, hf_config)
             if self.device.type == "cuda":
                 tensors = uploaded(tensors, self.device)
             if files.kind == "hf":  # GGUF files are read with the model's own names
-                tensors = translated(self.model, tensors)
+                tensors = translated(model, tensors)
         with self.module.capacity("loading the weights"):
-            load_weights(self.model, tensors)
-        log.info("weights loaded: %.0f MB in %.2f s", self.weight_bytes / 1e6, time.monotonic() - started)
+            load_weights(model, tensors)
+        return model
 
     @property
     def weight_bytes(self) -> int:
         seen: dict[int, int] = {}  # address -> bytes: tied layers have the same address
-        for layer in layers(self.model):
-            seen |= layer.memory()
+        for model in filter(None, (self.model, self.draft)):
+            for layer in layers(model):
+                seen |= layer.memory()
         return sum(seen.values())
 
     def kv_specs(self) -> dict[str, CacheSpec]:
-        return kv_specs(self.model, cache_dtype(self.config))
+        specs = kv_specs(self.model, cache_dtype(self.config))
+        return specs if self.draft is None else specs | kv_specs(self.draft, cache_dtype(self.config), DRAFT)
 
     def kv_memory_bytes(self) -> int:
         self.is_rehearsed = True
@@ -114,18 +131,28 @@ class Worker:
     def _runner(self, layout: KVLayout) -> Runner:
         memory = KVMemory(layout, self.device, self.module.copy_blocks)
         memory.attach(self.model)
+        limits = self._limits(self.model, self.drafter.num_drafts)
+        runner = Runner(self.model, memory, self.module, limits, self.vocab_size, self.drafter)
+        if self.draft is not None and isinstance(self.drafter, draft_model.Drafter):
+            memory.attach(self.draft, DRAFT)
+            limits = self._limits(self.draft, 1)
+            small = Runner(self.draft, memory, self.module, limits, self.vocab_size, NoDrafter(), runner.batch)
+            self.drafter.runner = runner.small = small
+        return runner
+
+    def _limits(self, model: Model, num_drafts: int) -> Limits:
         scheduler = self.config.scheduler
-        limits = Limits(
+        hidden_size = next(layer.in_features for layer in layers(model) if isinstance(layer, LMHead))
+        return Limits(
             num_rows=scheduler.max_num_seqs,
             max_tokens=resolved(scheduler.max_num_batched_tokens),
             max_len=resolved(self.config.model.max_model_len),
-            hidden_like=torch.empty(0, self.hidden_size, dtype=self.dtype, device=self.device),
-            num_drafts=self.drafter.num_drafts,
+            hidden_like=torch.empty(0, hidden_size, dtype=self.dtype, device=self.device),
+            num_drafts=num_drafts,
         )
-        return Runner(self.model, memory, self.module, limits, self.vocab_size, self.drafter)
 
     def close(self) -> None:
         """Gives the device's memory back."""
-        vars(self).pop("model", None)
-        vars(self).pop("runner", None)
+        for name in ("model", "draft", "drafter", "runner"):
+            vars(self).pop(name, None)
         self.module.release()
