@@ -36,6 +36,11 @@ def test_a_single_lookup_size_counts_for_both():
         assert (found.lookup_min, found.lookup_max) == (3, 3)
 
 
+def test_a_draft_model_guesses_three_tokens():
+    found = flags("--spec-method", "draft_model", "--spec-model", "small").speculative.speculation
+    assert found == Speculation("draft_model", 3, "small")
+
+
 def test_suffix_decoding_guesses_as_far_as_it_compares():
     expected = Speculation("suffix", 24)
     assert read_speculation({"method": "suffix"}) == expected
@@ -59,6 +64,9 @@ def test_suffix_decoding_guesses_as_far_as_it_compares():
         ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "max_cached_requests must be"),
         ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "min_token_prob must be a number from 0 to 1"),
         ({"method": "suffix", "suffix_decoding_max_spec_factor": float("nan")}, "max_spec_factor must be a number"),
+        ({"method": "draft_model"}, "the method draft_model needs a model"),
+        ({"method": "draft_model", "model": 5}, "model must be text"),
+        ({"method": "ngram", "model": "small"}, "model is for the method draft_model, not for ngram"),
         ({"method": "suffix", "prompt_lookup_min": 2}, "prompt_lookup_min is for the method ngram, not for suffix"),
         ({"method": "ngram", "suffix_decoding_max_tree_depth": 2}, "is for the method suffix, not for ngram"),
         ({}, "needs a method"),

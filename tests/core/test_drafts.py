@@ -67,6 +67,33 @@ def test_one_request_gets_its_tokens_in_fewer_steps(depth):
     assert len([outputs for outputs in core.steps if outputs.deltas]) < 30
 
 
+class LateDrafting(Drafting):
+    """Guesses wrong at first, then right."""
+
+    def draft(self, state) -> list[int]:
+        history = list(state.token_ids)
+        for _ in range(NUM_DRAFTS):
+            history.append(next_token(history, state.seed, state.choice_idx))
+        return [(token + (len(state.token_ids) < 12)) % VOCAB_SIZE for token in history[-NUM_DRAFTS:]]
+
+    def _run(self, plan, masks):
+        """As a drafter that guesses only what was asked for."""
+        result = super()._run(plan, masks)
+        result.num_drafts = [min(NUM_DRAFTS, num) for num in plan.num_wanted]
+        return result
+
+
+@DEPTHS
+def test_after_a_pause_guessing_begins_again(depth):
+    core = Core(FULL, executor=LateDrafting, block_size=BLOCK_SIZE, pipeline_depth=depth)
+    core.add("a", [1, 2, 3], max_tokens=60)
+    core.run()
+    core.assert_all_as_expected()
+    stats = core.engine.stats()
+    assert stats.num_draft_tokens - sum(stats.accepted_drafts) >= 3  # wrong at first
+    assert sum(stats.accepted_drafts) > 20
+
+
 @DEPTHS
 @pytest.mark.parametrize("max_tokens", range(1, 12))
 def test_an_answer_is_never_longer_than_it_may_be(depth, max_tokens):

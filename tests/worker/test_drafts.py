@@ -1,10 +1,15 @@
 """Drafts on real runners: the tokens are those without drafts, and fewer steps are taken."""
 
+import json
+
 import msgspec
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
 from quire.core.engine import Engine
+from quire.errors import ConfigError
 from quire.executor.inproc import InprocExecutor
 from quire.messages import AddRequest, StepOutputs
 from quire.models.qwen3 import TINY
@@ -162,6 +167,78 @@ def test_nothing_is_guessed_beside_an_operators_own_processor(model):
     with LLM(str(model), **options) as llm:
         llm.generate([[5, 6, 7, 8] * 6], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), use_tqdm=False)
         assert llm.client.engine.stats().num_drafts == 0
+
+
+@pytest.fixture(scope="module")
+def perturbed(model, tmp_path_factory):
+    """A copy of the model that mostly agrees with it."""
+    folder = tmp_path_factory.mktemp("perturbed")
+    tensors = load_file(model / "model.safetensors")
+    torch.manual_seed(1)
+    for name, values in tensors.items():
+        tensors[name] = values + 0.02 * values.std() * torch.randn_like(values)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text((model / "config.json").read_text())
+    return folder
+
+
+def drafted(model, draft, params, **options):
+    """The tokens with a draft model are those without; returns what was drafted."""
+    prompts = PROMPTS[: len(params)]
+    with LLM(str(model), **{**OPTIONS, **options}) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    method = {"method": "draft_model", "model": str(draft)}
+    with LLM(str(model), **{**OPTIONS, **options}, speculative_config=method) as llm:
+        found = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        engine = llm.client.engine
+        engine.kv.check()
+        stats = engine.stats()
+    assert found == expected
+    return stats
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("device", [{"device": "cpu"}, DEVICE] if HAS_GPU else [{"device": "cpu"}], ids=str)
+def test_a_model_that_drafts_for_itself_is_always_right(model, device, depth):
+    """At any temperature, because both draw with the same noise."""
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=40, ignore_eos=True) for t in (0, 0.8, 1.5)]
+    stats = drafted(model, model, params, **device, pipeline_depth=depth)
+    assert sum(stats.accepted_drafts) == stats.num_draft_tokens > 40
+
+
+@pytest.mark.parametrize("blocks", [64, 12], ids=["room", "preemption"])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("device", [{"device": "cpu"}, DEVICE] if HAS_GPU else [{"device": "cpu"}], ids=str)
+def test_a_draft_model_changes_no_token(model, perturbed, device, depth, blocks):
+    stats = drafted(model, perturbed, PARAMS, **device, pipeline_depth=depth, num_gpu_blocks_override=blocks)
+    print(stats.accepted_drafts, stats.num_draft_tokens)
+    assert 0.2 * stats.num_draft_tokens < sum(stats.accepted_drafts) < 0.95 * stats.num_draft_tokens
+    assert (stats.num_preemptions > 0) == (blocks == 12)
+
+
+def test_kernels_of_gpus_run_draft_models(model):
+    params = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)] * 2
+    stats = drafted(model, model, params, **DEVICE, pipeline_depth=2)
+    assert sum(stats.accepted_drafts) == stats.num_draft_tokens > 4
+
+
+def test_a_draft_model_reads_what_it_did_not_guess_for(model):
+    """In full steps nothing is guessed; when there is room again, its guesses are right at once."""
+    table = {"num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 9, 0]]}
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (12, 40)]
+    method = {"method": "draft_model", "model": str(model), **table}
+    with LLM(str(model), **{**OPTIONS, "device": "cpu"}, speculative_config=method) as llm:
+        llm.generate(PROMPTS[:2], params, use_tqdm=False)
+        stats = llm.client.engine.stats()
+    assert sum(stats.accepted_drafts) == stats.num_draft_tokens > 10
+
+
+def test_a_draft_model_must_be_as_long_and_speak_the_same_tokens(model, tmp_path):
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "model.safetensors").symlink_to(model / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 32}))
+    with pytest.raises(ConfigError, match="the draft model has 32 positions, and max_model_len is"):
+        LLM(str(model), **OPTIONS, speculative_config={"method": "draft_model", "model": str(tmp_path)})
 
 
 def predicted(model, params, **options):

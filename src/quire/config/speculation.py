@@ -9,7 +9,12 @@ from typing import Any
 
 from quire.errors import ConfigError
 
-METHODS = {"ngram": "ngram", "ngram_gpu": "ngram", "suffix": "suffix", "draft_model": "draft_model"}  # vLLM's names -> files of spec/
+METHODS = {
+    "ngram": "ngram",
+    "ngram_gpu": "ngram",
+    "suffix": "suffix",
+    "draft_model": "draft_model",
+}  # vLLM's names -> files of spec/
 DEFAULT_TOKENS = 7
 DEFAULT_MODEL_TOKENS = 3  # each of which costs a step of the draft model
 MAX_TOKENS = 128

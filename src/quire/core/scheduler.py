@@ -85,6 +85,8 @@ class Scheduler:
             return None
         step.plan.step_id = next(self.step_ids)
         step.plan.moves = self.kv.take_moves()
+        if most := self.drafting.most(len(self.running)):
+            step.plan.num_wanted = [min(most, self._num_wanted(entry)) for entry in step.entries]
         return step
 
     def _continue_running(self, step: PlannedStep, budget: int) -> int:
@@ -234,10 +236,6 @@ class Scheduler:
         plan.num_tokens.append(num_tokens)
         plan.produces.append(produces)
         plan.new_blocks.append(new_blocks)
-        num_wanted = 0
-        if produces > 0 and request.proposer is None and (most := self.drafting.most(len(self.running))):
-            num_wanted = min(most, request.draft_length.next_most(produces - TOKEN))
-        plan.num_wanted.append(num_wanted)
         first_forced = request.forced_from
         if first_forced is not None:
             plan.forced.append(RowTokens(request.row, first_forced, request.token_ids[first_forced:]))
@@ -250,13 +248,21 @@ class Scheduler:
         if produces > 0:
             request.num_sampling += produces
 
+    def _num_wanted(self, entry: Entry) -> int:
+        """How many drafts of the workers the request may want to verify in the step after this one."""
+        request = entry.request
+        if entry.produces <= 0 or request.proposer is not None:
+            return 0
+        return request.draft_length.next_most(entry.produces - TOKEN)
+
     def _num_drafts(self, request: Request, start: int, most: int) -> int:
         """How many drafts a row that computes one token also verifies: those after the last token it chose."""
+        wanted = request.draft_length.take()
         if start < request.num_row_start or request.guide is not None or request.num_drafts == 0:
             return 0
         num_left = request.max_total_tokens - len(request.token_ids) - request.num_sampling  # to be chosen, at least
         guessed = most if request.num_drafts is None else request.num_drafts
-        return max(0, min(most, guessed, num_left - 1, request.draft_length.take()))
+        return max(0, min(most, guessed, num_left - 1, wanted))
 
     def _waits_to_propose(self, request: Request, proposer: Proposer) -> bool:
         """Whether its next tokens can be guessed, as far as is known, once those in flight have arrived."""

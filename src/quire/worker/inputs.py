@@ -4,6 +4,7 @@ Filled by the runner from a plan. The inputs are padded to a shape, so that a re
 padding rows are -1.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +36,7 @@ class StepInputs:
         self, backends: list[AttentionBackend], tables: list[Tensor], limits: Limits, shifts: Tensor | None
     ) -> None:
         """`tables`: block tables of the persistent batch, one for each of `backends`. `shifts`: see DeviceStep."""
-        num_rows, num_samples = limits.num_rows, limits.num_samples
+        num_samples = limits.num_samples
         max_tokens, device = limits.max_tokens, limits.hidden_like.device
         self.backends = backends
         skips_cache = all(backend.skips_cache for backend in backends)
@@ -49,7 +50,7 @@ class StepInputs:
             "sample_at": num_samples,
             "sample_rows": num_samples,
             "sample_positions": num_samples,
-            "first_samples": num_rows + 1,
+            "first_samples": num_samples + 1,
         }
         shapes: dict[str, tuple[int, ...]] = {name: (size,) for name, size in own_sizes.items()}
         fields = [backend.fields() for backend in backends]
@@ -90,13 +91,14 @@ class StepInputs:
         shape: StepShape,
         lengths: np.ndarray | None = None,
         apart: bool = False,
-        place: int = 0,
+        places: Sequence[int] = (),
     ) -> None:
         """Writes the plan, padded to `shape`, and sends it to the device.
 
         `lengths`: how many tokens each row of the batch has, if the host knows. If not, starts are upper bounds, which
         the device corrects. `apart`: a row's tokens are written as rows of one token each, that read the same blocks;
-        all of them choose a token. `place`: how far after its last token a row begins, if the device corrects starts.
+        all of them choose a token. `places`: how far after its last token each row begins, if the device corrects
+        starts; empty: 0.
         """
         host = self.host
         rows = np.array(plan.rows, np.int32)
@@ -104,18 +106,18 @@ class StepInputs:
         counts = np.array(plan.num_tokens, np.int32)
         if lengths is not None:
             starts = np.minimum(starts, lengths[rows] - 1)
-        places = np.full(len(rows), place, np.int32)
+        place_of = np.array(places, np.int32) if places else np.zeros(len(rows), np.int32)
         if apart:
             firsts = np.cumsum(counts) - counts
-            places = np.arange(plan.total_tokens, dtype=np.int32) - firsts.repeat(counts)
-            starts = starts.repeat(counts) + places
+            place_of = np.arange(plan.total_tokens, dtype=np.int32) - firsts.repeat(counts)
+            starts = starts.repeat(counts) + place_of
             rows, counts = rows.repeat(counts), np.ones(plan.total_tokens, np.int32)
         num_rows = len(rows)
         ends = np.cumsum(counts, dtype=np.int32)
         step = HostStep(rows, ends - counts, counts, starts + counts)
         _pad(host["rows"], rows, shape.num_rows, NO_ROW)
         _pad(host["starts"], starts, shape.num_rows, 0)
-        _pad(host["places"], places, shape.num_rows, 0)
+        _pad(host["places"], place_of, shape.num_rows, 0)
         _pad(host["context_lens"], step.context_lens, shape.num_rows, 0)
         query_starts = host["query_starts"]
         query_starts[1 : num_rows + 1] = ends

@@ -136,8 +136,8 @@ class Runner:
 
     @explain_gpu_errors
     @torch.inference_mode()
-    def forward(self, plan: StepPlan, place: int = 0) -> None:
-        """`place`: rows whose length only the device knows begin so many after their last token."""
+    def forward(self, plan: StepPlan, places: Sequence[int] = ()) -> None:
+        """`places`: how far after its last token each row begins, if only the device knows where that is; empty: 0."""
         self.batch.update(plan)
         self.memory.move(plan.moves)
         hidden_TD = self.last_hidden[:0]
@@ -147,7 +147,7 @@ class Runner:
             apart = plan.only_verifies and not wants_all
             exact = self.inputs.exact_shape(plan, wants_all, apart)
             recorded = self.recordings.find(exact)
-            self.inputs.fill(plan, recorded or exact, lengths, apart, place)
+            self.inputs.fill(plan, recorded or exact, lengths, apart, places)
             hidden_TD = self.compute(exact) if recorded is None else self.recordings.forward(recorded)
             self.drafter.see(plan)
         self.launched = _Launched(plan, hidden_TD)

@@ -58,7 +58,8 @@ def make_drafter(config: EngineConfig) -> NoDrafter:
         log.warning("no tokens are guessed: --logits-processors look at the one token of a request that is next")
         return NoDrafter()
     if speculation.model:
-        return draft_model.Drafter(speculation.num_tokens, resolved(config.model.max_model_len))
+        max_tokens = resolved(config.scheduler.max_num_batched_tokens)
+        return draft_model.Drafter(speculation.num_tokens, resolved(config.model.max_model_len), max_tokens)
     return registry.load("quire.spec", speculation.method).Drafter(speculation, runs_on_triton(config))
 
 
