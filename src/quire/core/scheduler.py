@@ -22,6 +22,7 @@ from quire.messages import ChoiceDelta, EngineStats
 from quire.spec.proposer import Proposer
 from quire.step import NOTHING, TOKEN, VECTOR, RowStart, RowTokens, StepPlan, StepResult, max_samples
 
+NOTHING_PROPOSED: list[int] = []  # never changed
 OVERFLOW = "float16 is too small for this model's numbers: start with --dtype bfloat16"
 
 
@@ -92,10 +93,9 @@ class Scheduler:
     def _continue_running(self, step: PlannedStep, budget: int) -> int:
         """Gives running requests their next tokens; returns what is left of the budget."""
         running = self.running
-        most_drafts = self.drafting.most(len(running))
+        most = self.drafting.most(len(running)), self.drafting.most_proposed(len(running))
         # Places for drafts of the core, after one for each request that may be part of the step.
         num_places = self.max_samples - min(len(self.requests), len(running) + len(self.free_rows))
-        most_proposed = self.drafting.most_proposed(len(running))
         idx = 0
         while idx < len(running):
             request = running[idx]
@@ -103,23 +103,18 @@ class Scheduler:
             start = request.num_computed + request.num_in_flight
             num_tokens = min(request.num_known - start, room)
             if num_tokens > 0:
-                num_drafts = 0
-                proposed: list[int] = []
-                if num_tokens == 1 and request.proposer is not None and most_proposed:
-                    if self._waits_to_propose(request, request.proposer):
+                num_drafts, proposed = 0, NOTHING_PROPOSED
+                if num_tokens == 1 and any(most):
+                    if self._waits_to_propose(request, most[1]):
                         idx += 1
                         continue
-                    proposed = self._propose(request, request.proposer, min(most_proposed, room - 1, num_places))
-                    num_drafts = len(proposed)
-                    num_places -= num_drafts
-                elif num_tokens == 1 and most_drafts:
-                    num_drafts = self._num_drafts(request, start, min(most_drafts, room - 1))
-                end = start + num_tokens + num_drafts
-                new_blocks = self._grow_ahead(request, end)
+                    num_drafts, proposed = self._drafts(request, start, *most, room - 1, num_places)
+                    num_places -= len(proposed)
+                new_blocks = self._grow_ahead(request, start + num_tokens + num_drafts)
                 if new_blocks is not None:
                     num_tokens += num_drafts
                 else:  # no request is preempted to verify drafts
-                    proposed = []
+                    proposed = NOTHING_PROPOSED
                     new_blocks = self._make_room(request, start + num_tokens)
                 if new_blocks is not None:
                     self._give(step, request, start, num_tokens, new_blocks, proposed)
@@ -217,7 +212,7 @@ class Scheduler:
         start: int,
         num_tokens: int,
         new_blocks: list[list[int]],
-        proposed: list[int] = [],
+        proposed: list[int] = NOTHING_PROPOSED,
     ) -> None:
         """Adds `num_tokens` tokens of the request, from position `start` on, to the step.
 
@@ -255,8 +250,17 @@ class Scheduler:
             return 0
         return request.draft_length.next_most(entry.produces - TOKEN)
 
+    def _drafts(
+        self, request: Request, start: int, most: int, most_proposed: int, room: int, num_places: int
+    ) -> tuple[int, list[int]]:
+        """How many drafts a row that computes one token also verifies; and which, if they are guesses of the core."""
+        if request.proposer is None:
+            return self._num_drafts(request, start, min(most, room)), NOTHING_PROPOSED
+        proposed = self._propose(request, request.proposer, min(most_proposed, room, num_places))
+        return len(proposed), proposed
+
     def _num_drafts(self, request: Request, start: int, most: int) -> int:
-        """How many drafts a row that computes one token also verifies: those after the last token it chose."""
+        """How many drafts of the workers: those after the last token that the row chose."""
         wanted = request.draft_length.take()
         if start < request.num_row_start or request.guide is not None or request.num_drafts == 0:
             return 0
@@ -264,14 +268,14 @@ class Scheduler:
         guessed = most if request.num_drafts is None else request.num_drafts
         return max(0, min(most, guessed, num_left - 1, wanted))
 
-    def _waits_to_propose(self, request: Request, proposer: Proposer) -> bool:
+    def _waits_to_propose(self, request: Request, most: int) -> bool:
         """Whether its next tokens can be guessed, as far as is known, once those in flight have arrived."""
-        if not request.num_in_flight or request.draft_length.pause:
+        if request.proposer is None or not most or not request.num_in_flight or request.draft_length.pause:
             return False
-        return bool(proposer.propose(request.token_ids, 1))
+        return bool(request.proposer.propose(request.token_ids, 1))
 
     def _propose(self, request: Request, proposer: Proposer, most: int) -> list[int]:
-        """Guesses of the core for a row that computes one token."""
+        """Guesses of the core."""
         num_left = request.max_total_tokens - len(request.token_ids) - request.num_sampling
         wanted = min(most, num_left - 1, request.draft_length.take())
         if wanted <= 0 or request.num_in_flight:
