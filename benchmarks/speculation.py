@@ -1,16 +1,16 @@
-"""What speculative decoding gains: `python benchmarks/speculation.py MODEL [--sides ngram suffix prediction]`.
+"""What speculative decoding gains: `python benchmarks/speculation.py MODEL --sides ngram suffix prediction`.
 
 One request at a time, greedy: a function to be rewritten with another name, a passage to be repeated, a story without
-anything to match. Each side is an engine of its own and their runs alternate; printed are the tokens per second without
-speculation, how many times that each side reaches (medians), which share of its drafts was right, and how many of its
-tokens are those without. "suffix" looks at the request alone, since its runs would find their own answers; the side
-"prediction" sends the answer itself, a contiguous tenth of it replaced, as a prediction. Model: a name, file or folder.
+anything to match; with `--tasks functions`, twenty functions to be written. Each side is an engine beside one without
+speculation, their runs alternating. Printed are tokens per second without, how many times that the side reaches (median
+of rounds), which share of its guesses was right, how many tokens a step gave, and how many tokens are those without.
+"suffix" looks at the request alone, since its runs would find their own answers; "prediction" sends the answer itself,
+a contiguous tenth of it replaced; "draft_model" needs `--draft`. Models are names, files or folders.
 """
 
 import argparse
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
@@ -22,27 +22,62 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 from quire import LLM, SamplingParams  # noqa: E402
 from quire.messages import AddRequest  # noqa: E402
 
-SIDES: dict[str, dict] = {
-    "ngram": {"speculative_config": {"method": "ngram"}},
-    "suffix": {"speculative_config": {"method": "suffix", "suffix_decoding_max_cached_requests": 0}},
-    "prediction": {},
+SIDES = ("ngram", "suffix", "prediction", "draft_model")
+FUNCTIONS = {
+    "fibonacci(n: int) -> int": "Return the n-th Fibonacci number.",
+    "is_palindrome(text: str) -> bool": "Whether the text reads the same backwards.",
+    "merge_sorted(a: list[int], b: list[int]) -> list[int]": "Merge two sorted lists into a sorted one.",
+    "is_prime(n: int) -> bool": "Whether n is a prime number.",
+    "count_vowels(text: str) -> int": "Count the vowels of a text.",
+    "factorial(n: int) -> int": "Return n!.",
+    "flatten(nested: list) -> list": "Flatten a list of lists of any depth.",
+    "gcd(a: int, b: int) -> int": "Return the greatest common divisor.",
+    "running_max(numbers: list[int]) -> list[int]": "Return the largest number so far at each place.",
+    "remove_duplicates(items: list) -> list": "Remove duplicates, and keep the order.",
+    "word_counts(text: str) -> dict[str, int]": "Count how often each word occurs.",
+    "transpose(matrix: list[list[int]]) -> list[list[int]]": "Return the transposed matrix.",
+    "binary_search(items: list[int], wanted: int) -> int": "Return the index of wanted in a sorted list, or -1.",
+    "to_roman(n: int) -> str": "Write a number in Roman numerals.",
+    "is_balanced(text: str) -> bool": "Whether all brackets of the text are balanced.",
+    "quick_sort(items: list[int]) -> list[int]": "Sort a list with quicksort.",
+    "caesar(text: str, shift: int) -> str": "Encrypt a text by shifting its letters.",
+    "median(numbers: list[float]) -> float": "Return the median.",
+    "chunks(items: list, size: int) -> list[list]": "Cut a list into pieces of the given size.",
+    "common_prefix(words: list[str]) -> str": "Return the longest common prefix.",
 }
 
 
-def prompts() -> dict[str, str]:
+def tasks(name: str) -> dict[str, list]:
+    """Prompts by task: texts to be continued, or conversations."""
+    if name == "functions":
+        return {"functions": [f'def {head}:\n    """{text}"""\n' for head, text in FUNCTIONS.items()]}
     code = (ROOT / "src" / "quire" / "registry.py").read_text()
     function = code[code.index("def names") : code.index("@functools")]
     passage = (ROOT / "README.md").read_text()[:2500]
     rewrite = "Rewrite this code. Rename the function `names` to `extensions`. Change nothing else."
-    return {
+    questions = {
         "rewrite": f"{rewrite}\n```python\n{function}\n```",
         "repeat": f"Repeat this text exactly.\n{passage}",
         "story": "Tell me a story about a lighthouse keeper who finds a message.",
     }
+    return {task: [[{"role": "user", "content": text}]] for task, text in questions.items()}
 
 
-def predicted(llm: LLM, answer: list[int]) -> None:
-    """The next request of this engine comes with its answer, a tenth of which is wrong, as a prediction."""
+def options(side: str, draft: str | None, num_tokens: int | None) -> dict:
+    if side == "prediction":
+        return {}
+    settings: dict = {"method": side}
+    if side == "suffix":
+        settings["suffix_decoding_max_cached_requests"] = 0
+    if side == "draft_model":
+        settings["model"] = draft
+    if num_tokens is not None:
+        settings["num_speculative_tokens"] = num_tokens
+    return {"speculative_config": settings}
+
+
+def predict(llm: LLM, answer: list[int]) -> None:
+    """The next requests of this engine come with this answer, a tenth of which is wrong, as a prediction."""
     send = type(llm.client).send
     first, count = len(answer) * 4 // 10, len(answer) // 10
     prediction = answer[:first] + [answer[0]] * count + answer[first + count :]
@@ -55,43 +90,59 @@ def predicted(llm: LLM, answer: list[int]) -> None:
     llm.client.send = send_predicted
 
 
+def compare(plain: LLM, other: LLM, side: str, prompts: list, params: SamplingParams, rounds: int) -> str:
+    times: dict[LLM, list[float]] = {plain: [], other: []}
+    num_equal = num_tokens = 0
+    before = other.client.engine.stats()
+    for round_idx in range(rounds + 1):
+        spent = dict.fromkeys(times, 0.0)
+        for prompt in prompts[:1] if round_idx == 0 else prompts:  # the first round warms up
+            answers = {}
+            for llm in times:
+                if llm is other and side == "prediction":
+                    predict(llm, answers[plain])
+                started = time.perf_counter()
+                ask = llm.generate if isinstance(prompt, str) else llm.chat
+                answers[llm] = ask([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+                spent[llm] += time.perf_counter() - started
+            if round_idx:
+                num_tokens += len(answers[plain])
+                num_equal += sum(a == b for a, b in zip(answers[plain], answers[other]))
+        if round_idx:
+            for llm, seconds in spent.items():
+                times[llm].append(seconds)
+        else:
+            before = other.client.engine.stats()
+    stats = other.client.engine.stats()
+    num_drafts = stats.num_draft_tokens - before.num_draft_tokens
+    num_accepted = sum(stats.accepted_drafts) - sum(before.accepted_drafts)
+    speed = num_tokens / sum(times[plain])
+    ratio = median(a / b for a, b in zip(times[plain], times[other]))
+    per_step = num_tokens / (num_tokens - num_accepted)
+    share = num_accepted / max(1, num_drafts)
+    return f"{speed:.1f} | {ratio:.2f}x | {share:.0%} | {per_step:.2f} | {num_equal} of {num_tokens}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model")
-    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
-    parser.add_argument("--tokens", type=int, default=300)
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--sides", nargs="+", default=["ngram", "suffix", "prediction"], choices=SIDES)
+    parser.add_argument("--draft", help="the small model")
+    parser.add_argument("--tasks", default="texts", choices=("texts", "functions"))
+    parser.add_argument("--tokens", type=int, default=300, help="of an answer")
+    parser.add_argument("--guesses", type=int, help="num_speculative_tokens")
+    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
-    print(f"| | tok/s | {' | '.join(args.sides)} |\n| --- | --- |{' --- |' * len(args.sides)}")
-    with ExitStack() as stack:
-        common = {"max_model_len": 4096, "kv_cache_memory_bytes": 1 << 29}
-        options = {"none": {}} | {side: SIDES[side] for side in args.sides}
-        llms = {side: stack.enter_context(LLM(args.model, **common, **some)) for side, some in options.items()}
-        for name, content in prompts().items():
-            times: dict[str, list[float]] = {side: [] for side in llms}
-            tokens: dict[str, list[int]] = {}
-            shares: dict[str, float] = {}
-            for run in range(args.runs + 1):
-                for side, llm in llms.items():
-                    if side == "prediction":
-                        predicted(llm, tokens["none"])
-                    before = llm.client.engine.stats()
-                    started = time.perf_counter()
-                    output = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)[0]
-                    if run:  # the first warms up
-                        times[side].append(time.perf_counter() - started)
-                    stats = llm.client.engine.stats()
-                    tokens[side] = output.outputs[0].token_ids
-                    num_drafts = stats.num_draft_tokens - before.num_draft_tokens
-                    num_accepted = sum(stats.accepted_drafts) - sum(before.accepted_drafts)
-                    shares[side] = num_accepted / max(1, num_drafts)
-            base = median(times["none"])
-            cells = []
-            for side in args.sides:
-                equal = sum(a == b for a, b in zip(tokens["none"], tokens[side], strict=True))
-                cells.append(f"{base / median(times[side]):.2f}x, {shares[side]:.0%} right, {equal} equal")
-            print(f"| {name} | {args.tokens / base:.0f} | {' | '.join(cells)} |", flush=True)
+    common = {"max_model_len": 2048, "kv_cache_memory_bytes": 1 << 28, "enable_prefix_caching": False}
+    print("| | side | tok/s without | with | right | tokens a step | equal |\n" + "| --- " * 7 + "|")
+    with LLM(args.model, **common) as plain:
+        for side in args.sides:
+            with LLM(args.model, **common, **options(side, args.draft, args.guesses)) as other:
+                for task, prompts in tasks(args.tasks).items():
+                    print(
+                        f"| {task} | {side} | {compare(plain, other, side, prompts, params, args.rounds)} |", flush=True
+                    )
 
 
 if __name__ == "__main__":

@@ -1,32 +1,47 @@
 """Checks that speculative decoding changes no token: `python benchmarks/speculation_exact.py [--prompts 64]`.
 
 In float32, with real weights: prompts with passages to be repeated, half of them greedy, half seeded at temperature 0.8
-with penalties; every prompt twice, so that the second finds a prefix; at pipeline depths 1 and 2; once with so few KV
-blocks that requests are preempted. Drafts are verified however many requests run. Printed are the tokens that differ
-from those without speculation, and how many drafts were accepted at each place. The exit status is 1 if a token
-differs, or if under 20% or over 95% of the drafts were accepted: then nothing was shown.
+with penalties, an eighth with a grammar; every prompt twice, so that the second finds a prefix; at pipeline depths 1
+and 2; once with so few KV blocks that requests are preempted. Drafts of workers are verified however many requests run,
+those of the core come with few requests at a time. A draft model is a copy of the model with noise on its weights;
+predictions are the answers with every ninth token changed. Printed are the tokens that differ from those without
+speculation, and how many drafts were accepted at each place. The exit status is 1 if a token differs, or if under 20%
+or over 95% of the drafts were accepted: then nothing was shown.
 """
 
 import argparse
 import random
 import sys
+import tempfile
 import time
 from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
+from benchmarks.quality import dequantized  # noqa: E402
 from quire import LLM, SamplingParams  # noqa: E402
+from quire.checkpoint.find import find  # noqa: E402
+from quire.messages import AddRequest  # noqa: E402
+from quire.params import StructuredOutputs  # noqa: E402
 
 NUM_DRAFTS = 4
-SPECULATIONS = {
-    "ngram": {
-        "method": "ngram",
-        "num_speculative_tokens": NUM_DRAFTS,
-        "prompt_lookup_min": 2,
-        "num_speculative_tokens_per_batch_size": [[1, 1000, NUM_DRAFTS]],
-    },
+COMMON = {
+    "num_speculative_tokens": NUM_DRAFTS,
+    "num_speculative_tokens_per_batch_size": [[1, 1000, NUM_DRAFTS]],
 }
+SPECULATIONS = {
+    "ngram": {"method": "ngram", "prompt_lookup_min": 2, **COMMON},
+    "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0, **COMMON},
+    "draft_model": {"method": "draft_model", **COMMON},
+    "prediction": None,
+}
+AT_ONCE = {"suffix": 4, "prediction": 2}  # prompts; else all
+NOISE = 0.15  # of a draft model's weights, times their standard deviation
 CASES = {
     "depth 1": {"pipeline_depth": 1},
     "depth 2": {"pipeline_depth": 2},
@@ -52,16 +67,51 @@ def params_of(num_prompts: int, num_tokens: int) -> list[SamplingParams]:
     greedy = SamplingParams(temperature=0, **common)
     penalties = {"presence_penalty": 0.1, "frequency_penalty": 0.05, "repetition_penalty": 1.02}
     seeded = [SamplingParams(temperature=0.8, seed=i, **penalties, **common) for i in range(num_prompts)]
-    return [greedy if i % 2 else seeded[i] for i in range(num_prompts)]
+    found = [greedy if i % 2 else seeded[i] for i in range(num_prompts)]
+    for i in range(0, num_prompts, 8):
+        words = StructuredOutputs(regex=r"([A-Za-z`.,\-]+[ \n]){40,2000}")
+        found[i] = msgspec.structs.replace(found[i], structured_outputs=words)
+    return found
 
 
-def run(args: argparse.Namespace, **options):
+def perturbed(model: str, folder: Path) -> None:
+    """A copy of the model that mostly agrees with it."""
+    files = find(model)
+    dequantized(files.path, folder)
+    tensors = load_file(folder / "model.safetensors")
+    torch.manual_seed(0)
+    for name, values in tensors.items():
+        if values.ndim == 2 and "embed" not in name:
+            noise = torch.randn_like(values, dtype=torch.float32) * values.float().std() * NOISE
+            tensors[name] = (values.float() + noise).to(values.dtype)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def predict(llm: LLM, answers: list[list[int]]) -> None:
+    """Requests come with these answers, every ninth token of which is changed."""
+    send = llm.client.send
+    predictions = iter([[token + (i % 9 == 5) for i, token in enumerate(answer)] for answer in answers])
+
+    def send_predicted(message: object) -> None:
+        if isinstance(message, AddRequest):
+            message = msgspec.structs.replace(message, prediction=next(predictions))
+        send(message)
+
+    llm.client.send = send_predicted
+
+
+def run(args: argparse.Namespace, at_once: int = 1000, predictions: list[list[int]] | None = None, **options):
     """(token ids of every request, logprobs of these, the engine's counts)."""
     common = {"dtype": "float32", "quantization": "none", "max_num_seqs": args.seqs, "max_model_len": 1024}
     with LLM(args.model, **common, device=args.device, **options) as llm:
         prompts = prompts_of(llm, args.prompts)
         params = params_of(len(prompts), args.tokens)
-        outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+        if predictions is not None:
+            predict(llm, predictions)
+        outputs = []
+        for start in range(0, len(prompts), at_once):
+            some = slice(start, start + at_once)
+            outputs += [output.outputs[0] for output in llm.generate(prompts[some], params[some], use_tqdm=False)]
         stats = llm.client.engine.stats()
     tokens = [list(output.token_ids) for output in outputs]
     logprobs = [[entry[token].logprob for entry, token in zip(o.logprobs, o.token_ids)] for o in outputs]
@@ -81,10 +131,16 @@ def main() -> None:
     expected, expected_logprobs, _ = run(args)
     print(f"without: {time.monotonic() - started:.0f} s", flush=True)
     is_right = True
+    folder = tempfile.TemporaryDirectory()
+    if "draft_model" in args.methods:
+        perturbed(args.model, Path(folder.name))
+        SPECULATIONS["draft_model"]["model"] = folder.name
     for method in args.methods:
         for case, options in CASES.items():
             started = time.monotonic()
-            found, logprobs, stats = run(args, speculative_config=SPECULATIONS[method], **options)
+            predictions = expected if method == "prediction" else None
+            settings = {"speculative_config": SPECULATIONS[method], **options}
+            found, logprobs, stats = run(args, AT_ONCE.get(method, 1000), predictions, **settings)
             pairs = zip(expected, found)
             differing = sum(a != b for theirs, ours in pairs for a, b in zip(theirs, ours, strict=True))
             largest = max(abs(a - b) for x, y in zip(expected_logprobs, logprobs) for a, b in zip(x, y))
@@ -98,6 +154,7 @@ def main() -> None:
                 flush=True,
             )
             is_right &= not differing and 0.2 <= share <= 0.95
+    folder.cleanup()
     sys.exit(not is_right)
 
 

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "api": {"frontend", "api", "bench"},
     "bench": {"bench"},
     "frontend": {"frontend", "structured.spec"},
-    "core": {"core", "kv", "executor.base", "structured"},
+    "core": {"core", "kv", "executor.base", "structured", "spec.proposer", "spec.prediction", "spec.suffix"},
     "structured": {"structured"},
     "kv": {"kv"},
     "executor": {"executor"},

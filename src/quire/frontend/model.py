@@ -63,7 +63,10 @@ class ModelInfo:
         if not options.skip_tokenizer_init:
             tokenizer = Tokenizer.from_path(options.tokenizer) if options.tokenizer else Tokenizer.from_files(files)
             template = ChatTemplate.of(tokenizer, _template_source(options.chat_template))
-            if draft_files is not None:
+            # A folder of weights alone is taken at its word.
+            if draft_files is not None and (
+                draft_files.kind == "gguf" or (draft_files.path / "tokenizer.json").exists()
+            ):
                 _check_same_tokens(tokenizer, Tokenizer.from_files(draft_files))
         return cls(resolved, hf_config, read_generation_config(files), tokenizer, template)
 
