@@ -4,6 +4,7 @@ The whole thing: `quire serve` as a process, the `openai` client over HTTP, sign
 """
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -20,6 +21,9 @@ from tests.prompts import PROMPTS
 EXECUTOR = {"the default model": "tests.poison_real", "a small one": "tests.poison_real:20"}
 NUM_STREAMS = {"the default model": 16, "a small one": 64}
 MAX_TOKENS = {"the default model": 32, "a small one": 128}
+# The small one guesses tokens, however many requests run.
+NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "num_speculative_tokens_per_batch_size": [[1, 1000, 3]]}
+GUESSES = {"the default model": [], "a small one": ["--speculative-config", json.dumps(NGRAM)]}
 WATCHDOG_S = 3
 MOVES_WITHIN_S = 5.0  # or, on slow machines, within twice the time a first start and the first tokens take there
 
@@ -29,8 +33,9 @@ def server(request, served_llama):
     """Of the model that a test asks for. In float32, so that no sum depends on what else is in the batch."""
     model = ["smollm2", "--dtype", "float32"] if request.param == "the default model" else served_llama
     flags = f"--executor {EXECUTOR[request.param]} --watchdog-s {WATCHDOG_S} --max-model-len 512"
+    flags = [*flags.split(), *GUESSES[request.param], "--kv-cache-memory-bytes", "512M"]
     started = time.monotonic()
-    with ServerProcess([*QUIRE, *model, *flags.split(), "--kv-cache-memory-bytes", "512M"], "/ready") as server:
+    with ServerProcess([*QUIRE, *model, *flags], "/ready") as server:
         server.max_tokens = MAX_TOKENS[request.param]
         server.prompts = [
             PROMPTS[i % len(PROMPTS)] + " " * (i // len(PROMPTS)) for i in range(NUM_STREAMS[request.param])

@@ -146,11 +146,9 @@ def test_nobody_is_preempted_for_drafts():
     assert core.engine.scheduler.stats.num_preemptions == 0
 
 
-def traffic(seed: int, depth: int, hybrid: bool, caching: bool, predicts: bool = False, drafts: bool = True) -> Core:
-    rng = random.Random(seed)
-    core = Core(
+def small_core(rng: random.Random, depth: int, hybrid: bool, caching: bool, **options) -> Core:
+    return Core(
         HYBRID if hybrid else FULL,
-        executor=Drafting if drafts else None,
         block_size=BLOCK_SIZE,
         pipeline_depth=depth,
         enable_prefix_caching=caching,
@@ -158,7 +156,13 @@ def traffic(seed: int, depth: int, hybrid: bool, caching: bool, predicts: bool =
         max_num_batched_tokens=rng.randint(5, 30),
         num_gpu_blocks_override=rng.randint(56, 80) if hybrid else rng.randint(17, 40),
         max_model_len=40,
+        **options,
     )
+
+
+def traffic(seed: int, depth: int, hybrid: bool, caching: bool, predicts: bool = False, drafts: bool = True) -> Core:
+    rng = random.Random(seed)
+    core = small_core(rng, depth, hybrid, caching, executor=Drafting if drafts else None)
     aborted = core.random_traffic(rng, predicts=predicts)
     core.assert_all_as_expected(but=aborted)
     core.assert_nothing_is_held()
@@ -226,18 +230,8 @@ def test_any_traffic_that_repeats_itself_gives_every_request_its_own_tokens(seed
 
 def repeated(seed: int, depth: int, hybrid: bool, caching: bool) -> Core:
     """The same traffic twice, with suffix decoding."""
-    rng = random.Random(seed)
-    core = Core(
-        HYBRID if hybrid else FULL,
-        block_size=BLOCK_SIZE,
-        speculative_config={"method": "suffix", "num_speculative_tokens": 4},
-        pipeline_depth=depth,
-        enable_prefix_caching=caching,
-        max_num_seqs=rng.randint(1, 5),
-        max_num_batched_tokens=rng.randint(5, 30),
-        num_gpu_blocks_override=rng.randint(56, 80) if hybrid else rng.randint(17, 40),
-        max_model_len=40,
-    )
+    suffix = {"method": "suffix", "num_speculative_tokens": 4}
+    core = small_core(random.Random(seed), depth, hybrid, caching, speculative_config=suffix)
     aborted = core.random_traffic(random.Random(seed))
     aborted |= core.random_traffic(random.Random(seed), prefix="again")
     core.assert_all_as_expected(but=aborted)

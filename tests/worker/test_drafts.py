@@ -111,19 +111,30 @@ def test_kernels_of_gpus_verify_drafts_too(model):
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 
-def looked_up(model, params, **options):
-    """The tokens with prompt lookup are those without; returns what was drafted."""
-    prompts = [PROMPTS[0] * 2, PROMPTS[1], [5, 6, 7, 8] * 6, PROMPTS[0]]
-    prompts = [prompt[-40:] for prompt in prompts][: len(params)]
-    with LLM(str(model), **{**OPTIONS, **options}) as llm:
-        expected = llm.generate(prompts, params, use_tqdm=False)
-    with LLM(str(model), **{**OPTIONS, **options}, speculative_config=NGRAM) as llm:
-        found = llm.generate(prompts, params, use_tqdm=False)
+def drafts_of(model, prompts, params, method=None, predicts=False, **options):
+    """The tokens are those without speculation; returns what was drafted.
+
+    With `predicts` requests come with their answers, every tenth token of which is wrong.
+    """
+    options = {**OPTIONS, **options}
+    with LLM(str(model), **options) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    predictions = iter([[token + (i % 10 == 4) for i, token in enumerate(answer)] for answer in expected])
+    with LLM(str(model), **options, speculative_config=method) as llm:
+        if predicts:
+            send = llm.client.send
+            llm.client.send = lambda message: send(msgspec.structs.replace(message, prediction=next(predictions)))
+        found = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
         engine = llm.client.engine
         engine.kv.check()
         stats = engine.stats()
-    assert [output.outputs[0].token_ids for output in found] == [output.outputs[0].token_ids for output in expected]
+    assert found == expected
     return stats
+
+
+def looked_up(model, params, **options):
+    prompts = [PROMPTS[0] * 2, PROMPTS[1], [5, 6, 7, 8] * 6, PROMPTS[0]]
+    return drafts_of(model, [prompt[-40:] for prompt in prompts][: len(params)], params, NGRAM, **options)
 
 
 @pytest.mark.parametrize("blocks", [32, 9], ids=["room", "preemption"])
@@ -183,18 +194,8 @@ def perturbed(model, tmp_path_factory):
 
 
 def drafted(model, draft, params, **options):
-    """The tokens with a draft model are those without; returns what was drafted."""
-    prompts = PROMPTS[: len(params)]
-    with LLM(str(model), **{**OPTIONS, **options}) as llm:
-        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     method = {"method": "draft_model", "model": str(draft)}
-    with LLM(str(model), **{**OPTIONS, **options}, speculative_config=method) as llm:
-        found = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-        engine = llm.client.engine
-        engine.kv.check()
-        stats = engine.stats()
-    assert found == expected
-    return stats
+    return drafts_of(model, PROMPTS[: len(params)], params, method, **options)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -242,20 +243,7 @@ def test_a_draft_model_must_be_as_long_and_speak_the_same_tokens(model, tmp_path
 
 
 def predicted(model, params, **options):
-    """The tokens with predictions, every tenth token of which is wrong, are those without; returns what was drafted."""
-    prompts = PROMPTS[: len(params)]
-    with LLM(str(model), **{**OPTIONS, **options}) as llm:
-        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-    predictions = iter([[token + (i % 10 == 4) for i, token in enumerate(answer)] for answer in expected])
-    with LLM(str(model), **{**OPTIONS, **options}) as llm:
-        send = llm.client.send
-        llm.client.send = lambda message: send(msgspec.structs.replace(message, prediction=next(predictions)))
-        found = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-        engine = llm.client.engine
-        engine.kv.check()
-        stats = engine.stats()
-    assert found == expected
-    return stats
+    return drafts_of(model, PROMPTS[: len(params)], params, predicts=True, **options)
 
 
 @pytest.mark.parametrize("blocks", [32, 9], ids=["room", "preemption"])

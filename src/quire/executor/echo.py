@@ -10,7 +10,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.kv.specs import CacheSpec, Full, KVLayout
-from quire.step import VECTOR, Masks, StepPlan, StepResult
+from quire.step import TOKEN, VECTOR, Masks, StepPlan, StepResult
 
 
 class EchoExecutor(Executor):
@@ -45,8 +45,8 @@ class EchoExecutor(Executor):
             token_ids, num_prompt_tokens = self.prompts[row]
             if produces == VECTOR:
                 vectors[len(tokens)] = [float(token_id) for token_id in token_ids]
-            next_token = token_ids[(start + count) % num_prompt_tokens]
-            tokens.append([next_token] if produces > 0 else [])
+            length = start + count - max(0, produces - TOKEN)  # drafts are not looked at
+            tokens.append([token_ids[length % num_prompt_tokens]] if produces > 0 else [])
         step = StepResult(plan.step_id, tokens, vectors=vectors)
         return _Done(step, self.next_end if self.step_s else 0.0)
 
