@@ -102,6 +102,12 @@ def packed(name: str, n: int = 20, k: int = 192) -> words.WordWeight:
     return found
 
 
+@pytest.fixture(autouse=True)
+def same_numbers():
+    """Whatever tests ran before: a sum that lies between two float8 may be rounded either way."""
+    GENERATOR.manual_seed(0)
+
+
 @pytest.fixture
 def few_programs(monkeypatch):
     """The interpreter takes long for each program, and what it computes at once."""
