@@ -57,6 +57,17 @@ def test_suffix_decoding_guesses_as_far_as_it_compares():
     )
 
 
+SYNTHETIC = {"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": "synthetic"}
+
+
+def test_synthetic_acceptance_is_a_chance_per_place():
+    found = read_speculation(SYNTHETIC | {"synthetic_acceptance_rates": [0.8, 0.4, 0]})
+    assert found.chances == (0.8, 0.5, 0.0)
+    chances = read_speculation(SYNTHETIC | {"synthetic_acceptance_length": 2.952}).chances
+    assert chances == pytest.approx([0.8] * 3)
+    assert read_speculation({"method": "ngram", "rejection_sample_method": "standard"}).chances == ()
+
+
 @pytest.mark.parametrize(
     "settings, words",
     [
@@ -81,6 +92,13 @@ def test_suffix_decoding_guesses_as_far_as_it_compares():
         ({"method": "ngram", "num_speculative_tokens_per_batch_size": 5}, "must be a list"),
         ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[2, 4, 1]]}, "must begin at 1"),
         ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 4, 3], [4, 8, 1]]}, "without overlaps"),
+        (SYNTHETIC, "needs either synthetic_acceptance_rates or"),
+        (SYNTHETIC | {"synthetic_acceptance_rates": [0.5]}, "must be 3 numbers from 0 to 1"),
+        (SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.6, 0.1]}, "must not go up"),
+        (SYNTHETIC | {"synthetic_acceptance_length": 4.5}, "must be a number from 1 to 4"),
+        ({"method": "ngram", "synthetic_acceptance_length": 2}, "synthetic acceptance needs"),
+        ({"method": "ngram", "rejection_sample_method": "block"}, "is standard or synthetic, not 'block'"),
+        (SYNTHETIC | {"method": "suffix", "synthetic_acceptance_length": 2}, "needs the method ngram"),
         *(({"method": method}, f"the method {method} is not supported") for method in OTHER_METHODS),
         *(({"method": "ngram", key: 1}, f"{key} is not supported") for key in OTHER_KEYS),
     ],

@@ -213,7 +213,7 @@ def test_predictions_are_accepted_and_rejected_at_every_place(depth):
 def test_a_predicted_answer_takes_few_steps_and_is_counted(depth):
     core = Core(pipeline_depth=depth, block_size=BLOCK_SIZE)
     right = answer_to([1, 2, 3], 40)
-    core.add("a", [1, 2, 3], max_tokens=40, prediction=right[:20] + [5, 6, 7] + right[23:])
+    core.add("a", [1, 2, 3], max_tokens=40, prediction=right[:18] + [5, 6, 7] + right[21:])
     core.run()
     core.assert_all_as_expected()
     deltas = [delta for outputs in core.steps for delta in outputs.deltas]

@@ -536,11 +536,9 @@ def test_bodies_are_bounded_in_total_and_per_address(smollm2):
 # == A conviction names exactly what was run ===========================================================================
 
 
-def state(
-    owner: str = "", seed: int = 1, request_id: str = "a", params: SamplingParams = PARAMS, **fields: Any
-) -> RequestState:
+def state(seed: int = 1, request_id: str = "a", params: SamplingParams = PARAMS, **fields: Any) -> RequestState:
     message = AddRequest(request_id, [1, 2, 3], params, seed, **fields)
-    return RequestState(request_id, None, [1, 2, 3], params, message, None, owner)
+    return RequestState(request_id, None, [1, 2, 3], params, message, None)
 
 
 def test_a_fingerprint_covers_every_field_that_is_run_and_no_other():
@@ -554,9 +552,10 @@ def test_a_fingerprint_covers_every_field_that_is_run_and_no_other():
         "cache_salt": {"cache_salt": "x"},
         "constraint": {"constraint": Constraint(GrammarSpec("regex", "a"))},
         "wants_vector": {"wants_vector": True},
+        "prediction": {"prediction": [1]},
         "owner": {"owner": "k"},
     }
-    known = {"request_id", "seed", "priority", "choices", *others} - {"owner"}
+    known = {"request_id", "seed", "priority", "choices", *others}
     check(set(AddRequest.__struct_fields__) == known, "is a new field part of what is run? say so here")
     found = [state(**fields).fingerprint() for fields in others.values() if fields is not None]
     different = state()

@@ -172,6 +172,32 @@ def test_kernels_of_gpus_look_up_too(model):
     assert stats.num_drafts > 0
 
 
+SYNTHETIC = {"method": "ngram", "num_speculative_tokens": 4, "rejection_sample_method": "synthetic"}
+
+
+@pytest.mark.parametrize("device", [{"device": "cpu", "pipeline_depth": 1}, DEVICE | {"pipeline_depth": 2}], ids=str)
+def test_drafts_count_as_right_by_chance(model, device):
+    """As often as was asked for, in each place."""
+    is_fast = "interpret_triton" not in device
+    tokens, bound = (240, 0.1) if is_fast else (60, 0.25)
+    rates = [0.8, 0.64, 0.512, 0.4096]
+    table = {"num_speculative_tokens_per_batch_size": [[1, 9, 4]]}
+    settings = SYNTHETIC | table | {"synthetic_acceptance_rates": rates}
+    options = {**OPTIONS, **device, "load_format": "dummy", "max_model_len": 256, "speculative_config": settings}
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    with LLM(str(model), **{**options, "num_gpu_blocks_override": 200}) as llm:
+        outputs = llm.generate([[5, 6, 7]] * 2, params, use_tqdm=False)
+        stats = llm.client.engine.stats()
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [tokens] * 2
+    assert [accepted / stats.num_drafts for accepted in stats.accepted_drafts] == pytest.approx(rates, abs=bound)
+
+
+def test_only_random_weights_take_chances(model):
+    settings = SYNTHETIC | {"synthetic_acceptance_length": 3}
+    with pytest.raises(ConfigError, match="needs --load-format dummy"):
+        LLM(str(model), **{**OPTIONS, "device": "cpu"}, speculative_config=settings)
+
+
 def test_nothing_is_guessed_beside_an_operators_own_processor(model):
     processor = "tests.sampling.test_custom:After"
     options = {**OPTIONS, "device": "cpu", "logits_processors": [processor], "speculative_config": NGRAM}
@@ -194,7 +220,9 @@ def perturbed(model, tmp_path_factory):
 
 
 def drafted(model, draft, params, **options):
-    method = {"method": "draft_model", "model": str(draft)}
+    # With a table, since a draft model as large as the model is not worth its time.
+    table = {"num_speculative_tokens_per_batch_size": [[1, 99, 3]]}
+    method = {"method": "draft_model", "model": str(draft), **table}
     return drafts_of(model, PROMPTS[: len(params)], params, method, **options)
 
 

@@ -65,6 +65,8 @@ def resolve(
         raise ConfigError(
             f"num_speculative_tokens ({speculation.num_tokens}) must be below max_model_len ({max_model_len})"
         )
+    if speculation is not None and speculation.chances and model.load_format != "dummy":
+        raise ConfigError("synthetic acceptance makes text meaningless: it needs --load-format dummy")
     if draft is not None and speculation is not None:
         config = _with_draft(config, speculation, draft, device, max_model_len)
     return config.replace(

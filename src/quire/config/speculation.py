@@ -5,6 +5,7 @@ Used by the options class, when an engine is configured, and by those who draft 
 
 import difflib
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from quire.errors import ConfigError
@@ -28,8 +29,7 @@ OTHER_METHODS = (
 OTHER_KEYS = (
     "draft_tensor_parallel_size", "tensor_parallel_size", "revision", "code_revision",
     "draft_load_config", "max_model_len", "enforce_eager", "moe_backend", "attention_backend", "kv_cache_dtype",
-    "parallel_drafting", "rejection_sample_method", "synthetic_acceptance_rates",
-    "synthetic_acceptance_length", "draft_sample_method", "use_local_argmax_reduction", "use_heterogeneous_vocab",
+    "parallel_drafting", "draft_sample_method", "use_local_argmax_reduction", "use_heterogeneous_vocab",
     "disable_padded_drafter_batch", "disable_eagle_block_drop", "index_share_for_mtp_iteration",
     "enable_adaptive_verification", "dspark_draft_topk", "target_model_config", "target_parallel_config",
     "draft_model_config", "draft_parallel_config",
@@ -48,6 +48,9 @@ OWN_KEYS = (
     "method",
     "num_speculative_tokens",
     "num_speculative_tokens_per_batch_size",
+    "rejection_sample_method",
+    "synthetic_acceptance_rates",
+    "synthetic_acceptance_length",
     *(key for keys in KEYS_OF.values() for key in keys),
 )
 
@@ -68,6 +71,8 @@ class Speculation:
     min_token_prob: float = 0.1  # of the last token that is guessed
     # (requests from here on, tokens guessed at once), by number of requests running; empty: by what a step can bear.
     by_batch_size: tuple[tuple[int, int], ...] = ()
+    # For measuring: how often a draft counts as right if all before it did, by place; empty: if it is right.
+    chances: tuple[float, ...] = ()
 
     @property
     def is_of_core(self) -> bool:
@@ -121,7 +126,51 @@ def read_speculation(settings: dict[str, Any]) -> Speculation:
         _number(settings, "suffix_decoding_max_spec_factor", 1.0, 0, 1e6),
         _number(settings, "suffix_decoding_min_token_prob", 0.1, 0, 1),
         by_batch_size,
+        _chances(settings, METHODS[method], num_tokens),
     )
+
+
+def _chances(settings: dict[str, Any], method: str, num_tokens: int) -> tuple[float, ...]:
+    """vLLM's synthetic acceptance: how many reach each place, or how many tokens a step gives on average."""
+    rule = settings.get("rejection_sample_method") or "standard"
+    rates, length = settings.get("synthetic_acceptance_rates"), settings.get("synthetic_acceptance_length")
+    if rule == "standard":
+        if rates is not None or length is not None:
+            raise ConfigError('speculative_config: synthetic acceptance needs "rejection_sample_method": "synthetic"')
+        return ()
+    if rule != "synthetic":
+        raise ConfigError(f"speculative_config: rejection_sample_method is standard or synthetic, not {rule!r:.40}")
+    if method != "ngram":
+        raise ConfigError(f"speculative_config: synthetic acceptance needs the method ngram, not {method}")
+    if (rates is None) == (length is None):
+        raise ConfigError(
+            "speculative_config: synthetic acceptance needs either synthetic_acceptance_rates or "
+            "synthetic_acceptance_length"
+        )
+    if length is not None:
+        return (
+            _constant_chance(_number(settings, "synthetic_acceptance_length", 1, 1, num_tokens + 1), num_tokens),
+        ) * num_tokens
+    rates = list(rates) if isinstance(rates, list | tuple) else []
+    if len(rates) != num_tokens or not all(type(rate) in (int, float) and 0 <= rate <= 1 for rate in rates):
+        raise ConfigError(
+            f"speculative_config: synthetic_acceptance_rates must be {num_tokens} numbers from 0 to 1, one per place"
+        )
+    if any(later > earlier for earlier, later in pairwise(rates)):
+        raise ConfigError("speculative_config: synthetic_acceptance_rates must not go up from place to place")
+    return tuple(later / earlier if earlier else 0.0 for earlier, later in pairwise([1.0, *rates]))
+
+
+def _constant_chance(num_tokens: float, num_drafts: int) -> float:
+    """The chance of each draft with which a step gives so many tokens on average."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        chance = (low + high) / 2
+        if sum(chance**place for place in range(num_drafts + 1)) < num_tokens:
+            low = chance
+        else:
+            high = chance
+    return high
 
 
 def _text(settings: dict[str, Any], key: str) -> str:

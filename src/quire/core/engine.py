@@ -95,6 +95,7 @@ class Engine:
             config.speculative.speculation,
             on_cpu=config.device.device == "cpu",
             num_ahead=self.executor.num_ahead,
+            draft_cost=self.executor.draft_cost,
         )
         self.scheduler = Scheduler(config.scheduler, self.kv, self.pipeline, drafting)
         # An operator's own logits processors look at the one token of a request that is next.

@@ -13,7 +13,7 @@ import itertools
 import time
 
 from quire.config import SchedulerConfig, resolved
-from quire.core.drafting import Drafting, DraftLength
+from quire.core.drafting import Drafting
 from quire.core.pipeline import Entry, Pipeline, PlannedStep
 from quire.core.request import NO_ROW, Request, Status
 from quire.core.waiting import POLICIES, WaitingQueue
@@ -48,8 +48,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         request.key = self.line_key(request, next(self.arrivals))
-        num_drafts = self.drafting.num_drafts if request.proposer is None else self.drafting.num_proposed
-        request.draft_length = DraftLength(num_drafts)
+        request.draft_length = self.drafting.draft_length(request.proposer)
         request.blocks = self.kv.open(request.token_ids, request.cache_salt)
         self.requests[request.request_id, request.choice_idx] = request
         leader = self.requests.get((request.request_id, 0), request)
@@ -365,8 +364,7 @@ class Scheduler:
         """What a step says about drafts: how many were right, and how many there are for the next one."""
         request.num_drafts = guessed[idx] if guessed else None
         if num_drafts:
-            most = self.drafting.num_drafts if request.proposer is None else self.drafting.num_proposed
-            request.draft_length.saw(num_drafts, num_accepted, most)
+            request.draft_length.saw(num_drafts, num_accepted)
             stats = self.stats
             stats.num_drafts += 1
             stats.num_draft_tokens += num_drafts

@@ -31,6 +31,11 @@ class Executor(ABC):
         """For how many tokens after those of a step rows need blocks, so that the drafter can guess."""
         return 0
 
+    @property
+    def draft_cost(self) -> float:
+        """How long the drafter takes to guess a token, in steps."""
+        return 0.0
+
     @abstractmethod
     def __init__(self, config: EngineConfig) -> None:
         """Loads the model; `config` is resolved."""

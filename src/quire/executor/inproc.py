@@ -26,6 +26,10 @@ class InprocExecutor(Executor):
     def num_ahead(self) -> int:
         return self.worker.drafter.num_ahead
 
+    @property
+    def draft_cost(self) -> float:
+        return self.worker.drafter.cost
+
     def kv_specs(self) -> dict[str, CacheSpec]:
         return self.worker.kv_specs()
 

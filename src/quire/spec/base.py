@@ -11,6 +11,7 @@ from quire.step import StepPlan
 
 class NoDrafter:
     num_drafts = 0  # how many tokens it guesses for a row, at most
+    cost = 0.0  # of a guess, in steps
     num_ahead = 0  # tokens after those of a step for which rows need blocks, so that it can guess
 
     def see(self, plan: StepPlan) -> None:
@@ -24,3 +25,17 @@ class NoDrafter:
         `num_drafts`. What it did not write is verified all the same, if the core did not know.
         """
         return None
+
+    def decide(
+        self,
+        first_samples: Tensor,
+        sample_at_S: Tensor,
+        rows_S: Tensor,
+        positions_S: Tensor,
+        chosen_S: Tensor,
+        token_ids_T: Tensor,
+    ) -> None:
+        """Called before drafts are compared with the tokens chosen in their places, which may be replaced here.
+
+        The arguments are those of `accept` in `ops/step/reference.py`.
+        """

@@ -39,9 +39,10 @@ class TokenRunner(Protocol):
 
 
 class Drafter(NoDrafter):
-    def __init__(self, num_drafts: int, max_len: int, max_tokens: int) -> None:
-        """`max_tokens`: of a forward pass."""
+    def __init__(self, num_drafts: int, cost: float, max_len: int, max_tokens: int) -> None:
+        """`cost`: of a guess, in steps. `max_tokens`: of a forward pass."""
         self.num_drafts = num_drafts
+        self.cost = cost
         self.num_ahead = num_drafts + 1
         self.max_len = max_len
         self.max_tokens = max_tokens

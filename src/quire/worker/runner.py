@@ -258,8 +258,12 @@ class Runner:
         num_producing = sum(map(bool, plan.produces))
         first_samples = inputs.first_samples[: num_producing + 1]
         num_accepted = self.num_accepted[:num_producing]
-        samples = inputs.sample_at, inputs.sample_rows, inputs.sample_positions
-        self.device.accept(first_samples, *samples, self.out_ids, inputs.token_ids, self.batch.lengths, num_accepted)
+        count = plan.num_samples
+        at, chosen = inputs.sample_at[:count], self.out_ids[:count]
+        rows_S, positions_S = inputs.sample_rows[:count], inputs.sample_positions[:count]
+        step = first_samples, at, rows_S, positions_S, chosen, inputs.token_ids
+        self.drafter.decide(*step)
+        self.device.accept(*step, self.batch.lengths, num_accepted)
         pending.num_accepted = ToHost(num_accepted)
         rows = [row for row, produces in zip(plan.rows, plan.produces) if produces > 0]
         if rows and plan.wants_drafts:

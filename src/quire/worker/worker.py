@@ -19,7 +19,7 @@ from quire.kv.specs import CacheSpec, KVLayout
 from quire.layers.attention.base import Limits
 from quire.layers.linear import LMHead
 from quire.sampling.custom import load as load_processors
-from quire.spec import draft_model
+from quire.spec import draft_model, synthetic
 from quire.spec.base import NoDrafter
 from quire.worker.build import Model, build
 from quire.worker.choose import DTYPES, cache_dtype, runs_on_triton
@@ -50,17 +50,11 @@ def device_module(config: EngineConfig) -> Device:
         ) from None
 
 
-def make_drafter(config: EngineConfig) -> NoDrafter:
-    speculation = config.speculative.speculation
-    if speculation is None or speculation.is_of_core:
-        return NoDrafter()
-    if config.structured.logits_processors:
-        log.warning("no tokens are guessed: --logits-processors look at the one token of a request that is next")
-        return NoDrafter()
-    if speculation.model:
-        max_tokens = resolved(config.scheduler.max_num_batched_tokens)
-        return draft_model.Drafter(speculation.num_tokens, resolved(config.model.max_model_len), max_tokens)
-    return registry.load("quire.spec", speculation.method).Drafter(speculation, runs_on_triton(config))
+def weight_bytes(model: Model) -> int:
+    seen: dict[int, int] = {}  # address -> bytes: tied layers have the same address
+    for layer in layers(model):
+        seen |= layer.memory()
+    return sum(seen.values())
 
 
 class Worker:
@@ -78,14 +72,28 @@ class Worker:
         self.vocab_size = hf_config["vocab_size"]
         self.processors = load_processors(config.structured.logits_processors, self.vocab_size, self.device)
         self.model = self._load(config, files, hf_config)
-        self.drafter = make_drafter(config)
         self.draft: Model | None = None  # a small model that guesses
-        speculation = config.speculative.speculation
-        if speculation is not None and isinstance(self.drafter, draft_model.Drafter):
-            draft_files = find(speculation.model)
-            small = config.replace(model=speculation.model, quantization=speculation.quantization)
-            self.draft = self._load(small, draft_files, read_config(draft_files))
+        self.drafter = self._drafter(config)
         log.info("weights loaded: %.0f MB in %.2f s", self.weight_bytes / 1e6, time.monotonic() - started)
+
+    def _drafter(self, config: EngineConfig) -> NoDrafter:
+        speculation = config.speculative.speculation
+        if speculation is None or speculation.is_of_core:
+            return NoDrafter()
+        if config.structured.logits_processors:
+            log.warning("no tokens are guessed: --logits-processors look at the one token of a request that is next")
+            return NoDrafter()
+        if speculation.chances:
+            log.warning("guessed tokens count as right by chance: for measuring only, the text means nothing")
+            return synthetic.Drafter(speculation, self.vocab_size, self.device)
+        if not speculation.model:
+            return registry.load("quire.spec", speculation.method).Drafter(speculation, runs_on_triton(config))
+        files = find(speculation.model)
+        small = config.replace(model=speculation.model, quantization=speculation.quantization)
+        self.draft = self._load(small, files, read_config(files))
+        cost = weight_bytes(self.draft) / weight_bytes(self.model)
+        max_tokens = resolved(config.scheduler.max_num_batched_tokens)
+        return draft_model.Drafter(speculation.num_tokens, cost, resolved(config.model.max_model_len), max_tokens)
 
     def _load(self, config: EngineConfig, files: ModelFiles, hf_config: dict[str, Any]) -> Model:
         model = build(config, hf_config)
@@ -103,11 +111,7 @@ class Worker:
 
     @property
     def weight_bytes(self) -> int:
-        seen: dict[int, int] = {}  # address -> bytes: tied layers have the same address
-        for model in filter(None, (self.model, self.draft)):
-            for layer in layers(model):
-                seen |= layer.memory()
-        return sum(seen.values())
+        return sum(weight_bytes(model) for model in (self.model, self.draft) if model is not None)
 
     def kv_specs(self) -> dict[str, CacheSpec]:
         specs = kv_specs(self.model, cache_dtype(self.config))

@@ -61,14 +61,14 @@ class TextPart(msgspec.Struct):
 
 
 class PredictedPart(msgspec.Struct):
-    text: str
+    text: Text
     type: Literal["text"] = "text"
 
 
 class PredictedContent(msgspec.Struct):
     """What the answer may be like, such as the file that is to be edited: where it is right, answers are faster."""
 
-    content: str | Annotated[list[PredictedPart], msgspec.Meta(max_length=MAX_MESSAGES)]
+    content: Text | Annotated[list[PredictedPart], msgspec.Meta(max_length=MAX_MESSAGES)]
     type: Literal["content"] = "content"
 
     @property
