@@ -3,7 +3,8 @@
 One request at a time, greedy: a function to be rewritten with another name, a passage to be repeated, a story without
 anything to match; with `--tasks functions`, twenty functions to be written. Each side is an engine beside one without
 speculation, their runs alternating. Printed are tokens per second without, how many times that the side reaches (median
-of rounds), which share of its guesses was right, how many tokens a step gave, and how many tokens are those without.
+of rounds), both from the first token on, the same with the prompt's time in it, which share of its guesses was right,
+how many tokens a step gave, and how many tokens are those without.
 "suffix" looks at the request alone, since its runs would find their own answers; "prediction" sends the answer itself,
 a contiguous tenth of it replaced; "draft_model" needs `--draft`. Models are names, files or folders.
 """
@@ -90,21 +91,31 @@ def predict(llm: LLM, answer: list[int]) -> None:
     llm.client.send = send_predicted
 
 
+def timed(llm: LLM, prompt: str | list, params: SamplingParams) -> tuple[list[int], float, float]:
+    """(token ids, seconds from the first of them on, seconds of all)."""
+    started = time.perf_counter()
+    first = 0.0
+    token_ids: list[int] = []
+    for output in llm.stream(prompt if isinstance(prompt, str) else llm.encode_chat(prompt), params):
+        first = first or time.perf_counter()
+        token_ids = output.outputs[0].token_ids
+    ended = time.perf_counter()
+    return token_ids, ended - first, ended - started
+
+
 def compare(plain: LLM, other: LLM, side: str, prompts: list, params: SamplingParams, rounds: int) -> str:
-    times: dict[LLM, list[float]] = {plain: [], other: []}
+    times: dict[LLM, list[tuple[float, float]]] = {plain: [], other: []}  # from the first token on; of all
     num_equal = num_tokens = 0
     before = other.client.engine.stats()
     for round_idx in range(rounds + 1):
-        spent = dict.fromkeys(times, 0.0)
+        spent = {llm: (0.0, 0.0) for llm in times}
         for prompt in prompts[:1] if round_idx == 0 else prompts:  # the first round warms up
             answers = {}
             for llm in times:
                 if llm is other and side == "prediction":
                     predict(llm, answers[plain])
-                started = time.perf_counter()
-                ask = llm.generate if isinstance(prompt, str) else llm.chat
-                answers[llm] = ask([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
-                spent[llm] += time.perf_counter() - started
+                answers[llm], *seconds = timed(llm, prompt, params)
+                spent[llm] = spent[llm][0] + seconds[0], spent[llm][1] + seconds[1]
             if round_idx:
                 num_tokens += len(answers[plain])
                 num_equal += sum(a == b for a, b in zip(answers[plain], answers[other]))
@@ -116,11 +127,12 @@ def compare(plain: LLM, other: LLM, side: str, prompts: list, params: SamplingPa
     stats = other.client.engine.stats()
     num_drafts = stats.num_draft_tokens - before.num_draft_tokens
     num_accepted = sum(stats.accepted_drafts) - sum(before.accepted_drafts)
-    speed = num_tokens / sum(times[plain])
-    ratio = median(a / b for a, b in zip(times[plain], times[other]))
+    speed = num_tokens / sum(decode for decode, _ in times[plain])
+    pairs = list(zip(times[plain], times[other]))
+    ratio, of_all = (median(a[i] / b[i] for a, b in pairs) for i in (0, 1))
     per_step = num_tokens / (num_tokens - num_accepted)
     share = num_accepted / max(1, num_drafts)
-    return f"{speed:.1f} | {ratio:.2f}x | {share:.0%} | {per_step:.2f} | {num_equal} of {num_tokens}"
+    return f"{speed:.1f} | {ratio:.2f}x | {of_all:.2f}x | {share:.0%} | {per_step:.2f} | {num_equal} of {num_tokens}"
 
 
 def main() -> None:
@@ -135,7 +147,7 @@ def main() -> None:
     args = parser.parse_args()
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
     common = {"max_model_len": 2048, "kv_cache_memory_bytes": 1 << 28, "enable_prefix_caching": False}
-    print("| | side | tok/s without | with | right | tokens a step | equal |\n" + "| --- " * 7 + "|")
+    print("| | side | tok/s without | with | prompt too | right | tokens a step | equal |\n" + "| --- " * 8 + "|")
     with LLM(args.model, **common) as plain:
         for side in args.sides:
             with LLM(args.model, **common, **options(side, args.draft, args.guesses)) as other:

@@ -68,7 +68,7 @@ def test_replace_changes_one_option_and_keeps_the_rest():
         ({"gpu_memory_utilization": math.nan}, "finite"),
         ({"gpu_memory_utilization": 10**400}, "finite"),
         ({"gpu_memory_utilization": 1.5}, "at most 1"),
-        ({"max_model_len": -1}, "at least 1"),
+        ({"max_model_len": -2}, "at least 1"),
         ({"model": 3}, "text"),
         ({"enable_prefix_caching": "yes"}, "true or false"),
         ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "at least max_num_seqs"),

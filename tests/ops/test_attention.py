@@ -94,8 +94,11 @@ class World:
         return torch.einsum("hqk,khd->qhd", weights / total, v)
 
 
-def paged(ops: ModuleType, world: World, seed: int = 1) -> Tensor:
-    """The same attention through a scrambled paged cache, with NaN wherever it is not used."""
+def paged(ops: ModuleType, world: World, seed: int = 1, apart: bool = False) -> Tensor:
+    """The same attention through a scrambled paged cache, with NaN wherever it is not used.
+
+    `apart`: each query is a row of its own, and those of a request read the same blocks.
+    """
     case, size = world.case, world.case.block_size
     random = torch.Generator().manual_seed(seed)
     num_blocks = [-(-len(k) // size) for k in world.keys]
@@ -117,6 +120,12 @@ def paged(ops: ModuleType, world: World, seed: int = 1) -> Tensor:
     starts = torch.tensor([0, *(n for n, _ in case.rows)]).cumsum(0).int()
     lens = torch.tensor([len(k) for k in world.keys]).int()
     tables = AttentionTables(starts, lens, table, size, max(n for n, _ in case.rows))
+    if apart:
+        nums = torch.tensor([n for n, _ in case.rows])
+        before = (lens - nums).repeat_interleave(nums)
+        place = torch.arange(int(nums.sum())) - starts[:-1].repeat_interleave(nums)
+        all_starts = torch.arange(int(nums.sum()) + 1).int()
+        tables = AttentionTables(all_starts, (before + place + 1).int(), table.repeat_interleave(nums, 0), size, 1)
     q = torch.cat(world.queries)
     # As a view of a fused row, as the layers pass it.
     fused = torch.cat((q.flatten(1), torch.full((len(q), 48), math.nan, dtype=case.dtype)), 1)
@@ -243,6 +252,15 @@ def test_a_token_among_many_rows_gets_the_bits_it_gets_alone(
             queries=many.queries[i : i + 1],
         )
         assert torch.equal(paged(native, alone)[0], together[i])
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 50}, {"learned_sinks": True}, {"codes": FLOAT8}], ids=str)
+def test_a_requests_tokens_as_rows_of_their_own_get_the_same_bits(options: dict) -> None:
+    """As drafts are verified. The rows beside them are another request's, at neighbouring positions too."""
+    world = World.of(Case(((4, 300), (1, 304), (1, 305), (6, 700), (8, 11)), num_kv_heads=3, head_size=64, **options))
+    together = paged(native, world, apart=True)
+    assert torch.equal(together, paged(native, world))
+    torch.testing.assert_close(together.double(), world.expected(), rtol=0, atol=2e-5, check_dtype=False)
 
 
 def test_thread_count_does_not_change_a_bit_in_float32() -> None:

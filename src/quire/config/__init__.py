@@ -4,6 +4,7 @@ Command-line flags, `LLM(**kwargs)` and `--help` are generated from these fields
 the only place where an "auto" becomes a value is `resolve.py`.
 """
 
+from quire.config.args import AsyncEngineArgs, EngineArgs
 from quire.config.engine import (
     CacheConfig,
     DeviceConfig,
@@ -18,8 +19,10 @@ from quire.config.fields import knob, resolved
 from quire.config.serving import ServingConfig
 
 __all__ = [
+    "AsyncEngineArgs",
     "CacheConfig",
     "DeviceConfig",
+    "EngineArgs",
     "EngineConfig",
     "ModelConfig",
     "SchedulerConfig",

@@ -6,13 +6,19 @@ Read by everybody; written by nobody after construction. `None` or "auto" stand 
 
 import dataclasses
 import difflib
+import logging
 import typing
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from quire.config.fields import check, knob
+from quire.config.fields import NEAR, check, default_of, knob
+from quire.config.server import ServerConfig
+from quire.config.serving import ServingConfig
 from quire.config.speculation import Speculation, read_speculation
+from quire.config.vllm import foreign_options, translated
 from quire.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 # Names of quantizations, vLLM's included. Each but auto is a file of quant/, or an alias of one.
 Quantization = Literal[
@@ -62,6 +68,12 @@ class ModelConfig:
     seed: int = knob(0, "seed for requests that bring none, and for dummy weights", low=0)
     chat_template: str | None = knob(None, "a Jinja template, or a file with one, instead of the model's own")
     skip_tokenizer_init: bool = knob(False, "load no tokenizer: prompts and answers are token ids only")
+    default_chat_template_kwargs: dict = knob(
+        {}, 'arguments of the chat template where requests bring none, e.g. {"enable_thinking": false}', metavar="JSON"
+    )
+    override_generation_config: dict = knob(
+        {}, 'sampling defaults instead of the model\'s own, e.g. {"temperature": 0.5}', metavar="JSON"
+    )
     generation_config: Literal["auto", "none"] = knob(
         "auto", "auto: sampling defaults from the model's generation_config.json; none: OpenAI's defaults"
     )
@@ -132,8 +144,14 @@ class DeviceConfig:
     num_threads: int | None = knob(
         None, "threads for CPU kernels (default: the cores this process may use, when serving one less)", low=1
     )
-    executor: str = knob("inproc", "how the engine reaches its workers: a file of quire/executor")
-    attention_backend: str = knob("auto", "how attention is computed: a file of quire/layers/attention")
+    executor: str = knob(
+        "inproc",
+        "how the engine reaches its workers: inproc; echo repeats prompts (echo:50: so many steps a second); "
+        "or the dotted path of a module",
+    )
+    attention_backend: str = knob(
+        "auto", "how attention is computed: triton, native, reference, flash_attn or flashinfer; auto: by device"
+    )
     interpret_triton: bool = knob(False, "run what GPUs run on a CPU, in Triton's interpreter: for tests", hidden=True)
 
     def __post_init__(self) -> None:
@@ -151,12 +169,14 @@ class StructuredConfig:
         10.0, "longest CPU time one grammar or schema may take to compile, in seconds", low=0.1, high=600.0
     )
     tool_call_parser: str = knob(
-        "auto", "format of tool calls: a file of quire/frontend/tools; auto: by the chat template; none: text"
+        "auto",
+        "format of tool calls: deepseek_v3, generic_json, glm4, granite, harmony, hermes, llama3_json, llama_pythonic, "
+        "mistral or phi4; auto: by the chat template; none: they stay text",
     )
     reasoning_parser: str = knob(
         "auto",
-        "how thinking is told from the answer: a file of quire/frontend/reasoning; "
-        "auto: by the chat template; none: it is not",
+        "how thinking is told from the answer: granite, harmony, mistral or think; auto: by the chat template; "
+        "none: it is not",
     )
     logits_processors: list[str] = knob([], "your own processors of logits, as package.module:Class", metavar="CLASS")
 
@@ -207,17 +227,19 @@ class EngineConfig:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":
+        """Options by name; vLLM's become ours (`vllm.py`), and None stands for the default."""
+        options = translated(kwargs)
         groups: dict[str, Any] = {}
         known: list[str] = []
         for group_name, group in _GROUPS.items():
-            own = [field.name for field in dataclasses.fields(group)]
-            groups[group_name] = group(**{name: kwargs.pop(name) for name in own if name in kwargs})
-            known += own
-        if kwargs:
-            unknown = next(iter(kwargs))
-            close = difflib.get_close_matches(unknown, known, 1)
-            hint = f": did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"unknown option {unknown!r}{hint}")
+            own = dataclasses.fields(group)
+            given = {field.name: options.pop(field.name) for field in own if field.name in options}
+            for field in own:
+                if given.get(field.name, ...) is None and default_of(field) is not None:
+                    del given[field.name]
+            groups[group_name] = group(**given)
+            known += [field.name for field in own]
+        _check_unknown(options, known)
         return cls(**groups)
 
     def replace(self, **kwargs: Any) -> "EngineConfig":
@@ -226,6 +248,19 @@ class EngineConfig:
         for group_name in _GROUPS:
             flat |= vars(getattr(self, group_name))
         return EngineConfig.from_kwargs(**{**flat, **kwargs})
+
+
+def _check_unknown(options: dict[str, Any], known: list[str]) -> None:
+    """Options of a server have no effect on an engine alone; others are mistakes."""
+    of_servers = {field.name for declaring in (ServerConfig, ServingConfig) for field in dataclasses.fields(declaring)}
+    for name in options:
+        if name not in of_servers:
+            close = difflib.get_close_matches(name, [*known, *foreign_options()], 1, NEAR)
+            hint = f": did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"unknown option {name!r:.80}{hint}")
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        log.warning("without effect here: %s (an option of quire serve)", ", ".join(given))
 
 
 _GROUPS: dict[str, type] = typing.get_type_hints(EngineConfig)

@@ -11,6 +11,8 @@ from typing import Any
 
 from quire.errors import ConfigError
 
+NEAR = 0.8  # how alike (difflib) a name must be to be suggested
+
 
 def resolved(value: int | None) -> int:
     """An option whose None means "auto", read from a config that `resolve.py` has made."""

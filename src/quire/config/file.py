@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from quire.config.engine import option_classes
-from quire.config.fields import unwrap
+from quire.config.fields import NEAR, unwrap
 from quire.config.flags import reader
+from quire.config.vllm import foreign_options, translated
 from quire.errors import ConfigError
 from quire.utils.files import read_file
 
@@ -26,15 +27,15 @@ def read_options(path: str, options: Iterable[type]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in _mapping(path).items():
         name = str(key).lstrip("-").replace("-", "_")
-        if name not in kinds:
-            close = difflib.get_close_matches(name, kinds, 1)
+        if name not in kinds and name not in foreign_options():
+            close = difflib.get_close_matches(name, kinds, 1, NEAR)
             hint = f": did you mean {close[0].replace('_', '-')!r}?" if close else ""
             raise ConfigError(f"{path}: unknown option {key!r:.100}{hint}")
         if name in values:
             raise ConfigError(f"{path}: {key!r} is there twice, in two spellings")
         if value is not None:
-            values[name] = _value(path, name, kinds[name], value)
-    return values
+            values[name] = _value(path, name, kinds[name], value) if name in kinds else value
+    return translated(values)
 
 
 def _kinds(options: Iterable[type]) -> dict[str, Any]:

@@ -6,14 +6,18 @@ An options class is a dataclass whose fields are `knob()`s; its docstring heads 
 
 import argparse
 import dataclasses
+import difflib
 import json
 import re
+import sys
 import typing
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from quire.config.engine import EngineConfig, option_classes
-from quire.config.fields import default_of, unwrap
+from quire.config.fields import NEAR, default_of, unwrap
+from quire.config.vllm import SHORT, foreign_options, own_value, translated
 from quire.errors import ConfigError
 
 Options = TypeVar("Options")
@@ -22,16 +26,85 @@ _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads flags; mistakes become ConfigError, so that they are reported like any other error of a command."""
+    """Reads flags; mistakes become ConfigError, so that they are reported like any other error of a command.
+
+    Flags may be written with underscores. vLLM's that are not ours are translated (`vllm.py`).
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", _HelpFormatter)
         super().__init__(allow_abbrev=False, **kwargs)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        if self._subparsers is not None:
+            return super().parse_known_args(args, namespace)
+        words = sys.argv[1:] if args is None else list(args)
+        found, unknown = super().parse_known_args(rewritten(words, self._option_string_actions), namespace)
+        if unknown:
+            self.error(self._unknown(unknown[0]))
+        return argparse.Namespace(**translated(vars(found))), []
+
     def error(self, message: str) -> typing.NoReturn:
-        if message.startswith("unrecognized arguments:") and not message.split()[2].startswith("-"):
-            message += ": a flag takes one value; where it can have several, give it several times"
         raise ConfigError(f"{message} (see {self.prog} --help)")
+
+    def _unknown(self, word: str) -> str:
+        if not word.startswith("-"):
+            return f"unrecognized argument {word!r:.80}: a flag takes one value; give it again for another"
+        flag = word.partition("=")[0]
+        near = difflib.get_close_matches(flag, self._option_string_actions, 1, NEAR)
+        return f"there is no flag {flag:.80}" + (f": did you mean {near[0]}?" if near else "")
+
+
+def rewritten(words: Sequence[str], actions: Mapping[str, argparse.Action]) -> list[str]:
+    """The words of a command line as argparse reads them.
+
+    Underscores in names become dashes, `--name.key VALUE` becomes a part of the JSON of `--name`, and of a flag that
+    takes several values each gets its own: all that follow if MODEL came before, else the first, so that a MODEL that
+    follows is never taken for a value.
+    """
+    found: list[str] = []
+    parts: dict[str, dict[str, Any]] = {}  # flag -> its JSON
+    model_came = False
+    waiting = deque(words)
+    while waiting:
+        word = waiting.popleft()
+        if re.fullmatch(r"-O\d", word):
+            word = f"--optimization-level={word[2:]}"
+        if word == "--" or not re.match(r"--?[A-Za-z]", word):
+            model_came = True
+            found.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+        base, dot, key = name.partition(".")
+        action = actions.get(name)
+        if dot and base in actions:
+            value = value if equals or not waiting else waiting.popleft()
+            _put(parts.setdefault(actions[base].option_strings[0], {}), key.replace("-", "_").split("."), value)
+        elif isinstance(action, _EachOwn) and not equals:
+            values = [waiting.popleft()] if waiting else []
+            while model_came and waiting and not waiting[0].startswith("-"):
+                values.append(waiting.popleft())
+            found += [part for value in values for part in (name, value)] or [name]
+        else:
+            found.append(name + equals + value)
+            if action is not None and action.nargs is None and not equals and waiting:
+                found.append(waiting.popleft())
+    return found + [f"{name}={json.dumps(content)}" for name, content in parts.items()]
+
+
+def _put(content: dict[str, Any], keys: list[str], text: str) -> None:
+    for key in keys[:-1]:
+        content = content.setdefault(key, {})
+    try:
+        content[keys[-1]] = json.loads(text)
+    except (ValueError, RecursionError):
+        content[keys[-1]] = text
+
+
+class _EachOwn(argparse._AppendAction):
+    """A flag that may be given several times, each time with one value."""
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -47,6 +120,25 @@ def add_flags(parser: argparse.ArgumentParser, options: type) -> None:
         for field in dataclasses.fields(declaring):
             if "help" in field.metadata and not field.metadata.get("hidden"):
                 _add_flag(section, field, hints[field.name])
+    if options is EngineConfig:
+        _add_foreign(parser)
+
+
+def _add_foreign(parser: argparse.ArgumentParser) -> None:
+    """vLLM's flags that are not ours; --help does not show them."""
+    short_of = {name: short for short, name in SHORT.items()}
+    known = parser._option_string_actions
+    for entry in foreign_options().values():
+        names = ["--" + entry.name.replace("_", "-"), short_of.get(entry.name, "")]
+        names = [name for name in names if name and name not in known]
+        common: dict[str, Any] = {"dest": entry.name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        if not names or not names[0].startswith("--"):
+            continue  # a flag of ours by now
+        if entry.kind == "switch":
+            parser.add_argument(*names, action="store_true", **common)
+            parser.add_argument("--no-" + names[0][2:], action="store_false", **common)
+        else:
+            parser.add_argument(*names, action=_EachOwn if entry.kind == "list" else "store", **common)
 
 
 def from_args(options: type[Options], args: argparse.Namespace) -> Options:
@@ -77,17 +169,25 @@ def _add_flag(section: Any, field: dataclasses.Field, hint: Any) -> None:
         return
     name = "--" + field.name.replace("_", "-")
     if kind is bool:
-        section.add_argument(name, action=argparse.BooleanOptionalAction if default else "store_true", **common)
+        _add_switch(section, name, field.name, bool(default), common)
         return
     common["metavar"] = field.metadata.get("metavar") or _metavar(kind)
+    common["type"] = reader(kind, field.name)
     if choices is not None:
         common |= {"choices": choices, "metavar": "{" + ",".join(choices) + "}"}
     elif typing.get_origin(kind) is list:
-        # One value each time the flag is given. If it took several at once, it would take a MODEL that follows, too.
-        common |= {"action": "append", "type": reader(typing.get_args(kind)[0], field.name)}
-    else:
-        common["type"] = reader(kind, field.name)
-    section.add_argument(name, *filter(None, [field.metadata.get("short")]), **common)
+        common |= {"action": _EachOwn, "type": reader(typing.get_args(kind)[0], field.name)}
+    short = [field.metadata.get("short"), *(flag for flag, own in SHORT.items() if own == field.name)]
+    section.add_argument(name, *filter(None, short), **common)
+
+
+def _add_switch(section: Any, name: str, dest: str, default: bool, common: dict[str, Any]) -> None:
+    if default:
+        section.add_argument(name, action=argparse.BooleanOptionalAction, **common)
+        return
+    section.add_argument(name, action="store_true", **common)
+    hidden = {**common, "help": argparse.SUPPRESS}
+    section.add_argument("--no-" + name[2:], dest=dest, action="store_false", **hidden)
 
 
 def _metavar(kind: Any) -> str:
@@ -96,9 +196,28 @@ def _metavar(kind: Any) -> str:
 
 def reader(kind: type, name: str) -> Callable[[str], Any]:
     """The function that turns a word of the command line into a field's value."""
+    read: Callable[[str], Any] = kind
     if kind is dict:
-        return json_object
-    return size if kind is int and name.endswith("_bytes") else kind
+        read = json_object
+    elif kind is int:
+        read = size if name.endswith("_bytes") else whole
+
+    def value(text: str) -> Any:
+        own = own_value(name, text)
+        return own if own != text else read(text)
+
+    return value
+
+
+def whole(text: str) -> int:
+    """A whole number: 8192, 8k (8,000), 8K (8,192), 1.5m."""
+    match = re.fullmatch(r"(-?\d+)|(\d+(?:\.\d+)?)([kmgtKMGT])", text.strip())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is no whole number: write 8192, 8k or 8K")
+    if match[1]:
+        return int(match[1])
+    power = "kmgt".index(match[3].lower()) + 1
+    return int(float(match[2]) * (1000 if match[3].islower() else 1024) ** power)
 
 
 def json_object(text: str) -> dict:

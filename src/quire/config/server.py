@@ -13,6 +13,10 @@ from quire.errors import ConfigError
 
 _ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.\-\[\]:]+")
 _KEY = re.compile(r"[\x21-\x7e]+")  # what a header can carry
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
+_METRICS_PREFIX = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)?")
+
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 @dataclass(frozen=True, repr=False)  # keys must not end up in a log
@@ -21,16 +25,26 @@ class ServerConfig:
 
     host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in")
     port: int = knob(8000, "port to listen on; 0 takes a free one", low=0, high=65535)
+    uds: str | None = knob(None, "listen on a Unix socket, for this user alone, instead of on a port", metavar="PATH")
+    root_path: str = knob("", "the path under which a proxy shows this server, as /llm", metavar="PATH")
     served_model_name: list[str] = knob([], "names clients may ask for (default: MODEL as typed)", metavar="NAME")
     api_key: list[str] = knob([], "clients must send one of these keys; can be given several times", metavar="KEY")
     api_key_file: str | None = knob(
-        None, "a file with one such key per line, which keeps them out of process lists", metavar="FILE"
+        None,
+        "a file with one such key per line, read again when it changes; label=NAME, rpm=N and tpm=N (requests and "
+        "tokens a minute) may follow a key",
+        metavar="FILE",
     )
     admin_api_key: str | None = knob(None, "the key that endpoints for operators need", metavar="KEY")
     ssl_certfile: str | None = knob(None, "certificate: with it the server speaks HTTPS", metavar="FILE")
     ssl_keyfile: str | None = knob(
         None, "the certificate's private key, where it is in a file of its own", metavar="FILE"
     )
+    ssl_ca_certs: str | None = knob(
+        None, "who may sign clients' certificates, where --ssl-cert-reqs asks for them", metavar="FILE"
+    )
+    ssl_cert_reqs: int = knob(0, "certificates of clients: 0 none, 1 checked if sent, 2 needed", low=0, high=2)
+    enable_ssl_refresh: bool = knob(False, "read certificate and key again when their files change")
     allowed_origins: list[str] = knob(
         [], "web pages that may call from a browser, as https://host, or * (default: none)", metavar="ORIGIN"
     )
@@ -47,6 +61,12 @@ class ServerConfig:
     max_connections: int = knob(4096, "clients connected at a time; more are answered 503", low=1)
     max_connections_per_address: int | None = knob(None, "of these, from one address (default: three quarters)", low=1)
     max_idle_connections: int = knob(1024, "idle connections kept for longer than 5 s, half for one address", low=1)
+    metrics_prefix: str = knob("quire:", "what the names of metrics begin with; vllm: for dashboards made for vLLM")
+    metrics_port: int | None = knob(None, "serve /metrics there, and nothing else, without a key", low=0, high=65535)
+    metrics_host: str = knob("127.0.0.1", "address that --metrics-port listens on")
+    log_level: LogLevel | None = knob(
+        None, "least level that is logged (default: QUIRE_LOG_LEVEL, else info here and warning elsewhere)"
+    )
     log_format: Literal["human", "json"] = knob("human", "lines for people, or one JSON object per line")
     access_log: bool = knob(True, "log a line per request")
     log_requests: bool = knob(False, "log what clients send, prompts included")
@@ -65,19 +85,39 @@ class ServerConfig:
                 raise ConfigError(
                     f"{origin!r:.100} is no origin: write https://host or https://host:port, without a path, or *"
                 )
-        if self.ssl_keyfile and not self.ssl_certfile:
-            raise ConfigError("--ssl-keyfile needs --ssl-certfile")
+        self._check_tls()
+        if not _ROOT_PATH.fullmatch(self.root_path.rstrip("/")):
+            raise ConfigError("--root-path must be a path such as /llm")
+        if not _METRICS_PREFIX.fullmatch(self.metrics_prefix):
+            raise ConfigError("--metrics-prefix must be letters, digits, _ and :, such as vllm:")
+
+    def _check_tls(self) -> None:
+        given = {
+            "--ssl-keyfile": self.ssl_keyfile,
+            "--ssl-ca-certs": self.ssl_ca_certs,
+            "--ssl-cert-reqs": self.ssl_cert_reqs,
+            "--enable-ssl-refresh": self.enable_ssl_refresh,
+        }
+        for flag, value in given.items():
+            if value and not self.ssl_certfile:
+                raise ConfigError(f"{flag} needs --ssl-certfile")
+        if self.ssl_cert_reqs and not self.ssl_ca_certs:
+            raise ConfigError("--ssl-cert-reqs needs --ssl-ca-certs, which says whose certificates are good")
 
     def open_doors(self) -> list[str]:
         """Warnings for the log: what anybody who reaches the server may do, although it may not be meant so."""
-        if self.api_key or self.api_key_file:
-            return []
         found = []
+        if self.ssl_ca_certs and not self.ssl_cert_reqs:
+            found.append("--ssl-ca-certs checks nobody without --ssl-cert-reqs: give 2 to ask clients for certificates")
+        if self.metrics_port is not None and not _is_loopback(self.metrics_host):
+            found.append(f"anybody who reaches {self.metrics_host} may read the metrics: see --metrics-host")
+        if self.api_key or self.api_key_file:
+            return found
         if self.admin_api_key:
             found.append(
                 "--admin-api-key is for operators' paths alone, all others need no key: give --api-key for those"
             )
-        if not _is_loopback(self.host):
+        if not self.uds and not _is_loopback(self.host):
             found.append(f"anybody who reaches {self.host} may use this server: give --api-key, or listen on 127.0.0.1")
         return found
 

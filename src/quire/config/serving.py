@@ -19,6 +19,10 @@ class ServingConfig:
     request_timeout_s: float | None = knob(
         None, "longest a request may take, in seconds (default: no limit)", low=0.001
     )
+    max_n: int = knob(128, "answers that a request may ask for at once", low=1, high=16384)
+    max_logprobs: int = knob(
+        64, "logprobs of each token that a request may ask for; -1: of the whole vocabulary", low=-1
+    )
     standby: bool = knob(
         True, "keep a second process ready to take over from a dead engine in less time (about 250 MB)"
     )

@@ -14,7 +14,7 @@ from quire.spec.suffix import Recent, Suffix
 
 # A step of up to so many tokens takes not much longer than one of a single token: it reads the same weights.
 CPU_TOKENS, GPU_TOKENS = 8, 64
-CPU_PROPOSED, GPU_PROPOSED = 3, 4  # tokens that the core guesses at once for a request that asks for it
+CPU_PROPOSED, GPU_PROPOSED = 7, 4  # tokens that the core guesses at once for a request that asks for it, at most
 MAX_PAUSE = 31  # steps, after drafts that were not worth it
 FADING = 0.6  # what older drafts count, against those of the last step
 MOST_RIGHT = 6.0  # drafts that count at most, so that a long run of right ones is soon forgotten
