@@ -6,15 +6,39 @@ Called by whoever needs the value, at the moment it is needed, so that tests can
 import os
 from pathlib import Path
 
+from quire.errors import ConfigError
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+API_KEYS = ("QUIRE_API_KEY", "VLLM_API_KEY")  # the first that is set counts
+
 
 def cache_dir() -> Path:
     """QUIRE_CACHE: where fetched models and compiled kernels are kept."""
     return Path(os.environ.get("QUIRE_CACHE") or Path.home() / ".cache" / "quire").expanduser()
 
 
-def log_level() -> str:
-    """QUIRE_LOG_LEVEL: debug, info, warning or error."""
-    return os.environ.get("QUIRE_LOG_LEVEL", "warning").upper()
+def log_level(default: str = "warning") -> str:
+    """QUIRE_LOG_LEVEL: debug, info, warning or error; in capitals."""
+    level = (os.environ.get("QUIRE_LOG_LEVEL") or default).lower()
+    if level not in LOG_LEVELS:
+        raise ConfigError(f"QUIRE_LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}, not {level!r:.40}")
+    return level.upper()
+
+
+def set_log_level(level: str) -> None:
+    """As if QUIRE_LOG_LEVEL had been given: for the processes that this one starts."""
+    os.environ["QUIRE_LOG_LEVEL"] = level
+
+
+def api_key() -> tuple[str, str] | None:
+    """(name of the variable, key): QUIRE_API_KEY, else VLLM_API_KEY; None where both are empty or not set."""
+    found = [(name, os.environ[name]) for name in API_KEYS if os.environ.get(name)]
+    return found[0] if found else None
+
+
+def vllm_variables() -> list[str]:
+    """Names of vLLM's variables that are set and mean nothing here."""
+    return sorted(name for name in os.environ if name.startswith("VLLM_") and name not in API_KEYS)
 
 
 def native_kernels_allowed() -> bool:

@@ -13,6 +13,7 @@ Messages are one sentence that says what to do and never hold addresses or inter
     ├── RequestError          this request cannot be served as it is; others are not affected
     │   └── TooLongError      more tokens than the model's context takes
     ├── OverloadedError       too many wait already: come back later
+    ├── RateLimitedError      this key has used up what it may in a minute: come back later
     ├── DeadlineError         the request's own time limit passed
     └── EngineError           the engine itself failed
         ├── InternalError     something of ours failed on this request; others are not affected
@@ -21,9 +22,10 @@ Messages are one sentence that says what to do and never hold addresses or inter
 
 
 class QuireError(Exception):
-    """Base of all errors raised on purpose; `exit_code` is the CLI's."""
+    """Base of all errors raised on purpose; `exit_code` is the CLI's, `hint` the flag that a server's log names."""
 
     exit_code = 1
+    hint = ""
 
 
 class ConfigError(QuireError, ValueError):
@@ -51,17 +53,21 @@ class UnsupportedModelError(ModelError):
 
 
 class RequestError(QuireError, ValueError):
-    """`param`: the field of the request that it is about, where it is one."""
+    """`param`: the field of the request that it is about, where it is one. `code`: OpenAI's word for what is wrong."""
 
     exit_code = 4
 
-    def __init__(self, message: str = "", param: str | None = None) -> None:
+    def __init__(
+        self, message: str = "", param: str | None = None, code: str | None = None, hint: str | None = None
+    ) -> None:
         super().__init__(message)
         self.param = param
+        self.code = code
+        self.hint = type(self).hint if hint is None else hint
 
 
 class TooLongError(RequestError):
-    pass
+    hint = "--max-model-len"
 
 
 class EngineError(QuireError):
@@ -71,7 +77,16 @@ class EngineError(QuireError):
 class OverloadedError(QuireError):
     """`retry_after_s`: when to come back."""
 
-    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+    def __init__(self, message: str, retry_after_s: float = 1.0, hint: str = "") -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.hint = hint
+
+
+class RateLimitedError(QuireError):
+    """`retry_after_s`: when the request would be within the limit."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 

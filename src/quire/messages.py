@@ -69,14 +69,30 @@ class Check(msgspec.Struct, array_like=True, tag="check"):
     """Asks the core to check that its own bookkeeping is consistent, for tests and soaks."""
 
 
+class ResetPrefixCache(msgspec.Struct, array_like=True, tag="reset_prefix_cache"):
+    """Asks the core to forget what it has cached of prompts. It does not while requests hold blocks, unless told so."""
+
+    reset_running_requests: bool = False  # these then compute their tokens again
+
+
+class Sleep(msgspec.Struct, array_like=True, tag="sleep"):
+    """Asks the core to give the device's memory back. Requests that it has wait until it is woken up."""
+
+    keep_weights: bool = True  # in the host's memory, where the device has its own; else they are read again
+
+
+class WakeUp(msgspec.Struct, array_like=True, tag="wake_up"):
+    """Asks a core that sleeps to take its memory and go on."""
+
+
 class ChoiceDelta(msgspec.Struct, array_like=True, gc=False):
     """What one choice gained in a step."""
 
     request_id: str
     choice_idx: int
     token_ids: list[int]
-    finish_reason: str | None = None  # "stop", "length", or "error": the core could not go on with it
-    stop_reason: int | None = None  # the stop token, when it was not eos
+    finish_reason: str | None = None  # "stop", "length", "repetition", or "error": the core could not go on with it
+    stop_reason: int | str | None = None  # the stop token, when it was not eos; or why else it ended
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
     num_cached_tokens: int = 0  # with the first token
@@ -100,6 +116,7 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_drafts: int = 0
     num_draft_tokens: int = 0
     accepted_drafts: list[int] = []
+    num_deferred: int = 0  # of those that wait: for their grammar
 
 
 class StepOutputs(msgspec.Struct, array_like=True, tag="outputs", gc=False):
@@ -123,12 +140,15 @@ class Failed(msgspec.Struct, array_like=True, tag="failed"):
     message: str
 
 
-class Checked(msgspec.Struct, array_like=True, tag="checked"):
-    problem: str = ""
+class Answer(msgspec.Struct, array_like=True, tag="answer"):
+    """To a question; answers come in the order of the questions."""
+
+    problem: str = ""  # what is wrong, or why it was not done; empty: all is well
 
 
-ToCore = AddRequest | Vocabulary | Abort | Check
-FromCore = Ready | Failed | StepOutputs | Checked
+Question = Check | ResetPrefixCache | Sleep | WakeUp  # the core answers each, between two steps
+ToCore = AddRequest | Vocabulary | Abort | Question
+FromCore = Ready | Failed | StepOutputs | Answer
 
 
 class CoreSetup(msgspec.Struct):
@@ -137,3 +157,4 @@ class CoreSetup(msgspec.Struct):
     config: EngineConfig
     address: str  # of the frontend's socket
     recorder: str  # path of the flight recorder
+    is_asleep: bool = False  # it loads nothing before it is woken up

@@ -4,17 +4,21 @@ Built by users and the server's protocol code, carried in messages, read by core
 Must not know anything about models: limits that depend on one (vocabulary, context) are checked by the frontend.
 """
 
+import enum
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from quire.errors import RequestError
 
-# Bounds on what one request may cost, checked before anything is allocated for it.
-MAX_N = 128
-MAX_LOGPROBS = 64
+# Bounds on what one request may cost, checked before anything is allocated for it. Servers have lower ones for n and
+# logprobs: max_n and max_logprobs of `config/serving.py`.
+MAX_N = 16_384
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_PATTERN_TOKENS = 1024  # of repetition_detection
+MAX_PATTERN_COUNT = 1024
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 256
@@ -30,6 +34,9 @@ MIN_TEMPERATURE = 1e-5  # anything below samples greedily: dividing by it would 
 MAX_TEMPERATURE = 100.0
 SEED_LIMIT = 2**63
 LARGEST_INT = 2**63 - 1  # what messages and tensors hold
+ALL = -1  # of logprobs and prompt_logprobs: those of the whole vocabulary
+
+Converted = TypeVar("Converted", bound=msgspec.Struct)
 
 _CONTAINERS = frozenset((dict, list, tuple))
 
@@ -44,27 +51,78 @@ GrammarObject = Annotated[dict[str, Any], free(MAX_GRAMMAR_VALUES, maxProperties
 Choices = Annotated[list[GrammarText], msgspec.Meta(max_length=MAX_GRAMMAR_CHOICES)]
 
 
+class RequestOutputKind(enum.Enum):
+    """What each of the outputs holds that `AsyncLLM.generate` gives."""
+
+    CUMULATIVE = 0  # all there is so far
+    DELTA = 1  # what is new since the output before
+    FINAL_ONLY = 2  # everything, once: there is one output
+
+
+class RepetitionDetectionParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """Ends an answer whose last tokens are a pattern `min_count` times over. A max_pattern_size of 0: never."""
+
+    max_pattern_size: int = 0  # tokens
+    min_pattern_size: int = 0  # 0: the same as 1
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        name = "repetition_detection"
+        _whole(name, self.max_pattern_size, 0, MAX_PATTERN_TOKENS, "max_pattern_size")
+        _whole(name, self.min_pattern_size, 0, self.max_pattern_size, "min_pattern_size")
+        _whole(name, self.min_count, 2 if self.max_pattern_size else 0, MAX_PATTERN_COUNT, "min_count")
+
+    def found(self, token_ids: Sequence[int], num_output_tokens: int) -> bool:
+        """Whether `token_ids` end with a repeated pattern; only the last `num_output_tokens` are looked at."""
+        for size in range(max(1, self.min_pattern_size), self.max_pattern_size + 1):
+            if size * self.min_count > num_output_tokens:
+                return False
+            if token_ids[-1 - size] != token_ids[-1]:
+                continue
+            pattern = token_ids[-size:]
+            if all(token_ids[-size * nth : -size * (nth - 1)] == pattern for nth in range(2, self.min_count + 1)):
+                return True
+        return False
+
+
+SHAPES = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+
+
 class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What an answer must look like: exactly one of the fields is set."""
+    """What an answer must look like: exactly one of the SHAPES is set; the other fields say more about it."""
 
     json: GrammarObject | bool | GrammarText | None = None  # a JSON schema, or its text
-    json_object: bool = False  # any JSON object
+    json_object: bool | None = None  # any JSON object
     regex: GrammarText | None = None
     choice: Choices | None = None
     grammar: GrammarText | None = None  # EBNF, GBNF or Lark
     structural_tag: GrammarObject | GrammarText | None = None  # xgrammar's format: text with tagged parts
+    disable_any_whitespace: bool = False  # JSON without blanks between its parts
+    disable_additional_properties: bool = False  # objects of a schema have the properties it lists, and no others
+    whitespace_pattern: GrammarText | None = None  # refused
+
+    def __post_init__(self) -> None:
+        if self.whitespace_pattern is not None:
+            raise RequestError(
+                "whitespace_pattern is not supported, since blanks in JSON are bounded here: leave it out, or set "
+                "disable_any_whitespace for JSON without any",
+                "structured_outputs",
+            )
 
     def kind(self) -> str:
-        """The name of the field that is set; RequestError unless it is exactly one."""
-        given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
+        """The name of the shape that is set; RequestError unless it is exactly one."""
+        given = [name for name in SHAPES if getattr(self, name) not in (None, False)]
         if self.json is False:
             given.append("json")
         if len(given) != 1:
-            names = ", ".join(self.__struct_fields__)
+            names = ", ".join(SHAPES)
             raise RequestError(
                 f"structured_outputs must hold exactly one of {names}, not {len(given)}", "structured_outputs"
             )
         return given[0]
+
+
+StructuredOutputsParams = StructuredOutputs  # vLLM's name
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=False):
@@ -88,13 +146,19 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=Fals
     bad_words: list[str] = []
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: int | None = None  # -1: of the whole vocabulary
+    prompt_logprobs: int | None = None  # likewise
+    logprob_token_ids: list[int] | None = None  # logprobs of these tokens, instead of the most likely ones
+    flat_logprobs: bool = False  # logprobs as a FlatLogprobs
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
     structured_outputs: StructuredOutputs | None = None
-    thinking_token_budget: int | None = None  # tokens of thinking after which it is closed
+    thinking_token_budget: int | None = None  # tokens of thinking after which it is closed; -1: no limit
+    repetition_detection: RepetitionDetectionParams | None = None
+    skip_reading_prefix_cache: bool | None = None  # compute all of the prompt
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None  # a stream's reader gets so many tokens at once, but for the first and the last
     extra_args: dict[str, Any] = {}  # for the operator's logits processors
 
     def __post_init__(self) -> None:
@@ -105,12 +169,29 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=Fals
         self.bad_words = list(self.bad_words or [])
         self.logit_bias = dict(self.logit_bias or {})
         self.top_k = 0 if self.top_k in (-1, None) else self.top_k
-        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
-            try:
-                self.structured_outputs = msgspec.convert(self.structured_outputs, StructuredOutputs)
-            except msgspec.ValidationError as error:
-                raise RequestError(f"structured_outputs: {error}", "structured_outputs") from None
+        if self.extra_args is None:
+            self.extra_args = {}
+        if self.thinking_token_budget == -1:
+            self.thinking_token_budget = None
+        if self.logprob_token_ids is not None:
+            self.logprob_token_ids = list(dict.fromkeys(self.logprob_token_ids))
+        self.structured_outputs = _converted("structured_outputs", self.structured_outputs, StructuredOutputs)
+        self.repetition_detection = _converted(
+            "repetition_detection", self.repetition_detection, RepetitionDetectionParams
+        )
         self.verify()
+
+    @staticmethod
+    def from_optional(**fields: Any) -> "SamplingParams":
+        """With None for the default of any field; logit_bias may name tokens by text, and is brought into range."""
+        asked = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
+        if "logit_bias" in asked:
+            bias = asked["logit_bias"]
+            try:
+                asked["logit_bias"] = {int(token): min(100.0, max(-100.0, value)) for token, value in bias.items()}
+            except (AttributeError, TypeError, ValueError):
+                raise RequestError("logit_bias must map token ids to numbers", "logit_bias") from None
+        return SamplingParams(**asked)
 
     @property
     def greedy(self) -> bool:
@@ -130,7 +211,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=Fals
                 )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
+                _whole(name, getattr(self, name), ALL, LARGEST_INT)
+        if self.stream_interval is not None:
+            _whole("stream_interval", self.stream_interval, 1, LARGEST_INT)
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise RequestError(f"output_kind must be a RequestOutputKind, not {shown(self.output_kind)}", "output_kind")
         if not isinstance(self.extra_args, dict):
             raise RequestError(f"extra_args must be an object, not {shown(self.extra_args)}", "extra_args")
         check_json("extra_args", self.extra_args, MAX_EXTRA_VALUES)
@@ -163,6 +248,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=Fals
         _strings("stop", self.stop, MAX_STOP_STRINGS)
         _strings("bad_words", self.bad_words, MAX_BAD_WORDS)
         _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS)
+        if self.logprob_token_ids is not None:
+            self._named_logprobs(self.logprob_token_ids)
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True; use stop_token_ids instead", "stop")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
@@ -179,6 +266,53 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=Fals
                     "allowed_token_ids must not be empty; leave it out to allow every token", "allowed_token_ids"
                 )
             _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKENS)
+
+    def _named_logprobs(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise RequestError("logprob_token_ids must not be empty; leave it out", "logprob_token_ids")
+        _token_ids("logprob_token_ids", token_ids, MAX_LOGPROB_TOKEN_IDS)
+        if self.logprobs not in (None, len(token_ids)):
+            raise RequestError(
+                f"logprobs must be left out where logprob_token_ids is given, or be {len(token_ids)}, the number of "
+                f"tokens in it, not {self.logprobs}",
+                "logprobs",
+            )
+
+
+class BeamSearchParams(msgspec.Struct, omit_defaults=True):
+    """Of `LLM.beam_search`."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0  # of no effect: beams are compared by the model's own probabilities
+    length_penalty: float = 1.0  # a beam's logprob is divided by its length to this power
+    include_stop_str_in_output: bool = False  # of no effect: the token that ends a beam is one of its tokens
+    skip_special_tokens: bool = True  # of a beam's text
+
+    def __post_init__(self) -> None:
+        _whole("beam_width", self.beam_width, 1, MAX_N)
+        _whole("max_tokens", self.max_tokens, 1, LARGEST_INT)
+        for name in ("temperature", "length_penalty"):
+            if not _is_finite(getattr(self, name)):
+                raise RequestError(f"{name} must be a finite number, not {shown(getattr(self, name))}", name)
+
+
+def _converted(name: str, value: Any, kind: type[Converted]) -> Converted | None:
+    """A value that may be given as a dict, as the struct it stands for."""
+    if value is None or isinstance(value, kind):
+        return value
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{name}: {error}", name) from None
+
+
+def keeps_weights(level: int) -> bool:
+    """Of a level of sleep, as vLLM counts them."""
+    if level not in (1, 2):
+        raise RequestError("level must be 1 (weights are kept in the host's memory) or 2 (they are forgotten)", "level")
+    return level == 1
 
 
 def check_json(name: str, value: Any, max_values: int) -> None:

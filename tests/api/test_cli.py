@@ -125,9 +125,3 @@ def test_dummy_weights_need_only_a_config(tmp_path, capsys):
     argv = ["bench", "startup", "--model", str(tmp_path), "--load-format", "dummy", "--json", *TINY_FLAGS]
     assert run(argv) == 0
     assert json.loads(capsys.readouterr().out)["duration_s"] > 0
-
-
-def test_the_example_program_runs(smollm2):
-    command = [sys.executable, "examples/own_flags.py", "--topic", "trains", "--max-model-len", "256"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.startswith("- ")

@@ -72,8 +72,13 @@ def test_no_prompts_give_no_outputs(tiny):
 
 
 def test_metrics_tell_when_things_happened(tiny):
+    before = time.time(), time.monotonic()
     metrics = tiny.generate([1, 2, 3], GREEDY, use_tqdm=False)[0].metrics
-    assert metrics.arrival_time <= metrics.first_token_time <= metrics.last_token_time <= metrics.finished_time
+    assert before[0] <= metrics.arrival_time <= time.time()
+    assert before[1] <= metrics.queued_ts <= metrics.scheduled_ts <= metrics.first_token_ts
+    assert metrics.first_token_ts < metrics.last_token_ts <= metrics.finished_ts <= time.monotonic()
+    assert metrics.first_token_latency == metrics.first_token_ts - metrics.queued_ts
+    assert metrics.num_generation_tokens == 8
 
 
 def test_the_progress_bar_shows_tokens_per_second(tiny, capsys):
@@ -234,7 +239,7 @@ def test_sampling_defaults_come_from_generation_config(tiny_llama, tmp_path):
         ([-1], "0 to 255"),
         ([1.5], "token ids|text"),
         ([True], "token ids"),
-        (list(range(128)), "limit is 128"),
+        (list(range(128)), "maximum context length is 128"),
         ({"text": 1}, "prompt_token_ids"),
         ("text", "needs a tokenizer"),
         ([b"x"], "text"),
@@ -264,7 +269,8 @@ def test_bad_prompts_are_refused_in_a_sentence(tiny, prompt, message):
         {"n": 10**6},
         {"max_tokens": 0},
         {"min_tokens": 5, "max_tokens": 4},
-        {"logprobs": 10**6},
+        {"logprobs": -2},
+        {"prompt_logprobs": 2**70},
         {"seed": 2**80},
         {"stop": [""]},
         {"stop": ["x"] * 1000},
@@ -285,7 +291,12 @@ def test_bad_parameters_are_refused(fields):
 
 
 def test_parameters_outside_the_vocabulary_are_refused(tiny):
-    for fields in ({"stop_token_ids": [256]}, {"logit_bias": {256: 1.0}}, {"allowed_token_ids": [1, 300]}):
+    for fields in (
+        {"stop_token_ids": [256]},
+        {"logit_bias": {256: 1.0}},
+        {"allowed_token_ids": [1, 300]},
+        {"logprob_token_ids": [256]},
+    ):
         with pytest.raises(RequestError, match="vocabulary"):
             tiny.generate([1, 2], SamplingParams(**fields), use_tqdm=False)
 

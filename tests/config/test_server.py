@@ -44,11 +44,26 @@ def test_sizes_and_switches_are_read():
         ({"allowed_origins": ['["*"]']}, "no origin"),
         ({"ssl_keyfile": "key.pem"}, "--ssl-certfile"),
         ({"max_body_bytes": 0}, "at least 1"),
+        ({"ssl_cert_reqs": 2, "ssl_certfile": "cert.pem"}, "--ssl-ca-certs"),
+        ({"ssl_ca_certs": "ca.pem"}, "--ssl-certfile"),
+        ({"enable_ssl_refresh": True}, "--ssl-certfile"),
+        ({"root_path": "llm"}, "--root-path"),
+        ({"root_path": "/a b"}, "--root-path"),
+        ({"metrics_prefix": "a b"}, "--metrics-prefix"),
+        ({"metrics_port": 70000}, "at most 65535"),
+        ({"log_level": "trace"}, "debug, info"),
     ],
 )
 def test_bad_options_say_what_is_wrong(options, words):
     with pytest.raises(ConfigError, match=words):
         ServerConfig(**options)
+
+
+def test_what_is_open_although_it_may_not_be_meant_so_is_told():
+    assert ServerConfig().open_doors() == ServerConfig(host="0.0.0.0", uds="s").open_doors() == []
+    assert "0.0.0.0" in ServerConfig(host="0.0.0.0").open_doors()[0]
+    assert "--metrics-host" in ServerConfig(api_key=["k"], metrics_port=1, metrics_host="0.0.0.0").open_doors()[0]
+    assert "--ssl-cert-reqs" in ServerConfig(api_key=["k"], ssl_certfile="c", ssl_ca_certs="a").open_doors()[0]
 
 
 def test_a_refused_key_is_not_repeated():

@@ -3,7 +3,8 @@
 import pytest
 
 from quire.core.request import Status
-from tests.core.harness import HYBRID, Core, RecordingExecutor
+from quire.messages import Answer, ResetPrefixCache
+from tests.core.harness import FULL, HYBRID, Core, RecordingExecutor
 
 
 def names_running(core: Core) -> list[str]:
@@ -203,3 +204,50 @@ def test_a_row_whose_logits_overflow_ends_and_its_neighbours_go_on(depth):
     assert core.reasons["bad", 0] == "error" and core.tokens["bad", 0] == []
     errors = [delta.error for outputs in core.steps for delta in outputs.deltas if delta.request_id == "bad"]
     assert len(errors) == 1 and "--dtype bfloat16" in errors[0]
+
+
+# -- resetting the prefix cache ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_prefix_cache_is_reset_when_nobody_holds_blocks(depth):
+    core = Core(pipeline_depth=depth)
+    core.add("a", list(range(20)), max_tokens=4)
+    core.step()
+    assert core.engine.handle(ResetPrefixCache()).problem
+    core.run()
+    core.add("b", list(range(20)), max_tokens=4)
+    core.run()
+    assert core.engine.handle(ResetPrefixCache()) == Answer()
+    hits = core.engine.stats().prefix_hits
+    assert hits > 0
+    core.add("c", list(range(20)), max_tokens=4)
+    core.run()
+    assert core.engine.stats().prefix_hits == hits
+    core.assert_all_as_expected()
+
+
+@pytest.mark.parametrize("specs", [FULL, HYBRID], ids=["full", "hybrid"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_running_requests_go_on_after_a_reset(depth, specs):
+    core = Core(specs, pipeline_depth=depth)
+    for name in "abc":
+        core.add(name, list(range(20)), n=2, max_tokens=12)
+    for _ in range(30):
+        core.step()
+        assert core.engine.handle(ResetPrefixCache(reset_running_requests=True)) == Answer()
+        core.engine.kv.check()
+        for _ in range(3):
+            core.step()
+    core.run()
+    core.assert_all_as_expected()
+
+
+def test_a_request_may_leave_the_prefix_cache_unread():
+    core = Core()
+    for name, skips in (("a", None), ("b", None), ("c", True)):
+        core.add(name, list(range(20)), max_tokens=4, skip_reading_prefix_cache=skips)
+        core.run()
+    firsts = [delta for outputs in core.steps for delta in outputs.deltas if delta.num_cached_tokens]
+    assert [delta.request_id for delta in firsts] == ["b"]
+    core.assert_all_as_expected()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from quire import SamplingParams
+from quire import AsyncEngineArgs, RequestOutputKind, SamplingParams
 from quire.config import ServingConfig
 from quire.errors import ConfigError, DeadlineError, EngineError, OverloadedError, PoisonError, RequestError
 from quire.frontend.async_llm import AsyncLLM
@@ -88,6 +88,89 @@ def test_generate_yields_growing_outputs(smollm2):
     run(scenario)
 
 
+def test_outputs_hold_what_their_kind_says(smollm2):
+    prompt = [500, 600, 700]
+
+    async def scenario(llm):
+        async def outputs(**fields):
+            return [output async for output in llm.generate(prompt, endless(30, **fields), request_id="r", priority=1)]
+
+        deltas = await outputs(output_kind=RequestOutputKind.DELTA, n=2)
+        for index in range(2):
+            ours = [choice for output in deltas for choice in output.outputs if choice.index == index]
+            assert list(itertools.chain.from_iterable(choice.token_ids for choice in ours)) == echoed(prompt)
+            assert "".join(choice.text for choice in ours) == llm.get_tokenizer().decode(echoed(prompt))
+            assert [choice.finish_reason for choice in ours] == [None] * (len(ours) - 1) + ["length"]
+        assert [output.finished for output in deltas] == [False] * (len(deltas) - 1) + [True]
+        (final,) = await outputs(output_kind=RequestOutputKind.FINAL_ONLY)
+        assert final.finished and final.outputs[0].token_ids == echoed(prompt)
+        assert final.metrics.num_generation_tokens == 30
+
+    run(scenario, "echo:200")
+
+
+def test_a_reader_may_ask_for_several_tokens_at_once(smollm2):
+    async def scenario(llm):
+        params = endless(30, output_kind=RequestOutputKind.DELTA, stream_interval=8)
+        counts = [len(output.outputs[0].token_ids) async for output in llm.generate([5, 6, 7], params)]
+        assert sum(counts) == 30 and counts[0] == 1 and min(counts[1:-1]) >= 8
+
+    run(scenario, "echo:50")
+
+
+def test_an_engine_starts_with_its_first_request_and_is_shut_down_at_once(smollm2):
+    async def scenario():
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model="smollm2", executor="echo"))
+        assert llm.supervisor is None and llm.is_running and not llm.errored
+        await llm.check_health()
+        both = [[output async for output in llm.generate(prompt, GREEDY)] for prompt in prompts(2)]
+        assert [outputs[-1].outputs[0].token_ids for outputs in both] == list(map(echoed, prompts(2)))
+        await llm.check_health()
+        folder, process = llm.supervisor._folder, llm.supervisor.core.process
+        running = asyncio.create_task(answer(llm, [1, 2, 3], endless(5000)))
+        await asyncio.sleep(0.1)
+        llm.shutdown()
+        assert not llm.is_running and llm.is_stopped
+        with pytest.raises(EngineError, match="shut down"):
+            await running
+        await process.wait()
+        assert not folder.exists()
+
+    before = open_files()
+    asyncio.run(scenario())
+    assert open_files() <= before
+
+
+def test_a_prefix_cache_is_reset_unless_requests_run(smollm2):
+    async def scenario(llm):
+        prompt = list(range(100, 200))
+
+        async def num_cached():
+            return [output async for output in llm.generate(prompt, GREEDY)][-1].num_cached_tokens
+
+        assert [await num_cached(), await num_cached()] == [0, 96]
+        assert await llm.reset_prefix_cache() is True
+        assert await num_cached() == 0
+        stream = await llm.submit([1, 2, 3], endless(200))
+        await moving(llm)
+        assert await llm.reset_prefix_cache() is False
+        assert await llm.reset_prefix_cache(reset_running_requests=True) is True
+        assert (await stream.wait()).choices[0].token_ids == echoed([1, 2, 3], 200)
+        assert await llm.check() == ""
+
+    run(scenario, "echo:200")
+
+
+def test_a_server_gives_no_more_answers_and_logprobs_than_its_operator_says(smollm2):
+    async def scenario(llm):
+        for fields in ({"n": 5}, {"logprobs": 3}, {"prompt_logprobs": -1}):
+            with pytest.raises(RequestError, match=f"{next(iter(fields))} must be at most"):
+                await llm.submit([1, 2, 3], SamplingParams(**fields))
+        assert len((await (await llm.submit([1, 2, 3], SamplingParams(n=4))).wait()).choices) == 4
+
+    run(scenario, serving=ServingConfig(max_n=4, max_logprobs=2))
+
+
 def test_a_long_text_is_tokenized_off_the_loop(smollm2):
     async def scenario(llm):
         worst = 0.0
@@ -102,7 +185,7 @@ def test_a_long_text_is_tokenized_off_the_loop(smollm2):
                 last = now
 
         beating = asyncio.create_task(heart())
-        with pytest.raises(RequestError, match="max-model-len"):
+        with pytest.raises(RequestError, match="maximum context length"):
             await llm.submit("word " * 400_000, GREEDY)
         beating.cancel()
         assert worst < 0.5
@@ -121,7 +204,7 @@ def test_a_killed_core_is_replaced_and_no_stream_notices(smollm2, num_kills):
                 await asyncio.sleep(0.01)
         assert await asyncio.gather(*tasks) == [echoed(prompt, 200) for prompt in prompts(16)]
         assert llm.num_restarts == num_kills
-        assert await llm.supervisor.check() == ""
+        assert await llm.check() == ""
 
     run(scenario, "echo:100")
 
@@ -218,11 +301,11 @@ def test_an_abort_ends_the_stream_and_frees_the_core(smollm2):
         async for news in stream:
             updates += news
             if len(updates) == 3:
-                llm.abort("x")
+                await llm.abort("x")
         assert updates[-1].finish_reason == "abort"
         while llm.stats.num_running or llm.stats.kv_usage:
             await asyncio.sleep(0.01)
-        assert await llm.supervisor.check() == ""
+        assert await llm.check() == ""
 
     run(scenario, "echo:100")
 
@@ -248,7 +331,7 @@ def test_a_deadline_is_honoured_while_running_and_while_waiting(smollm2):
 def test_a_full_queue_refuses_and_takes_again_when_there_is_room(smollm2):
     async def scenario(llm):
         streams = [await llm.submit([1, 2, last], GREEDY) for last in range(4)]
-        with pytest.raises(OverloadedError, match="max-queued-requests") as refused:
+        with pytest.raises(OverloadedError, match="which is the limit") as refused:
             await llm.submit([1, 2, 3], GREEDY)
         assert refused.value.retry_after_s > 0
         await asyncio.gather(*(stream.wait() for stream in streams))

@@ -212,7 +212,7 @@ def test_text_parts_are_joined() -> None:
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "image_url"),
         ([{"role": "user", "content": [{"type": "text"}]}], "text"),
         ([{"role": "user", "content": ["x"]}], "text"),
-        ([{"role": "user", "content": "a\0b"}], "null"),
+        ([{"role": "assistant", "content": "x", "reasoning": 5}], "reasoning"),
         ([{"role": "user", "content": "\ud800"}], "surrogates"),
         ([{"role": "user", "content": "x", "name": "\udfff"}], "surrogates"),
         ([{"role": "user", "content": "x", "extra": object()}], "JSON"),
@@ -275,8 +275,26 @@ def test_a_broken_template_is_found_before_the_first_request(source: str) -> Non
 
 
 def test_a_model_without_template_says_what_to_do() -> None:
-    with pytest.raises(RequestError, match="--chat-template"):
+    with pytest.raises(RequestError, match="plain prompt") as caught:
         ChatTemplate(None).render([user("x")])
+    assert caught.value.hint == "--chat-template"  # for the log: clients cannot use it
+
+
+def test_thinking_that_is_sent_back_is_there_by_both_names() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m.reasoning }}|{{ m.reasoning_content }}|{{ m.content }};{% endfor %}"
+    )
+    for name in ("reasoning", "reasoning_content"):
+        assert (
+            template.render([{"role": "assistant", "content": "four", name: "two, two"}]) == "two, two|two, two|four;"
+        )
+        assert template.render([{"role": "assistant", "content": None, name: "hm"}]) == "hm|hm|;"
+    assert template.render([{"role": "assistant", "content": "four", "reasoning": None}]).startswith("None|")
+
+
+def test_null_characters_are_text(smollm2: Tokenizer) -> None:
+    template = ChatTemplate("{{ messages[0].content }}")
+    assert smollm2.decode(encode_chat(smollm2, template, [user("a\0b")])) == "a\0b"
 
 
 def test_continuing_and_prompting_exclude_each_other(template: ChatTemplate) -> None:

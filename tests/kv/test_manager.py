@@ -56,6 +56,26 @@ def test_a_hit_never_covers_the_last_token():
     assert run(kv, list(range(8)))[1] == 4
 
 
+@pytest.mark.parametrize("specs", [[FULL], [FULL, NEAR, NEARER]])
+def test_forgotten_prefixes_are_found_no_more_and_blocks_stay_with_their_holders(specs):
+    kv = manager(*specs)
+    gone, _ = run(kv, list(range(20)))
+    kv.release(gone, 5)  # its blocks wait for a step in flight
+    held, _ = run(kv, list(range(50, 70)))
+    kv.forget_prefixes()
+    kv.check()
+    kv.step_applied(5)
+    kv.check()
+    assert run(kv, list(range(20)))[1] == run(kv, list(range(50, 70)))[1] == 0
+    tokens = held.tokens
+    tokens += range(70, 90)
+    assert kv.grow(held, len(tokens)) is not None
+    kv.advance(held, len(tokens), None)
+    kv.check()
+    kv.release(held, None)
+    kv.check()
+
+
 def test_a_hit_survives_its_request_until_the_blocks_are_evicted():
     kv = manager(FULL, num_blocks=6)
     kv.release(run(kv, list(range(12)))[0], None)

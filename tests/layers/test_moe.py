@@ -158,7 +158,7 @@ def test_asking_what_is_wanted_takes_no_memory_and_numbers_arrive_in_the_models_
     moe.experts.attach(moe.runtime, "experts")
     wanted = {weight.name: weight for layer in (moe, moe.experts) for weight in layer.weights()}
     gate_up, down = moe.experts.methods
-    assert all(p.is_meta for p in moe.parameters()) and not gate_up.memory() and not down.memory()
+    assert all(p.is_meta for p in moe.parameters()) and not gate_up.tensors() and not down.tensors()
     for name in ("experts.3.up_proj.weight", "experts.0.down_proj.weight", "mlp.gate.e_score_correction_bias"):
         wanted[name].load(raw(torch.full(wanted[name].shape, 1.25)))
     assert gate_up.numbers().dtype == down.numbers().dtype == torch.bfloat16

@@ -24,13 +24,16 @@ DASHBOARD = ROOT / "docs" / "grafana.json"
 
 # As vLLM spells them after its own prefix, and three of ours. Renaming one breaks somebody's dashboard or alert.
 NAMES = """
-    num_requests_running num_requests_waiting kv_cache_usage_perc
+    num_requests_running num_requests_waiting num_requests_waiting_by_reason kv_cache_usage_perc cache_config_info
     prefix_cache_queries prefix_cache_hits num_preemptions prompt_tokens generation_tokens
+    prompt_tokens_cached prompt_tokens_by_source
     request_success admission_rejections
     time_to_first_token_seconds inter_token_latency_seconds request_time_per_output_token_seconds
     e2e_request_latency_seconds
     request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds
+    request_inference_time_seconds
     request_prompt_tokens request_generation_tokens request_params_n iteration_tokens_total
+    request_max_num_generation_tokens request_params_max_tokens request_prefill_kv_computed_tokens
     engine_restarts engine_step_seconds
     spec_decode_num_drafts spec_decode_num_draft_tokens spec_decode_num_accepted_tokens
     spec_decode_num_accepted_tokens_per_pos
@@ -45,11 +48,11 @@ def families(metrics: ServingMetrics) -> dict[str, prometheus_client.Metric]:
 
 
 def values(metrics: ServingMetrics) -> dict[str, float]:
-    """Samples by name and by the one label that is not the model."""
+    """Samples by name and by the labels that are neither model nor engine."""
     found = {}
     for family in families(metrics).values():
         for sample in family.samples:
-            labels = [value for name, value in sample.labels.items() if name != "model_name"]
+            labels = [value for name, value in sample.labels.items() if name not in ("model_name", "engine")]
             found[" ".join([sample.name.removeprefix("quire:"), *labels])] = sample.value
     return found
 
@@ -61,10 +64,12 @@ def answered(n: int = 1, num_tokens: int = 5) -> RequestState:
         request.add_delta(ChoiceDelta("r", choice_idx, list(range(num_tokens)), "length"))
     times = request.metrics
     times.arrival_time = 100.0
-    times.queue_s = 1.0
-    times.first_token_time = 103.0
-    times.last_token_time = 107.0
-    times.finished_time = 107.5
+    times.queued_ts = 100.0
+    times.scheduled_ts = 101.0
+    times.first_token_ts = 103.0
+    times.first_token_latency = 3.0
+    times.last_token_ts = 107.0
+    times.finished_ts = 107.5
     return request
 
 
@@ -73,10 +78,18 @@ def test_names_are_the_published_ones():
     assert sorted(n.removeprefix("quire:") for n in found if n.startswith("quire:")) == sorted(NAMES)
 
 
+def test_the_prefix_can_be_vllms():
+    metrics = ServingMetrics("m")
+    metrics.prefix = "vllm:"
+    found = families(metrics)
+    assert {f"vllm:{name}" for name in NAMES} <= set(found) and not any("quire" in name for name in found)
+
+
 def test_every_sample_names_the_model():
     for name, family in families(ServingMetrics("org/model-1")).items():
         if name.startswith("quire:"):
             assert family.samples and all(s.labels["model_name"] == "org/model-1" for s in family.samples)
+            assert all(s.labels["engine"] == "0" for s in family.samples)
             assert family.documentation
 
 
@@ -154,6 +167,9 @@ def test_a_finished_request_leaves_its_times_and_sizes():
     assert found["request_prompt_tokens_sum"] == 30
     assert found["request_generation_tokens_sum"] == 10
     assert found["request_params_n_sum"] == 2
+    assert found["request_max_num_generation_tokens_sum"] == 5
+    assert found["request_params_max_tokens_sum"] == 16  # the default
+    assert found["request_inference_time_seconds_sum"] == 6
 
 
 def test_a_request_that_never_got_a_token_counts_as_aborted():
@@ -189,7 +205,66 @@ def test_an_idle_core_moves_gauges_only():
 def test_rejections_are_counted_by_reason():
     metrics = ServingMetrics("m")
     metrics.rejected("queue_full")
-    assert values(metrics)["admission_rejections_total queue_full"] == 1
+    metrics.http_request("POST", "/v1/completions", 429)
+    found = values(metrics)
+    assert found["admission_rejections_total queue_full"] == found["admission_rejections_total rate_limit"] == 1
+
+
+def test_calls_are_counted_without_a_prefix_by_kind_of_status():
+    metrics = ServingMetrics("m")
+    for status in (200, 200, 400, 404, 503):
+        metrics.http_request("POST", "/v1/completions", status)
+    metrics.http_request("GET", "/metrics", 200)
+    found = {name: value for name, value in values(metrics).items() if name.startswith("http_requests_total")}
+    path = "http_requests_total /v1/completions POST"
+    assert found == {f"{path} 2xx": 2, f"{path} 4xx": 2, f"{path} 5xx": 1}
+
+
+def test_prompt_tokens_are_told_apart_by_source():
+    metrics, request = ServingMetrics("m"), answered()
+    request.metrics.num_cached_tokens = 16
+    metrics.first_token(request)
+    metrics.finished(request)
+    found = values(metrics)
+    assert found["prompt_tokens_total"] == 30 and found["prompt_tokens_cached_total"] == 16
+    assert found["prompt_tokens_by_source_total local_compute"] == 14
+    assert found["prompt_tokens_by_source_total local_cache_hit"] == 16
+    assert found["prompt_tokens_by_source_total external_kv_transfer"] == 0
+    assert found["request_prefill_kv_computed_tokens_sum"] == 14
+
+
+def test_waiting_requests_are_told_apart_by_reason():
+    metrics = ServingMetrics("m")
+    metrics.step(EngineStats(num_waiting=7, num_deferred=2), 0.01, 0)
+    found = values(metrics)
+    assert found["num_requests_waiting_by_reason capacity"] == 5
+    assert found["num_requests_waiting_by_reason deferred"] == 2
+    metrics.restarted("own")
+    assert values(metrics)["num_requests_waiting_by_reason capacity"] == 0
+
+
+def test_how_the_cache_was_set_up_is_told():
+    metrics = ServingMetrics("m")
+    metrics.cache_info = {"block_size": "16", "num_gpu_blocks": "512"}
+    (sample,) = families(metrics)["quire:cache_config_info"].samples
+    assert sample.value == 1
+    assert sample.labels == {"model_name": "m", "engine": "0", "block_size": "16", "num_gpu_blocks": "512"}
+
+
+# Bounds that vLLM's histograms have: dashboards and alerts name them.
+VLLM_BOUNDS = {
+    "time_to_first_token_seconds": (0.001, 0.02, 0.25, 7.5, 160.0, 2560.0),
+    "inter_token_latency_seconds": (0.01, 0.025, 0.075, 0.75, 80.0),
+    "request_inference_time_seconds": (0.3, 0.8, 1.5, 60.0, 1920.0),
+    "request_params_max_tokens": (1, 2, 5, 100, 20_000),
+    "request_max_num_generation_tokens": (1, 50, 5000),
+    "request_prefill_kv_computed_tokens": (10, 500_000),
+}
+
+
+def test_histograms_have_vllms_bounds():
+    for name, bounds in VLLM_BOUNDS.items():
+        assert set(bounds) <= set(HISTOGRAMS[name][1])
 
 
 def test_the_process_shows_its_memory_and_file_descriptors():

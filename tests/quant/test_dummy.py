@@ -20,7 +20,8 @@ from quire.quant.kept import packed as kept_packed
 from quire.worker.build import build
 from quire.worker.describe import describe
 from quire.worker.dummy import dummy_tensors
-from quire.worker.load import layers, load_weights
+from quire.worker.load import load_weights
+from quire.worker.worker import weight_bytes
 from tests.models.oracle import OPTIONS, PROMPTS
 from tests.quant.published.common import SIZES
 from tests.quant.test_published import methods
@@ -180,10 +181,7 @@ def test_what_is_said_of_a_gpus_weights_is_what_they_take(name, tmp_path):
     assert set(rows) == {"attention", "MLP", "embedding", "head", "norms and others"}
     assert rows["MLP"]["bits"] == pytest.approx(bits, abs=0.1)
     assert rows["MLP"]["method"] == config.model.quantization and rows["embedding"]["method"] == "bfloat16"
-    memory: dict[int, int] = {}
-    for layer in layers(model):
-        memory |= layer.memory()
-    taken = sum(memory.values())
+    taken = weight_bytes(model)
     assert facts["weight_bytes"] == sum(row["bytes"] for row in facts["weights"])
     takes_more = bits < 4 or "nvfp4" in name  # two bits take four there, scales in float8 become float32
     assert facts["weight_bytes"] == pytest.approx(taken, rel=0.35 if takes_more else 0.06)

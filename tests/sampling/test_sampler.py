@@ -352,6 +352,22 @@ def test_logprobs_come_from_the_raw_logits_for_the_rows_that_asked():
     torch.testing.assert_close(output.logprobs.tokens.top_logprobs, expected.values)
 
 
+def test_logprobs_of_named_tokens_stand_beside_those_of_the_likeliest():
+    logits = random_logits(3, VOCAB, seed=12)
+    params = [
+        SamplingParams(temperature=0, logprob_token_ids=[7, 3, 900]),
+        SamplingParams(temperature=0, logprobs=2),
+        SamplingParams(temperature=0, logprob_token_ids=[1]),
+    ]
+    output = run(logits, params)
+    raw = logits.log_softmax(-1)
+    assert output.logprobs.num_top == [3, 2, 1]
+    columns = output.logprobs.tokens
+    assert columns.top_ids[0].tolist() == [7, 3, 900] and columns.top_ids[2, 0] == 1
+    assert torch.equal(columns.top_ids[1, :2], raw[1].topk(2).indices)
+    torch.testing.assert_close(columns.top_logprobs, raw.gather(1, columns.top_ids))
+
+
 def test_prompt_logprobs_are_the_same_in_chunks():
     logits, targets = random_logits(500, VOCAB, seed=11), torch.arange(500) * 10
     ours = token_logprobs(logits, targets, 5)  # in chunks of 209 tokens

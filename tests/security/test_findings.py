@@ -459,6 +459,7 @@ def test_a_field_without_bounds_would_be_found(schema):
 
 FREE = {
     "extra_args": (COMPLETIONS, {"prompt": "a"}, 1024),
+    "vllm_xargs": (COMPLETIONS, {"prompt": "a"}, 1024),
     "chat_template_kwargs": (CHAT, {"messages": [{"role": "user", "content": "a"}]}, 4096),
     "response_format": (COMPLETIONS, {"prompt": "a"}, 32_768),
     "guided_json": (COMPLETIONS, {"prompt": "a"}, 32_768),

@@ -58,8 +58,9 @@ class AsyncEngineArgs(EngineArgs):
     """EngineArgs, and the options of an engine that serves many: `AsyncEngineArgs(…, max_queued_requests=64)`."""
 
     def __init__(self, model: str = "smollm2", **options: Any) -> None:
-        serving = {name: options.pop(name) for name in _names(ServingConfig) if name in options}
-        self._set(EngineConfig.from_kwargs(model=model, **options), ServingConfig(**serving))
+        serving = {name: options.pop(name, None) for name in _names(ServingConfig)}
+        given = {name: value for name, value in serving.items() if value is not None}
+        self._set(EngineConfig.from_kwargs(model=model, **options), ServingConfig(**given))
 
     def create_serving_config(self) -> ServingConfig:
         return ServingConfig(**{name: getattr(self, name) for name in _names(ServingConfig)})

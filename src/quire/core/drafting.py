@@ -24,8 +24,8 @@ FIRST_RIGHT, FIRST_WRONG = 1.0, 0.3  # drafts that a request is credited with be
 def costs(num_drafts: int, on_cpu: bool, draft_cost: float = 0.0) -> list[float]:
     """How long steps with 0, 1, … up to `num_drafts` drafts take, each `draft_cost` to guess, in steps without.
 
-    Products of a CPU take four rows at a time: of SmolLM2 and Qwen2.5-Coder-0.5B 4 rows take 1.2 to 1.4 times as long
-    as one, 5 rows 1.7 times, 8 rows 1.9 to 2, 12 rows 2.7.
+    Products of a CPU take four rows at a time: with 135 million and 500 million weights in 4 bits, 4 rows take 1.2 to
+    1.4 times as long as one, 5 rows 1.7 times, 8 rows 1.9 to 2, 12 rows 2.7.
     """
     verifying = [0.7 * (k // 4) + 0.1 * (k % 4) if on_cpu else 0.035 * k for k in range(num_drafts + 1)]
     return [1 + verify + k * draft_cost for k, verify in enumerate(verifying)]

@@ -26,15 +26,18 @@ from quire.kv.tier import NoTier
 from quire.messages import (
     Abort,
     AddRequest,
+    Answer,
     Check,
-    Checked,
     ChoiceDelta,
     Constraint,
     EngineStats,
     FromCore,
+    ResetPrefixCache,
+    Sleep,
     StepOutputs,
     ToCore,
     Vocabulary,
+    WakeUp,
 )
 from quire.utils.flight import FlightRecorder, NoRecorder
 
@@ -101,7 +104,8 @@ class Engine:
         # An operator's own logits processors look at the one token of a request that is next.
         self.can_propose = self.kv.can_rewind and not config.structured.logits_processors
         self.guides: NoGuides | Guides = NoGuides()
-        self.refused: list[ChoiceDelta] = []  # requests that will never run, for the next step's outputs
+        self.unsent: list[ChoiceDelta] = []  # for the next step's outputs: requests that will never run, and others
+        self.is_asleep = False
 
     def handle(self, message: ToCore) -> FromCore | None:
         """Acts on a message; returns the answer, if it has one."""
@@ -115,7 +119,15 @@ class Engine:
             case Abort():
                 self._abort(message)
             case Check():
-                return Checked(self._problem())
+                return Answer(self._problem())
+            case ResetPrefixCache():
+                return Answer(self._reset_prefix_cache(message.reset_running_requests))
+            case Sleep():
+                self._sleep(message.keep_weights)
+                return Answer()
+            case WakeUp():
+                self._wake_up()
+                return Answer()
         return None
 
     def step(self) -> StepOutputs:
@@ -123,24 +135,27 @@ class Engine:
 
         Threads fill grammars' masks from the moment a step's tokens arrive until the next step is planned.
         """
+        unsent, self.unsent = self.unsent, []
+        if self.is_asleep:
+            return StepOutputs(unsent, self.stats())
         self._admit_guided()
-        refused, self.refused = self.refused, []
         while self.pipeline.has_room and (step := self.scheduler.plan()) is not None:
             self.pipeline.submit(step)
         if not self.pipeline.steps:
             if self.scheduler.has_work:
                 raise EngineError("requests are waiting and none can run: this is a bug in the scheduler")
-            if not refused:
+            unsent, self.unsent = unsent + self.unsent, []
+            if not unsent:
                 self.guides.wait()
-            return StepOutputs(refused, self.stats())
+            return StepOutputs(unsent, self.stats())
         step, result = self.pipeline.wait()
         deltas = self.scheduler.apply(step, result)
-        deltas += refused
+        deltas += unsent
         return StepOutputs(deltas, self.stats(step.plan.total_tokens))
 
     def refuse(self, request_id: str, choice_idx: int = 0, error: str = "") -> None:
         """Ends a request that never ran. `error`: what is wrong with the request, if that is the reason."""
-        self.refused.append(ChoiceDelta(request_id, choice_idx, [], "error", error=error))
+        self.unsent.append(ChoiceDelta(request_id, choice_idx, [], "error", error=error))
 
     def _add(self, message: AddRequest) -> None:
         """Adds all choices of a request, or none of them if one fails. Other requests are not affected."""
@@ -191,9 +206,35 @@ class Engine:
             return str(error) or type(error).__name__
         return ""
 
+    def _reset_prefix_cache(self, reset_running_requests: bool) -> str:
+        """Why the cached blocks were not forgotten; empty if they were."""
+        if reset_running_requests:
+            self.scheduler.preempt_all()
+        elif self.kv.live:
+            return "requests are running, which hold blocks"
+        self.kv.forget_prefixes()
+        return ""
+
+    def _sleep(self, keep_weights: bool) -> None:
+        """Gives the device's memory back; running requests will compute their tokens again."""
+        if self.is_asleep:
+            return
+        while self.pipeline.steps:
+            self.unsent += self.scheduler.apply(*self.pipeline.wait())
+        self._reset_prefix_cache(reset_running_requests=True)
+        self.executor.sleep(keep_weights)
+        self.is_asleep = True
+
+    def _wake_up(self) -> None:
+        if self.is_asleep:
+            self.executor.wake_up()
+            self.is_asleep = False
+
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self.guides.has_work or bool(self.refused)
+        if self.is_asleep:
+            return bool(self.unsent)
+        return self.scheduler.has_work or self.guides.has_work or bool(self.unsent)
 
     def stats(self, step_tokens: int = 0) -> EngineStats:
         scheduler = self.scheduler
@@ -204,6 +245,7 @@ class Engine:
             kv_usage=self.kv.usage,
             step_tokens=step_tokens,
             accepted_drafts=list(scheduler.stats.accepted_drafts),
+            num_deferred=len(self.guides.waiting),
         )
 
     def close(self) -> None:

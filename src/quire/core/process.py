@@ -24,7 +24,7 @@ import zmq
 from quire import env
 from quire.core.engine import Engine, executor_module
 from quire.errors import QuireError
-from quire.messages import AddRequest, CoreSetup, Failed, FromCore, Ready, ToCore
+from quire.messages import AddRequest, Answer, CoreSetup, EngineStats, Failed, FromCore, Ready, StepOutputs, ToCore
 from quire.utils.flight import FlightRecorder
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ class CoreProcess:
         self.decode = msgspec.msgpack.Decoder(ToCore).decode
 
     def run(self) -> int:
+        if self.setup.is_asleep:
+            self._sleep()
         try:
             self.engine = Engine(self.setup.config, recorder=FlightRecorder(Path(self.setup.recorder)))
         except QuireError as error:
@@ -55,6 +57,8 @@ class CoreProcess:
         gc.freeze()  # what is loaded now stays for good: the collector need not look at it again
         gc.set_threshold(GC_THRESHOLD)
         self._send(Ready(self.engine.kv.num_tokens))
+        if self.setup.is_asleep:
+            self._send(Answer())  # to the question that woke it up
         while True:
             self._read(0 if self.engine.has_work else HEARTBEAT_MS)
             started = time.perf_counter()
@@ -62,6 +66,13 @@ class CoreProcess:
             if outputs.stats.step_tokens:
                 outputs.step_s = time.perf_counter() - started
             self._send(outputs)
+
+    def _sleep(self) -> None:
+        """Until the message that wakes it up comes, before which there are no others."""
+        self._send(Ready(0))
+        while not self.socket.poll(HEARTBEAT_MS):
+            self._send(StepOutputs([], EngineStats()))
+        self.socket.recv()
 
     def _read(self, timeout_ms: int) -> None:
         """Handles all messages that have arrived, after waiting up to `timeout_ms` for the first."""

@@ -66,6 +66,8 @@ class Request:
         "proposer",
         "is_predicted",
         "wants_vector",
+        "owner",
+        "num_charged",
     )
 
     blocks: RequestBlocks  # set when the scheduler adds the request
@@ -110,6 +112,8 @@ class Request:
         self.num_preemptions = 0  # also tells results of steps planned before a preemption from later ones
         self.num_prompt_logprobs = 0  # prompt positions whose logprobs were delivered
         self.num_cached_tokens = 0  # length of the first prefix hit
+        self.owner = message.owner
+        self.num_charged = 0  # tokens that count for its owner already
         self.arrival = time.monotonic()
         self.queue_s = 0.0  # how long it waited for its first step
         self.leader: Request | None = None  # the sibling that computes the prompt they share
@@ -125,19 +129,20 @@ class Request:
         """Tokens there will be, at most, when the steps in flight have run; the last one allowed is never computed."""
         return min(len(self.token_ids) + self.num_sampling, self.max_total_tokens - 1)
 
-    def force(self, token_ids: list[int]) -> tuple[str | None, int | None]:
+    def force(self, token_ids: list[int]) -> tuple[str | None, int | str | None]:
         """`extend`, with forced tokens: what steps in flight choose in their place is dropped."""
         self.forced_from = len(self.token_ids)
         self.num_sampling = 0
         self.num_forced += 1
         return self.extend(token_ids)
 
-    def extend(self, token_ids: list[int]) -> tuple[str | None, int | None]:
+    def extend(self, token_ids: list[int]) -> tuple[str | None, int | str | None]:
         """Appends tokens up to one that ends the request, and drops the rest; returns (finish_reason, stop_reason).
 
         Called for every token of the request that is not prompt.
         """
         known = self.token_ids
+        repetition = self.params.repetition_detection
         for idx, token_id in enumerate(token_ids):
             known.append(token_id)
             if token_id in self.eos_ids or token_id in self.stop_ids:
@@ -147,4 +152,8 @@ class Request:
             if len(known) >= self.max_total_tokens:
                 del token_ids[idx + 1 :]
                 return "length", None
+            if repetition is not None and self.num_output_tokens >= self.params.min_tokens:
+                if repetition.found(known, self.num_output_tokens):
+                    del token_ids[idx + 1 :]
+                    return "repetition", "repetition_detected"
         return None, None

@@ -143,6 +143,7 @@ class Scheduler:
         return new_blocks
 
     def _admit_waiting(self, step: PlannedStep, budget: int) -> None:
+        self.waiting.settle_now_and_then(self.running)
         while budget > 0 and self.free_rows:
             request = self.waiting.peek()
             if request is None or request.num_in_flight:
@@ -174,6 +175,8 @@ class Scheduler:
 
     def _num_cached(self, request: Request) -> int:
         """Tokens that need not be computed; none while logprobs of the prompt are still to be delivered."""
+        if request.params.skip_reading_prefix_cache:
+            return 0
         if request.params.prompt_logprobs is not None and request.num_prompt_logprobs < request.num_prompt_tokens - 1:
             return 0
         return self.kv.find_prefix(request.blocks)
@@ -190,6 +193,7 @@ class Scheduler:
             request.queue_s = time.monotonic() - request.arrival
             self.stats.prefix_queries += len(request.token_ids)
             self.stats.prefix_hits += num_cached
+            self.waiting.charge(request, num_cached)
         step.plan.new_rows.append(
             RowStart(
                 row=request.row,
@@ -374,6 +378,11 @@ class Scheduler:
 
     # -- leaving -------------------------------------------------------------------------------------------------
 
+    def preempt_all(self) -> None:
+        """All running requests will compute their tokens again."""
+        while self.running:
+            self._preempt(self.running[-1])
+
     def _preempt(self, request: Request) -> None:
         """The request goes back to its place in the line; its blocks are freed, and computed again later."""
         self._leave_row(request)
@@ -407,6 +416,7 @@ class Scheduler:
                 leader.blocks.pinned = None
 
     def _leave_row(self, request: Request) -> None:
+        self.waiting.settle((request,))
         # `num_in_flight` stays: results of steps in flight still come, and the request must not run again before.
         self.running.remove(request)
         self.kv.release(request.blocks, self.pipeline.newest_step)

@@ -67,6 +67,14 @@ class Executor(ABC):
         """
         return None
 
+    def sleep(self, keep_weights: bool) -> None:
+        """Gives the device's memory back; no step is in flight. `keep_weights`: in the host's memory, if that helps."""
+        return
+
+    def wake_up(self) -> None:
+        """Takes the memory again: weights as they were, an empty cache."""
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Stops the workers and frees what they hold."""

@@ -48,6 +48,12 @@ class InprocExecutor(Executor):
     def mask_memory(self, num_rows: int, num_words: int, is_new: bool) -> memoryview | None:
         return self.worker.runner.masks.memory(num_rows, num_words, is_new)
 
+    def sleep(self, keep_weights: bool) -> None:
+        self.worker.sleep(keep_weights)
+
+    def wake_up(self) -> None:
+        self.worker.wake_up()
+
     def close(self) -> None:
         if self.worker is not None:
             self.worker.close()

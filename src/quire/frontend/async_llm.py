@@ -9,36 +9,43 @@ import asyncio
 import functools
 import uuid
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from quire.config import EngineConfig, ServingConfig
-from quire.errors import OverloadedError
+from quire.config import AsyncEngineArgs, EngineConfig, ServingConfig
+from quire.errors import EngineError, OverloadedError
 from quire.frontend.chat import encode_chat
 from quire.frontend.core_client import end_process, start_process
-from quire.frontend.inputs import MAX_LOGPROB_ENTRIES, InputProcessor, Prompt
+from quire.frontend.hf_tokenizer import HFTokenizer
+from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.model import ModelInfo
 from quire.frontend.stream import Stream
-from quire.frontend.supervisor import Supervisor
-from quire.messages import EngineStats
+from quire.frontend.supervisor import SleepMode, Supervisor
+from quire.messages import Check, EngineStats, ResetPrefixCache
 from quire.metrics.serving import ServingMetrics
 from quire.outputs import RequestOutput
-from quire.params import SamplingParams
+from quire.params import RequestOutputKind, SamplingParams, keeps_weights
 
 Result = TypeVar("Result")
 
 INLINE_CHARS = 1024  # texts, or token ids, up to here are worked on at once: handing them to a thread takes longer
 LONG_CHARS = 65_536  # longer texts have a thread of their own: others do not wait for them
 NUM_THREADS = 2
+ASLEEP_RETRY_S = 10.0
 MAX_TIMEOUT_S = 366 * 86_400.0
 
 
 class AsyncLLM:
-    """`async with AsyncLLM("smollm2") as llm: async for output in llm.generate("Hello"): …`"""
+    """`async with AsyncLLM("smollm2") as llm: async for output in llm.generate("Hello"): …`
 
-    def __init__(self, model: str = "smollm2", *, serving: ServingConfig = ServingConfig(), **options: Any) -> None:
-        self._open(EngineConfig.from_kwargs(model=model, **options), serving)
+    The core starts with the first call of `generate`, unless `start` was called before.
+    """
+
+    def __init__(self, model: str = "smollm2", *, serving: ServingConfig | None = None, **options: Any) -> None:
+        """`options`: those of `AsyncEngineArgs`; `serving`: the ones of serving, already made."""
+        args = AsyncEngineArgs(model, **options)
+        self._open(args.create_engine_config(), serving or args.create_serving_config())
 
     @classmethod
     def from_config(cls, config: EngineConfig, serving: ServingConfig) -> "AsyncLLM":
@@ -46,6 +53,10 @@ class AsyncLLM:
         llm = cls.__new__(cls)
         llm._open(config, serving)
         return llm
+
+    @classmethod
+    def from_engine_args(cls, engine_args: AsyncEngineArgs) -> "AsyncLLM":
+        return cls.from_config(engine_args.create_engine_config(), engine_args.create_serving_config())
 
     @classmethod
     async def open(cls, config: EngineConfig, serving: ServingConfig) -> "AsyncLLM":
@@ -63,13 +74,14 @@ class AsyncLLM:
         self.serving = serving
         self.model = ModelInfo.open(config, serving=True)
         self.model.prepare()
-        self.inputs = InputProcessor(self.model, max_logprobs=MAX_LOGPROB_ENTRIES)
+        self.inputs = InputProcessor(self.model, serving)
         self.metrics = ServingMetrics(config.model.model)
         self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
         self.long_texts = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
         self.process: Process | None = None  # the first core's, if it was started ahead
         self.supervisor: Supervisor | None = None
         self.accepting = True
+        self._start_lock = asyncio.Lock()
 
     # -- living --------------------------------------------------------------------------------------------------
 
@@ -79,6 +91,17 @@ class AsyncLLM:
             self.model.config, self.serving, self.metrics, lambda: self.model.vocabulary, self.process
         )
         await self.supervisor.start()
+
+    async def _started(self) -> Supervisor:
+        async with self._start_lock:
+            if self.supervisor is None:
+                await self.start()
+        return self._require_supervisor()
+
+    def _require_supervisor(self) -> Supervisor:
+        if self.supervisor is None:
+            raise OverloadedError("the engine is starting: try again in a moment")
+        return self.supervisor
 
     async def drain(self, timeout_s: float) -> None:
         """Takes no more requests and waits for those there are; what is left after `timeout_s` is aborted."""
@@ -100,8 +123,16 @@ class AsyncLLM:
         self.threads.shutdown(wait=False, cancel_futures=True)
         self.long_texts.shutdown(wait=False, cancel_futures=True)
 
+    def shutdown(self, timeout: float | None = None) -> None:
+        """As `close`, at once: for callers that cannot wait, so `timeout` has no effect."""
+        self.accepting = False
+        if self.supervisor is not None:
+            self.supervisor.kill()
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        self.long_texts.shutdown(wait=False, cancel_futures=True)
+
     async def __aenter__(self) -> "AsyncLLM":
-        await self.start()
+        await self._started()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -113,9 +144,51 @@ class AsyncLLM:
             return "the engine is starting"
         return self.supervisor.health() if self.accepting else "the server is stopping"
 
+    async def check_health(self) -> None:
+        """Raises EngineError if something is wrong with an engine that was started."""
+        problem = self.health() if self.supervisor is not None else None
+        if problem is not None:
+            raise EngineError(problem)
+
     async def check(self) -> str:
         """What is wrong with the core's books, for soaks; empty if nothing is."""
-        return await self.supervisor.check() if self.supervisor is not None else "the engine is starting"
+        return await self.supervisor.ask(Check()) if self.supervisor is not None else "the engine is starting"
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forgets what is cached of prompts; False, and nothing is forgotten, while requests run.
+
+        `reset_running_requests`: forget it all the same; they compute their tokens again. `reset_connector` has no
+        effect: there is no other cache.
+        """
+        supervisor = await self._started()
+        return not await supervisor.ask(ResetPrefixCache(reset_running_requests))
+
+    async def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
+        """Gives the device's memory back until `wake_up`; meanwhile requests are turned away.
+
+        Level 1 keeps weights in the host's memory, where the device has its own; level 2 forgets them, and they are
+        read again. `mode`: running requests are aborted, waited for, or kept, and go on when it wakes up.
+        """
+        await (await self._started()).sleep(keeps_weights(level), mode)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """`tags` has no effect: weights and cache come back together."""
+        await (await self._started()).wake_up()
+
+    async def is_sleeping(self) -> bool:
+        return self.supervisor is not None and self.supervisor.state != "awake"
+
+    @property
+    def is_running(self) -> bool:
+        return self.supervisor is None or (self.accepting and not self.errored)
+
+    @property
+    def is_stopped(self) -> bool:
+        return not self.is_running
+
+    @property
+    def errored(self) -> bool:
+        return self.failure is not None
 
     @property
     def stats(self) -> EngineStats:
@@ -180,37 +253,57 @@ class AsyncLLM:
 
     def _admit(self) -> Supervisor:
         """Who takes one more request; OverloadedError if none may be started now."""
-        if self.supervisor is None:
-            raise OverloadedError("the engine is starting: try again in a moment")
+        supervisor = self._require_supervisor()
+        if supervisor.state != "awake":
+            raise OverloadedError(f"the engine is {supervisor.state}: try again later", retry_after_s=ASLEEP_RETRY_S)
         if not self.accepting:
             raise OverloadedError("the server is stopping: try another one", retry_after_s=10)
         limit = self.serving.max_queued_requests
-        if len(self.supervisor.live) >= limit:
+        if len(supervisor.live) >= limit:
             self.metrics.rejected("queue_full")
             raise OverloadedError(
-                f"{limit} requests are running or waiting, which is the limit: "
-                "try again later or raise --max-queued-requests"
+                f"{limit} requests are running or waiting, which is the limit: try again later",
+                hint="--max-queued-requests",
             )
-        return self.supervisor
+        return supervisor
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
-    ) -> AsyncIterator[RequestOutput]:
-        """One request, as it grows: an output (all of it so far) after every step that added to it."""
-        stream = await self.submit(prompt, params or self.model.default_params(), request_id=request_id, **options)
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        **options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """One request, as it grows: an output after every step that added to it, by the parameters' `output_kind`.
+
+        `options` are those of `submit`. Whoever stops early ends the request.
+        """
+        await self._started()
+        params = sampling_params or self.model.default_params()
+        options.setdefault("thinks", self.model.reasoning_format is not None)
+        stream = await self.submit(prompt, params, request_id=request_id, priority=priority, **options)
         try:
-            async for _ in stream:
-                yield stream.request.output()
+            if params.output_kind is RequestOutputKind.FINAL_ONLY:
+                yield (await stream.wait()).output()
+                return
+            async for updates in stream:
+                yield stream.request.output(updates)
         finally:
             stream.abort()
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request, whose stream then stops with finish_reason "abort"; unknown ids are ignored."""
-        stream = self.supervisor.live.get(request_id) if self.supervisor is not None else None
-        if stream is not None:
-            stream.abort()
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends requests, whose streams then stop with finish_reason "abort"; unknown ids are ignored."""
+        live = self.supervisor.live if self.supervisor is not None else {}
+        for each in [request_id] if isinstance(request_id, str) else list(request_id):
+            if (stream := live.get(each)) is not None:
+                stream.abort()
 
     # -- text ----------------------------------------------------------------------------------------------------
+
+    def get_tokenizer(self) -> HFTokenizer:
+        return HFTokenizer(self.model.need_tokenizer("this"), self.model.template)
 
     async def encode_chat(
         self,
@@ -219,8 +312,11 @@ class AsyncLLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
     ) -> list[int]:
-        """The token ids of a conversation, by the model's chat template."""
+        """The token ids of a conversation, by the model's chat template.
+
+        One that is certain to have `max_tokens` (None: as many as the context) is refused before it is tokenized."""
         encode = functools.partial(
             encode_chat,
             self.model.need_tokenizer("a chat"),
@@ -230,7 +326,7 @@ class AsyncLLM:
             continue_final_message,
             tools=tools,
             template_kwargs=chat_template_kwargs,
-            max_tokens=self.model.max_model_len,
+            max_tokens=max_tokens or self.model.max_model_len,
         )
         return await self.off_loop(encode, _size(messages))
 
@@ -246,6 +342,9 @@ class AsyncLLM:
         """Has a thread do what would hold up the event loop; long texts wait for each other only."""
         threads = self.long_texts if num_chars > LONG_CHARS else self.threads
         return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+
+AsyncLLMEngine = AsyncLLM  # vLLM's older name
 
 
 def _size(prompt: Any) -> int:

@@ -102,7 +102,8 @@ class ChatTemplate:
 
     def _run(self, variables: dict[str, Any], conversation_chars: int) -> str:
         if self._template is None:
-            raise RequestError("this model has no chat template: give one with --chat-template or send a plain prompt.")
+            message = "this model has no chat template: its operator may give it one; send a plain prompt."
+            raise RequestError(message, hint="--chat-template")
         chunks: list[str] = []
         num_chars = 0
         try:
@@ -116,9 +117,7 @@ class ChatTemplate:
         except _RefusedError as error:
             raise RequestError(f"the chat template refuses these messages: {error!s:.500}") from None
         except TooMuchError as error:
-            raise RequestError(
-                f"the chat template is stopped: {error}; send less, or give another with --chat-template."
-            ) from None
+            raise RequestError(f"the chat template is stopped: {error}; send less.", hint="--chat-template") from None
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template cannot render these messages: {error!s:.500}") from None
         except Exception as error:  # a template can do anything Python can, and its messages may hold addresses
@@ -213,7 +212,7 @@ def _inside(positions: Sequence[int], start: int, end: int) -> bool:
     return idx < len(positions) and positions[idx] < end
 
 
-def _check_template_arguments(template_kwargs: Any) -> None:
+def check_template_arguments(template_kwargs: Any) -> None:
     if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
         raise RequestError("the arguments of the chat template must be an object.")
     for name in template_kwargs or {}:
@@ -241,12 +240,10 @@ class _Conversation:
         tools = tools or []
         if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
             raise RequestError("tools must be a list of objects.")
-        _check_template_arguments(template_kwargs)
+        check_template_arguments(template_kwargs)
         texts: list[str] = []
 
         def check(text: str) -> str:
-            if "\0" in text:
-                raise RequestError("messages must not hold null characters.", "messages")
             try:
                 text.encode()
             except UnicodeEncodeError:
@@ -293,13 +290,26 @@ def _message(idx: int, message: Any) -> dict[str, Any]:
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
         raise RequestError(f"the role of message {idx} must be a word such as user, not {role!r:.80}.")
     checked = dict(message)
+    thoughts = _thoughts(idx, message)
+    if thoughts is not None:
+        checked |= {"reasoning": thoughts, "reasoning_content": thoughts}
     if content is None and not message.get("tool_calls"):
-        raise RequestError(f"message {idx} has no content.")
+        if not thoughts:
+            raise RequestError(f"message {idx} has no content.")
+        content = ""
     if content is not None:
         checked["content"] = _content(idx, content)
     if message.get("tool_calls"):
         checked["tool_calls"] = _tool_calls(idx, message["tool_calls"])
     return checked
+
+
+def _thoughts(idx: int, message: Message) -> str | None:
+    """An earlier answer's thinking. It has two names; templates know either, and are given both."""
+    found = next((message[name] for name in ("reasoning", "reasoning_content") if message.get(name) is not None), None)
+    if found is not None and not isinstance(found, str):
+        raise RequestError(f"the reasoning of message {idx} must be text.")
+    return found
 
 
 def _content(idx: int, content: Any) -> str:

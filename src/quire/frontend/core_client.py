@@ -73,12 +73,12 @@ class CoreClient(Client):
             raise RuntimeError("the core's process was not started")
         return self.process
 
-    async def start(self, spare: Process | None = None) -> None:
-        """`spare`: a process that waits already, if there is one."""
+    async def start(self, spare: Process | None = None, is_asleep: bool = False) -> None:
+        """`spare`: a process that waits already, if there is one. `is_asleep`: it shall load nothing yet."""
         self.process = spare or await start_process(self.config)
         if self.killed:
             self.kill()
-        setup = encode(CoreSetup(self.config, self.address, str(self.record_path)))
+        setup = encode(CoreSetup(self.config, self.address, str(self.record_path), is_asleep))
         stdin = self.process.stdin
         # An error here means that the process is dead (uvloop raises RuntimeError then): `exited` will tell.
         with contextlib.suppress(ConnectionError, RuntimeError):

@@ -7,16 +7,17 @@ import contextlib
 import json
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import msgspec
 
+from quire.config import ServingConfig
 from quire.errors import RequestError
 from quire.frontend.model import ModelInfo
 from quire.frontend.requests import RequestState
 from quire.frontend.tokenizer import too_long
 from quire.messages import AddRequest, Constraint
-from quire.params import SamplingParams, StructuredOutputs, shown
+from quire.params import ALL, SamplingParams, StructuredOutputs, shown
 from quire.structured.spec import GrammarSpec, check
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, {"prompt": …} or {"prompt_token_ids": …}
@@ -26,11 +27,22 @@ PRIORITY_LIMIT = 2**31
 MAX_LOGPROB_ENTRIES = 1 << 19  # of a server's request: choices times tokens times (logprobs and the token itself)
 
 
+class TextPrompt(TypedDict):
+    prompt: str
+    cache_salt: NotRequired[str]  # only prompts with the same one share cached blocks
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]  # the text that they are, for the output alone
+    cache_salt: NotRequired[str]
+
+
 class InputProcessor:
-    def __init__(self, model: ModelInfo, max_logprobs: int | None = None) -> None:
-        """`max_logprobs`: of one request, where answers are sent to others; None: as many as asked for."""
+    def __init__(self, model: ModelInfo, limits: ServingConfig | None = None) -> None:
+        """`limits`: of what one request may ask for, where answers are sent to others; None: whatever it wants."""
         self.model = model
-        self.max_logprobs = max_logprobs
+        self.limits = limits
         self.seeds = random.Random(model.config.model.seed)
 
     def request(
@@ -56,6 +68,7 @@ class InputProcessor:
         text, token_ids = self.tokenize(prompt)
         self._check(token_ids, params, priority, cache_salt)
         constraint = self._constraint(params, token_ids, thinks)
+        params = self._with_logprobs(params)
         max_tokens = self._max_tokens(params, len(token_ids))
         complete = msgspec.structs.replace(params, max_tokens=max_tokens, structured_outputs=None)
         message = AddRequest(
@@ -86,12 +99,11 @@ class InputProcessor:
             else:
                 raise RequestError('a prompt given as a dict needs "prompt" or "prompt_token_ids"')
         if isinstance(given, str):
-            if "\0" in given:
-                raise RequestError("the prompt holds a null character: remove it")
             return given, self.encode(given)
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else None
         if not isinstance(given, Sequence) or isinstance(given, (bytes, bytearray)):
             raise RequestError(f"a prompt is text or a list of token ids, not {type(given).__name__}")
-        return None, list(given)
+        return text if isinstance(text, str) else None, list(given)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; one with so many characters that it cannot fit is refused before it is tokenized."""
@@ -104,11 +116,12 @@ class InputProcessor:
         if not token_ids:
             raise RequestError("the prompt is empty: give at least one token")
         if len(token_ids) >= limit:
-            raise too_long(f"{len(token_ids):,}", limit)
+            raise too_long(len(token_ids), limit)
         _in_vocabulary("prompt", token_ids, vocab_size)
         _in_vocabulary("stop_token_ids", params.stop_token_ids, vocab_size)
         _in_vocabulary("logit_bias", params.logit_bias, vocab_size)
         _in_vocabulary("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+        _in_vocabulary("logprob_token_ids", params.logprob_token_ids or (), vocab_size)
         is_whole = isinstance(priority, int) and not isinstance(priority, bool)
         if not is_whole or not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT:
             raise RequestError("priority must be a whole number of 32 bits", "priority")
@@ -131,13 +144,34 @@ class InputProcessor:
         thinking = self.model.thinking(token_ids, budget) if thinks or budget is not None else None
         if budget is not None and thinking is None:
             raise RequestError(
-                "thinking_token_budget is for models that think, and this one is not known to: see --reasoning-parser",
+                "thinking_token_budget is for models that think, and this one is not known to: leave it out",
                 "thinking_token_budget",
+                hint="--reasoning-parser",
             )
         if grammar is None and budget is None:
             return None
         _ = self.model.vocabulary  # made here, where it may take its time
         return Constraint(grammar, thinking)
+
+    def _with_logprobs(self, params: SamplingParams) -> SamplingParams:
+        """With the number of logprobs that is meant; RequestError if it is above the limit."""
+        vocab_size = self.model.vocab_size
+        limit = vocab_size
+        if self.limits is not None:
+            if params.n > self.limits.max_n:
+                raise RequestError(f"n must be at most {self.limits.max_n}, not {params.n}", "n")
+            limit = vocab_size if self.limits.max_logprobs == ALL else min(self.limits.max_logprobs, vocab_size)
+        changes = {}
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            count = vocab_size if asked == ALL else asked
+            if count is not None and count > limit:
+                raise RequestError(f"{name} must be at most {limit}, not {shown(count)}", name)
+            if count != asked:
+                changes[name] = count
+        if params.logprob_token_ids is not None:
+            changes["logprobs"] = len(params.logprob_token_ids)
+        return msgspec.structs.replace(params, **changes) if changes else params
 
     def _prediction(self, text: str) -> list[int]:
         if not text:
@@ -168,8 +202,8 @@ class InputProcessor:
         The number of logprobs has a limit: an answer for which no length was asked ends before it has too many.
         """
         room = self.model.max_model_len - num_prompt_tokens
-        limit = self.max_logprobs
-        if limit is None:
+        limit = MAX_LOGPROB_ENTRIES
+        if self.limits is None:
             return min(params.max_tokens or room, room)
         of_prompt = 0 if params.prompt_logprobs is None else params.n * num_prompt_tokens * (params.prompt_logprobs + 1)
         per_token = 0 if params.logprobs is None else params.n * (params.logprobs + 1)
@@ -189,15 +223,39 @@ def grammar_spec(asked: StructuredOutputs) -> GrammarSpec:
     """Checked as far as that can be done without compiling it."""
     kind = asked.kind()
     value: Any = {"type": "object"} if kind == "json_object" else getattr(asked, kind)
-    is_text = kind in ("regex", "grammar") or (kind != "choice" and isinstance(value, str))
     try:
+        if asked.disable_additional_properties and kind == "json":
+            value = _closed(json.loads(value) if isinstance(value, str) else value)
+        is_text = kind in ("regex", "grammar") or (kind != "choice" and isinstance(value, str))
         text = value if is_text else json.dumps(value, ensure_ascii=False)
         text.encode()
     except (ValueError, TypeError, RecursionError, AttributeError):  # ValueError: also lone surrogates
         raise RequestError(f"the {kind} of structured_outputs is no valid text or JSON", "structured_outputs") from None
-    spec = GrammarSpec("json" if kind == "json_object" else kind, text)
+    spec = GrammarSpec("json" if kind == "json_object" else kind, text, asked.disable_any_whitespace)
     check(spec)
     return spec
+
+
+# Keywords of a JSON schema that hold schemas by names of the user's own, and those that hold values.
+_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_VALUES = ("const", "enum", "default", "examples")
+
+
+def _closed(schema: Any) -> Any:
+    """A schema whose objects have no properties but those it lists, unless it says itself which others there may be."""
+    if isinstance(schema, list):
+        return [_closed(inner) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed: dict[str, Any] = {}
+    for name, inner in schema.items():
+        if name in _NAMED_SCHEMAS and isinstance(inner, dict):
+            closed[name] = {key: _closed(value) for key, value in inner.items()}
+        else:
+            closed[name] = inner if name in _VALUES else _closed(inner)
+    if "properties" in closed and not closed.keys() & {"additionalProperties", "patternProperties"}:
+        closed["additionalProperties"] = False
+    return closed
 
 
 def _in_vocabulary(name: str, token_ids: Any, vocab_size: int) -> None:

@@ -13,13 +13,13 @@ from types import ModuleType
 from typing import Any
 
 from quire import registry
-from quire.checkpoint.find import ModelFiles, find
+from quire.checkpoint.find import KNOWN_MODELS, ModelFiles, find
 from quire.checkpoint.hf_config import read_config, read_generation_config
 from quire.config import EngineConfig
 from quire.config.resolve import DraftFiles, Machine, resolve
 from quire.errors import ConfigError, RequestError
 from quire.frontend import reasoning, tools
-from quire.frontend.chat import ChatTemplate
+from quire.frontend.chat import ChatTemplate, check_template_arguments
 from quire.frontend.stop import StopStrings
 from quire.frontend.tokenizer import MAX_TEMPLATE_BYTES, Tokenizer
 from quire.messages import Thinking, Vocabulary
@@ -42,6 +42,7 @@ class ModelInfo:
     generation: dict[str, Any]
     tokenizer: Tokenizer | None  # None with --skip-tokenizer-init
     template: ChatTemplate
+    name: str = ""  # as it was asked for; of a path its last part
 
     @classmethod
     def open(cls, config: EngineConfig, serving: bool = False) -> "ModelInfo":
@@ -68,7 +69,22 @@ class ModelInfo:
                 draft_files.kind == "gguf" or (draft_files.path / "tokenizer.json").exists()
             ):
                 _check_same_tokens(tokenizer, Tokenizer.from_files(draft_files))
-        return cls(resolved, hf_config, read_generation_config(files), tokenizer, template)
+        info = cls(resolved, hf_config, read_generation_config(files), tokenizer, template, _shown_name(files.name))
+        info.check_defaults()
+        return info
+
+    def check_defaults(self) -> None:
+        """ConfigError where no request could be served, whatever it asks for."""
+        try:
+            check_template_arguments(self.config.model.default_chat_template_kwargs)
+        except RequestError as error:
+            raise ConfigError(f"--default-chat-template-kwargs: {error}") from None
+        if not self.config.model.override_generation_config:
+            return
+        try:
+            self.default_params(max_tokens=self.max_answer_tokens(None))
+        except RequestError as error:
+            raise ConfigError(f"--override-generation-config: {error}") from None
 
     def prepare(self) -> None:
         """Makes now what the first request would make, while others wait."""
@@ -152,9 +168,15 @@ class ModelInfo:
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
-        """What the model's generation_config.json says about sampling."""
+        """What the model's generation_config.json says about sampling, and what the operator says instead."""
         usable = self.generation if self.config.model.generation_config == "auto" else {}
+        usable = {**usable, **self.config.model.override_generation_config}
         return {name: usable[name] for name in _DEFAULTS if usable.get(name) is not None}
+
+    def max_answer_tokens(self, asked: int | None) -> int | None:
+        """The longest answer to a client who asks for so many tokens; None: as long as the context allows."""
+        limit = self.config.model.override_generation_config.get("max_new_tokens")
+        return asked if limit is None else limit if asked is None else min(asked, limit)
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """The model's own sampling defaults, else OpenAI's."""
@@ -191,6 +213,15 @@ def _check_format(flag: str, package: ModuleType, name: str) -> None:
     known = ["auto", "none", *registry.names(package.__name__)]
     if name not in known and "." not in name:  # a dotted path names a module from elsewhere
         raise ConfigError(f"there is no {flag} {name!r:.80}: choose from {', '.join(known)}")
+
+
+def _shown_name(typed: str) -> str:
+    """A model's name for clients, who are told no paths. A hub id looks like a path, but nothing lies there."""
+    path = Path(typed).expanduser()
+    is_path = path.is_absolute() or path.exists() or typed.startswith(".")
+    if not is_path or typed in KNOWN_MODELS:
+        return typed
+    return path.name if path.name not in ("", "..") else path.resolve().name
 
 
 def machine() -> Machine:

@@ -14,8 +14,8 @@ from quire.frontend.detokenize import Detokenizer
 from quire.frontend.stop import StopStream, StopStrings
 from quire.frontend.tokenizer import Tokenizer
 from quire.messages import Abort, AddRequest, ChoiceDelta
-from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from quire.params import SamplingParams
+from quire.outputs import CompletionOutput, FlatLogprobs, Logprob, PromptLogprobs, RequestMetrics, RequestOutput
+from quire.params import RequestOutputKind, SamplingParams
 from quire.step import TokenLogprobs
 
 
@@ -46,7 +46,7 @@ class RequestState:
         self.params = params
         self.message = message  # what started it
         self.tokenizer = tokenizer
-        self.metrics = RequestMetrics(arrival_time=time.monotonic())
+        self.metrics = RequestMetrics(arrival_time=time.time(), queued_ts=time.monotonic())
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.vector: list[float] = []  # of a request that wants one, when it is finished
         stops = StopStrings(params.stop)
@@ -68,19 +68,21 @@ class RequestState:
         self.num_accepted += delta.num_accepted
         self.num_rejected += delta.num_rejected
         metrics = self.metrics
-        if metrics.first_token_time is None:
+        if not metrics.first_token_ts:
             metrics.num_cached_tokens = delta.num_cached_tokens
-            metrics.queue_s = delta.queue_s
+            metrics.scheduled_ts = metrics.queued_ts + delta.queue_s
         if delta.token_ids:
-            metrics.first_token_time = metrics.first_token_time or now
-            metrics.last_token_time = now
+            if not metrics.first_token_ts:
+                metrics.first_token_ts = now
+                metrics.first_token_latency = now - metrics.queued_ts
+            metrics.last_token_ts = now
         choice.add_delta(delta)
         if choice.finish_reason is None:
             return None
         self.num_unfinished -= 1
         self.finished = self.num_unfinished == 0
         if self.finished:
-            self.metrics.finished_time = now
+            self.metrics.finished_ts = now
         return Abort(self.request_id, delta.choice_idx) if delta.finish_reason is None else None
 
     def end(self, reason: str) -> None:
@@ -89,7 +91,7 @@ class RequestState:
             choice.finish_reason = choice.finish_reason or reason
         self.num_unfinished = 0
         self.finished = True
-        self.metrics.finished_time = time.monotonic()
+        self.metrics.finished_ts = time.monotonic()
 
     def updates(self) -> list[ChoiceUpdate]:
         """What is new since the last call, choice by choice."""
@@ -110,23 +112,29 @@ class RequestState:
         same = msgspec.structs.replace(self.message, request_id="", seed=self.params.seed or 0, priority=0, choices={})
         return hashlib.sha256(msgspec.msgpack.encode(same)).digest()
 
-    def output(self) -> RequestOutput:
-        """A snapshot for the user."""
+    def output(self, updates: list[ChoiceUpdate] | None = None) -> RequestOutput:
+        """A snapshot for the user; with `updates`, one of these alone where the request asks for deltas."""
+        if updates is not None and self.params.output_kind is RequestOutputKind.DELTA:
+            outputs = [self.choices[update.index].delta(update) for update in updates]
+        else:
+            outputs = [choice.output() for choice in self.choices]
+        self.metrics.num_generation_tokens = sum(len(choice.token_ids) for choice in self.choices)
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             prompt_logprobs=self._prompt_logprobs(),
-            outputs=[choice.output() for choice in self.choices],
+            outputs=outputs,
             finished=self.finished,
             metrics=self.metrics,
             num_cached_tokens=self.metrics.num_cached_tokens,
         )
 
-    def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+    def _prompt_logprobs(self) -> PromptLogprobs | None:
         if self.params.prompt_logprobs is None:
             return None
-        return [None, *(logprob_dict(entry, self.tokenizer) for entry in self.prompt_logprobs)]
+        positions = [None, *(logprob_dict(entry, self.tokenizer) for entry in self.prompt_logprobs)]
+        return FlatLogprobs(positions) if self.params.flat_logprobs else positions
 
 
 class ChoiceState:
@@ -219,26 +227,45 @@ class ChoiceState:
             self.stop_reason,
         )
 
+    @property
+    def is_due(self) -> bool:
+        """Whether its reader should look: at the first token, then at every `stream_interval` of them, and the end."""
+        num_unread = len(self.token_ids) - self.num_read[1]
+        if self.finish_reason is not None:
+            return not self.told_end
+        return num_unread >= (self.params.stream_interval or 1) or (self.num_read[1] == 0 and num_unread > 0)
+
     def output(self) -> CompletionOutput:
-        has_logprobs = self.params.logprobs is not None
-        return CompletionOutput(
-            index=self.index,
-            text="".join(self.texts),
-            token_ids=list(self.token_ids),
-            cumulative_logprob=sum(entry.logprob for entry in self.logprobs) if has_logprobs else None,
-            logprobs=[logprob_dict(entry, self.tokenizer) for entry in self.logprobs] if has_logprobs else None,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
+        """All there is so far."""
+        return self._output("".join(self.texts), list(self.token_ids), self.logprobs)
+
+    def delta(self, update: ChoiceUpdate) -> CompletionOutput:
+        """What an update says."""
+        return self._output(update.text, update.token_ids, update.logprobs)
+
+    def _output(self, text: str, token_ids: list[int], entries: list[TokenLogprobs]) -> CompletionOutput:
+        output = CompletionOutput(
+            self.index, text, token_ids, finish_reason=self.finish_reason, stop_reason=self.stop_reason
         )
+        if self.params.logprobs is not None:
+            are_named = self.params.logprob_token_ids is not None
+            positions = [logprob_dict(entry, self.tokenizer, are_named) for entry in entries]
+            output.logprobs = FlatLogprobs(positions) if self.params.flat_logprobs else positions
+            output.cumulative_logprob = sum(entry.logprob for entry in self.logprobs)
+        return output
 
 
-def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """One position's logprobs by token id: the most likely ones and the token that was there."""
+def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None, are_named: bool = False) -> dict[int, Logprob]:
+    """One position's logprobs by token id: the most likely ones and the token that was there.
+
+    `are_named`: not the most likely ones, but some that the request named; their ranks are not known.
+    """
 
     def word(token_id: int) -> str | None:
-        return tokenizer.decode([token_id], skip_special_tokens=False) if tokenizer is not None else None
+        return tokenizer.word(token_id) if tokenizer is not None else None
 
     found = {entry.token_id: Logprob(entry.logprob, entry.rank, word(entry.token_id))}
     for rank, (token_id, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs), 1):
-        found.setdefault(token_id, Logprob(logprob, rank, word(token_id)))
+        if token_id not in found:
+            found[token_id] = Logprob(logprob, None if are_named else rank, word(token_id))
     return found

@@ -22,6 +22,7 @@ class Stream:
         self._on_abort = on_abort
         self._changed = False
         self._only_end = False  # its reader wants to be woken once
+        self._waits = request.params.stream_interval is not None  # its reader wants several tokens at once
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -69,6 +70,8 @@ class Stream:
 
     def wake(self) -> None:
         if self._only_end and self.error is None and not self.request.finished:
+            return
+        if self._waits and self.error is None and not any(choice.is_due for choice in self.request.choices):
             return
         self._changed = True
         waiter = self._waiter

@@ -14,25 +14,36 @@ import time
 from asyncio.subprocess import Process
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from quire import errors
 from quire.config import EngineConfig, ServingConfig
-from quire.errors import DeadlineError, EngineError, InternalError, PoisonError, QuireError, RequestError
+from quire.errors import (
+    DeadlineError,
+    EngineError,
+    InternalError,
+    OverloadedError,
+    PoisonError,
+    QuireError,
+    RequestError,
+)
 from quire.frontend.blame import MAX_DEATHS, Blame, Cause
 from quire.frontend.core_client import CoreClient, encode, end_process, start_process
 from quire.frontend.requests import RequestState
 from quire.frontend.stream import Stream
 from quire.messages import (
     Abort,
-    Check,
-    Checked,
+    Answer,
     ChoiceDelta,
     EngineStats,
     Failed,
     FromCore,
+    Question,
     Ready,
+    Sleep,
     StepOutputs,
     Vocabulary,
+    WakeUp,
 )
 from quire.metrics.serving import ServingMetrics
 from quire.utils.loop_share import LoopShare
@@ -40,6 +51,7 @@ from quire.utils.loop_share import LoopShare
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
+DRAIN_TICK_S = 0.02
 SPARE_DELAY_S = 2.0
 SLOW_STEPS = 3  # a core may be silent for this many of its longest recent steps
 STEP_DECAY = 0.99  # per step: how long a long step is remembered
@@ -47,6 +59,10 @@ REFUSED_FOR_S = 600.0
 MAX_REFUSED = 1024
 MAX_SOCKET_PATH = 90  # bytes; the system's limit is 107
 MAX_REQUEST_BYTES = 16 << 20  # of a request as it is sent to the core
+
+
+SleepMode = Literal["abort", "wait", "keep"]
+State = Literal["awake", "falling asleep", "asleep", "waking up"]
 
 
 class Supervisor:
@@ -70,10 +86,14 @@ class Supervisor:
         self.epoch = 0
         self.stats = EngineStats()
         self.num_restarts = 0
+        self.paused = False  # requests that the core has not seen wait
         self.failure: QuireError | None = None  # why there is no core and will be none
         self.silent_s = 0.0  # since the core's last message
         self.longest_step_s = 0.0  # decays
-        self._checks: list[asyncio.Future[str]] = []
+        # Asleep, the core has given the device's memory back, and requests wait here.
+        self.state: State = "awake"
+        self.is_loading = False  # the core moves much memory: that may take as long as its start
+        self._asked: list[asyncio.Future[str]] = []  # questions that the core has not answered, oldest first
         self._unsent = asyncio.Event()  # live requests may wait to be sent to the core
         self._sending = False  # the task that sends them is at work: new requests wait until their turn
         self.num_kv_tokens = 0  # that fit into the KV cache; the core says so when it is ready
@@ -108,24 +128,81 @@ class Supervisor:
         self._end_all(EngineError("the engine was shut down"))
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def kill(self) -> None:
+        """As `close`, at once: for callers that cannot wait. What is left to do is done if the loop goes on."""
+        self._closing = True
+        if self.core is not None:
+            self.core.kill()
+        if self.spare is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.spare.kill()
+        self._end_all(EngineError("the engine was shut down"))
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     def health(self) -> str | None:
         if self.failure is not None:
             return str(self.failure)
         if self._ready_core is None:
             return "the engine is starting"
+        if self.state != "awake":
+            return f"the engine is {self.state}"
         if self.silent_s > self._patience_s:
             return f"the engine has not moved for {self.silent_s:.0f} s"
         return None
 
-    async def check(self) -> str:
-        """What is wrong with the core's books; empty if nothing is."""
+    async def ask(self, question: Question) -> str:
+        """The problem of the core's answer; empty if there is none."""
         core = self._ready_core
         if core is None:
             return "no core"
         answer = asyncio.get_running_loop().create_future()
-        self._checks.append(answer)
-        core.send(Check())
+        self._asked.append(answer)
+        core.send(question)
         return await answer
+
+    async def sleep(self, keep_weights: bool, mode: SleepMode) -> None:
+        """Has the core give the device's memory back; does nothing if it has already.
+
+        `mode`: what becomes of live requests: they are aborted, waited for, or kept, and go on when it wakes up.
+        """
+        if self._is_settled("asleep"):
+            return
+        self.state = "falling asleep"
+        try:
+            if mode == "abort":
+                for stream in list(self.live.values()):
+                    stream.abort()
+            while mode == "wait" and self.live:
+                await asyncio.sleep(DRAIN_TICK_S)
+        except BaseException:  # whoever asked gave up
+            self.state = "awake"
+            raise
+        await asyncio.shield(asyncio.create_task(self._move(Sleep(keep_weights), "asleep", "awake")))
+
+    async def wake_up(self) -> None:
+        """Returns when the core takes requests again; those that were kept go on. Does nothing if it is awake."""
+        if self._is_settled("awake"):
+            return
+        self.state = "waking up"
+        await asyncio.shield(asyncio.create_task(self._move(WakeUp(), "awake", "asleep")))
+
+    def _is_settled(self, wanted: str) -> bool:
+        """OverloadedError: it is on the way from one state to the other."""
+        if self.state not in ("asleep", "awake"):
+            raise OverloadedError(f"the engine is {self.state}: try again in a moment")
+        return self.state == wanted
+
+    async def _move(self, question: Sleep | WakeUp, wanted: State, before: State) -> None:
+        """Not to be interrupted: the core does it in any case. EngineError: it died over it, and the next is as before."""
+        self.is_loading = True
+        try:
+            problem = await self.ask(question)
+            self.state = before if problem else wanted
+        finally:
+            self.is_loading = False
+        self._unsent.set()  # requests that were kept
+        if problem:
+            raise EngineError(f"the engine is {before}: {problem}")
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -169,6 +246,18 @@ class Supervisor:
         if self.blame.forget(request_id):
             self._unsent.set()
 
+    def pause(self) -> None:
+        """Requests that come from now on wait for `resume`; those that were sent to the core go on."""
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+        self._unsent.set()
+
+    def running(self) -> list[Stream]:
+        """Those that were sent to a core."""
+        return [stream for stream in self.live.values() if stream.epoch >= 0]
+
     def expire(self, stream: Stream) -> None:
         """The request's time is up."""
         if stream.request.request_id in self.live:
@@ -181,7 +270,8 @@ class Supervisor:
         """
         core, request = self._ready_core, stream.request
         is_sent = stream.epoch == self.epoch
-        if core is None or is_sent:
+        is_held = self.state != "awake" or (self.paused and stream.epoch < 0)
+        if core is None or is_sent or is_held:
             return
         if not self.blame.may_run(request.request_id):
             return
@@ -242,11 +332,11 @@ class Supervisor:
                 kind = getattr(errors, message.kind, EngineError)
                 self.failure = kind(message.message) if not self._first_core.is_set() else None
                 log.error("the engine could not start: %s", message.message)
-            case Checked():
-                self._answer_check(message.problem)
+            case Answer():
+                self._answer(message.problem)
 
-    def _answer_check(self, problem: str) -> None:
-        answer = self._checks.pop(0)
+    def _answer(self, problem: str) -> None:
+        answer = self._asked.pop(0)
         if not answer.done():  # whoever asked may have given up
             answer.set_result(problem)
 
@@ -267,7 +357,7 @@ class Supervisor:
 
     def _apply_delta(self, core: CoreClient, stream: Stream, delta: ChoiceDelta) -> None:
         request = stream.request
-        had_no_token = request.metrics.first_token_time is None
+        had_no_token = not request.metrics.first_token_ts
         error = core.apply_delta(request, delta)
         if error is not None:
             self._fail(stream, error)
@@ -308,7 +398,7 @@ class Supervisor:
             spare, self.spare = self.spare, None
             if self._closing:
                 return
-            await core.start(spare if spare is not None and spare.returncode is None else None)
+            await core.start(spare if spare is not None and spare.returncode is None else None, self.state == "asleep")
             attendants = self._pump(core), self._send_unsent(), self._watch(core)
             tasks = [asyncio.create_task(self._prepare_spare()), *map(asyncio.create_task, attendants)]
             cause = await self._until_exit(core, tasks[1:])
@@ -320,8 +410,8 @@ class Supervisor:
             in_flight = core.in_flight()
             was_ready = core.ready
             core.ready = False
-            while self._checks:
-                self._answer_check("the core died")
+            while self._asked:
+                self._answer("the core died")
             await core.close()
         if not self._closing:
             await self._after_core_exit(cause, in_flight, was_ready)
@@ -396,7 +486,8 @@ class Supervisor:
             now = time.monotonic()
             self.silent_s += min(now - last, 2 * TICK_S)
             last = now
-            if self.silent_s > (self._patience_s if core.ready else self.serving.startup_timeout_s):
+            is_loading = self.is_loading or not core.ready
+            if self.silent_s > (self.serving.startup_timeout_s if is_loading else self._patience_s):
                 log.error("the engine has not moved for %.0f s: replacing it", self.silent_s)
                 await core.dump_and_kill()
                 return

@@ -1,7 +1,7 @@
 """Text to token ids and back, on Hugging Face's `tokenizers` alone: no transformers, no torch.
 
-Made once per model by the frontend and shared by all threads; nothing changes after construction. Must not know
-requests, chat messages or generation settings.
+Made once per model by the frontend and shared by all threads; nothing but memos changes after construction. Must not
+know requests, chat messages or generation settings.
 """
 
 import json
@@ -57,6 +57,7 @@ class Tokenizer:
         eos = self._named_id("eos_token")
         self.eos_token_ids = frozenset(eos_token_ids) if eos_token_ids is not None else frozenset({eos} - {None})
         self.pieces = Pieces.of(backend)  # None where the decoder is of another kind
+        self._words: dict[int, str] = {}  # what `word` has found
 
     @classmethod
     def from_files(cls, files: ModelFiles) -> "Tokenizer":
@@ -113,7 +114,7 @@ class Tokenizer:
         if len(text) > _PLAUSIBLE_TOKEN_CHARS * max_tokens:
             fewest = len(text) // self.longest_token_chars
             if fewest >= max_tokens:
-                raise too_long(f"at least {fewest:,}", max_tokens)
+                raise too_long(fewest, max_tokens, at_least=True)
 
     def encode_as_text(self, text: str) -> list[int]:
         """Ids of text that nobody vouches for: spellings of special tokens stay text, nothing is added."""
@@ -124,6 +125,13 @@ class Tokenizer:
             return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         detokenizer = Detokenizer(self, skip_special_tokens=skip_special_tokens)
         return detokenizer.feed(token_ids) + detokenizer.flush()
+
+    def word(self, token_id: int) -> str:
+        """The text of one token by itself; remembered, since logprobs name the same tokens again and again."""
+        found = self._words.get(token_id)
+        if found is None:
+            found = self._words[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return found
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token adds to the text, for logprobs and the like; special tokens give their spelling."""
@@ -173,9 +181,14 @@ class Tokenizer:
         return self.backend.token_to_id(spelling) if spelling else None
 
 
-def too_long(num_tokens: str, limit: int) -> TooLongError:
-    room = f"the limit is {limit:,} for prompt and answer together"
-    return TooLongError(f"the prompt has {num_tokens} tokens and {room}: shorten it or raise --max-model-len")
+def too_long(num_prompt_tokens: int, limit: int, num_answer_tokens: int = 1, at_least: bool = False) -> TooLongError:
+    """In OpenAI's words, by which clients know that another model may do. `at_least`: the prompt may have more."""
+    total = f"{'at least ' if at_least else ''}{num_prompt_tokens + num_answer_tokens}"
+    return TooLongError(
+        f"This model's maximum context length is {limit} tokens. However, you requested {total} tokens "
+        f"({num_prompt_tokens} in the prompt, {num_answer_tokens} in the completion). "
+        "Please reduce the length of the prompt or the completion."
+    )
 
 
 _LONG_CHARS = 512

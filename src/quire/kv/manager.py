@@ -236,6 +236,12 @@ class KVManager:
             pool.let_go(table[::-1], step_in_flight)
         blocks.reset(len(self.groups))
 
+    def forget_prefixes(self) -> None:
+        """No cached block can be found any more; requests keep those that they hold."""
+        for pool in self.pools:
+            pool.forget_contents()
+        self.tier.forget_all()
+
     def step_applied(self, step_id: int) -> None:
         for pool in self.pools:
             pool.step_applied(step_id)

@@ -95,6 +95,11 @@ class BlockPool:
         is_in_limbo = self.ref_counts[block] == 0 and block not in self.free
         return None if is_in_limbo else block
 
+    def forget_contents(self) -> None:
+        """No block can be found any more, and none is copied to a tier before it is used for something else."""
+        self.cached.clear()
+        self.content = [None] * self.num_blocks
+
     def _to_free(self, blocks: list[int]) -> None:
         for block in blocks:
             self.free[block] = None

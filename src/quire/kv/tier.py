@@ -17,6 +17,9 @@ class NoTier:
         """
         return None
 
+    def forget_all(self) -> None:
+        """No content can be found any more."""
+
     def find(self, pool_idx: int, group_idx: int, content_hash: bytes) -> int | None:
         """The place that has this content."""
         return None

@@ -123,12 +123,9 @@ class Layer(nn.Module):
     def loaded(self) -> None:
         """Called once, when all weights are loaded."""
 
-    def memory(self) -> dict[int, int]:
-        """What its weights occupy: address -> bytes."""
-        found = {parameter.data_ptr(): parameter.nbytes for parameter in self.parameters(recurse=False)}
-        for method in self.methods:
-            found |= method.memory()
-        return found
+    def tensors(self) -> list[Tensor]:
+        """That hold its weights; several layers may have the same."""
+        return [*self.parameters(recurse=False), *(held for method in self.methods for held in method.tensors())]
 
 
 def frozen(values: Tensor) -> nn.Parameter:

@@ -1,4 +1,4 @@
-"""What a serving engine tells its operators, with vLLM's metric names under the prefix `quire:`.
+"""What a serving engine tells its operators, with vLLM's metric names under the prefix `quire:`, or another.
 
 Fed by the frontend once per step and a few times per request, never per token; read by the server's /metrics. Kept as
 plain numbers, which become prometheus-client's metric families when they are scraped. Has no global state, and knows
@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Protocol
 from quire.messages import EngineStats
 from quire.metrics.histogram import Histogram
 from quire.outputs import RequestMetrics
+from quire.params import SamplingParams
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
 PREFIX = "quire:"
+ENGINE = "0"  # which of several engines: there is one
+# Paths that machines ask for all the time: those that vLLM does not count, and ours of their kind.
+UNCOUNTED = {"/metrics", "/health", "/live", "/ready", "/load", "/ping", "/version", "/server_info"}
 
 # Bounds include vLLM's, so that queries which name a bucket still find it; finer for short times, for small models.
 STEP_S = (
@@ -45,6 +49,7 @@ COUNTERS = {
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
     "num_preemptions": "Times a running request had to give its blocks back.",
     "prompt_tokens": "Prompt tokens of requests that got their first token.",
+    "prompt_tokens_cached": "Of these, tokens that were found in the prefix cache.",
     "generation_tokens": "Tokens generated.",
     "spec_decode_num_drafts": "Times that guessed tokens of a request were verified.",
     "spec_decode_num_draft_tokens": "Guessed tokens that were verified.",
@@ -68,18 +73,22 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {  # name: (help, bounds of
     "request_time_per_output_token_seconds": ("A request's mean time per token after its first.", STEP_S),
     "e2e_request_latency_seconds": ("From a request's arrival to its end.", REQUEST_S),
     "request_queue_time_seconds": ("How long a request waited for its first step.", REQUEST_S),
+    "request_inference_time_seconds": ("From a request's first step to its last token.", REQUEST_S),
     "request_prefill_time_seconds": ("From a request's first step to its first token.", REQUEST_S),
     "request_decode_time_seconds": ("From a request's first token to its last.", REQUEST_S),
     "request_prompt_tokens": ("Prompt tokens of a request.", REQUEST_TOKENS),
     "request_generation_tokens": ("Tokens generated for a request, all choices together.", REQUEST_TOKENS),
+    "request_max_num_generation_tokens": ("Tokens generated for the longest choice of a request.", REQUEST_TOKENS),
+    "request_prefill_kv_computed_tokens": ("Prompt tokens of a request that were not cached.", REQUEST_TOKENS),
+    "request_params_max_tokens": ("Tokens that an answer may have.", REQUEST_TOKENS),
     "request_params_n": ("Choices a request asks for.", (1, 2, 5, 10, 20)),
     "iteration_tokens_total": ("Tokens computed in a step.", STEP_TOKENS),
     "engine_step_seconds": ("Time of one engine step.", STEP_S),
 }
 # Values of labels that are shown as 0 from the start: a rate cannot be computed from a counter that first appears as 1.
 KNOWN_VALUES = {
-    "request_success": ("stop", "length", "abort", "error"),
-    "admission_rejections": ("queue_full",),
+    "request_success": ("stop", "length", "abort", "error", "repetition"),
+    "admission_rejections": ("queue_full", "rate_limit"),
     "engine_restarts": ("own", "outside", "stall"),  # the core crashed by itself, was killed, stopped making progress
     "spec_decode_num_accepted_tokens_per_pos": ("0",),
 }
@@ -96,6 +105,7 @@ class Request(Protocol):
     """What is read of the frontend's RequestState."""
 
     metrics: RequestMetrics
+    params: SamplingParams
 
     @property
     def prompt_token_ids(self) -> Sequence[int]: ...
@@ -108,7 +118,10 @@ class ServingMetrics:
     """All methods but `render` take a few microseconds at most, and none may be called from two threads at once."""
 
     def __init__(self, model_name: str) -> None:
-        self.model_name = model_name
+        self.model_name = model_name  # as clients call it
+        self.prefix = PREFIX
+        self.cache_info: dict[str, str] = {}  # how the KV cache was set up, once that is known
+        self.http: dict[tuple[str, str, str], int] = {}  # calls by method, path and status
         self.gauges = dict.fromkeys(GAUGES, 0.0)
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.labelled = {name: dict.fromkeys(values, 0) for name, values in KNOWN_VALUES.items()}
@@ -122,11 +135,10 @@ class ServingMetrics:
         histograms = self.histograms
         self._num_first_tokens += 1
         self.counters["prompt_tokens"] += len(request.prompt_token_ids)
-        first_token_time = times.first_token_time or times.arrival_time
-        first_token_s = first_token_time - times.arrival_time
-        histograms["time_to_first_token_seconds"].observe(first_token_s)
-        histograms["request_queue_time_seconds"].observe(times.queue_s)
-        histograms["request_prefill_time_seconds"].observe(max(0.0, first_token_s - times.queue_s))
+        self.counters["prompt_tokens_cached"] += times.num_cached_tokens
+        histograms["time_to_first_token_seconds"].observe(times.first_token_latency)
+        histograms["request_queue_time_seconds"].observe(times.scheduled_ts - times.queued_ts)
+        histograms["request_prefill_time_seconds"].observe(max(0.0, times.first_token_ts - times.scheduled_ts))
 
     def step(self, stats: EngineStats, step_s: float, num_new_tokens: int) -> None:
         """A step produced `num_new_tokens`, of all requests together. `step_s` is 0 in the reports of an idle core."""
@@ -167,17 +179,31 @@ class ServingMetrics:
         histograms = self.histograms
         num_tokens = [len(choice.token_ids) for choice in request.choices]
         self._count("request_success", reason or request.choices[0].finish_reason or "abort")
-        histograms["request_prompt_tokens"].observe(len(request.prompt_token_ids))
+        num_prompt_tokens = len(request.prompt_token_ids)
+        histograms["request_prompt_tokens"].observe(num_prompt_tokens)
         histograms["request_generation_tokens"].observe(sum(num_tokens))
+        histograms["request_max_num_generation_tokens"].observe(max(num_tokens))
+        histograms["request_prefill_kv_computed_tokens"].observe(num_prompt_tokens - times.num_cached_tokens)
         histograms["request_params_n"].observe(len(num_tokens))
-        if times.finished_time is not None:
-            histograms["e2e_request_latency_seconds"].observe(times.finished_time - times.arrival_time)
-        if times.first_token_time is not None and times.last_token_time is not None:
-            decode_s = times.last_token_time - times.first_token_time
+        if request.params.max_tokens is not None:
+            histograms["request_params_max_tokens"].observe(request.params.max_tokens)
+        if times.finished_ts:
+            histograms["e2e_request_latency_seconds"].observe(times.finished_ts - times.queued_ts)
+        if times.first_token_ts:
+            decode_s = times.last_token_ts - times.first_token_ts
             longest = max(num_tokens)
             histograms["request_decode_time_seconds"].observe(decode_s)
+            histograms["request_inference_time_seconds"].observe(times.last_token_ts - times.scheduled_ts)
             if longest > 1:
                 histograms["request_time_per_output_token_seconds"].observe(decode_s / (longest - 1))
+
+    def http_request(self, method: str, handler: str, status: int) -> None:
+        """A call was answered. `handler`: its path as the table of endpoints has it, of which there are few."""
+        if handler not in UNCOUNTED:
+            key = (method, handler, f"{status // 100}xx")
+            self.http[key] = self.http.get(key, 0) + 1
+        if status == 429:
+            self.rejected("rate_limit")
 
     def rejected(self, reason: str) -> None:
         self._count("admission_rejections", reason)
@@ -209,25 +235,59 @@ class ServingMetrics:
         """prometheus-client's collector interface."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        model = [self.model_name]
+        names, values, prefix = ["model_name", "engine"], [self.model_name, ENGINE], self.prefix
         for name, text in GAUGES.items():
-            gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
-            gauge.add_metric(model, self.gauges[name])
+            gauge = GaugeMetricFamily(prefix + name, text, labels=names)
+            gauge.add_metric(values, self.gauges[name])
             yield gauge
         for name, text in COUNTERS.items():
-            counter = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
-            counter.add_metric(model, self.counters[name])
+            counter = CounterMetricFamily(prefix + name, text, labels=names)
+            counter.add_metric(values, self.counters[name])
             yield counter
         for name, (label, text) in LABELLED_COUNTERS.items():
-            counter = CounterMetricFamily(PREFIX + name, text, labels=["model_name", label])
+            counter = CounterMetricFamily(prefix + name, text, labels=[*names, label])
             for value, count in list(self.labelled[name].items()):
-                counter.add_metric([*model, value], count)
+                counter.add_metric([*values, value], count)
             yield counter
         for name, (text, _) in HISTOGRAMS.items():
-            histogram = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
+            histogram = HistogramMetricFamily(prefix + name, text, labels=names)
             counted = self.histograms[name]
-            histogram.add_metric(model, counted.cumulative(), counted.sum)
+            histogram.add_metric(values, counted.cumulative(), counted.sum)
             yield histogram
+        yield from self._parts(names, values)
+        yield from self._server()
+
+    def _parts(self, names: list[str], values: list[str]) -> "Iterator[Metric]":
+        """What follows from other metrics, so that it costs nothing until somebody asks."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        text = "Waiting requests: for room (capacity) or for their grammar (deferred)."
+        waiting = GaugeMetricFamily(self.prefix + "num_requests_waiting_by_reason", text, labels=[*names, "reason"])
+        num_deferred = self._core.num_deferred
+        waiting.add_metric([*values, "capacity"], self.gauges["num_requests_waiting"] - num_deferred)
+        waiting.add_metric([*values, "deferred"], num_deferred)
+        yield waiting
+        text = "Prompt tokens by where their keys and values came from."
+        tokens = CounterMetricFamily(self.prefix + "prompt_tokens_by_source", text, labels=[*names, "source"])
+        num_cached = self.counters["prompt_tokens_cached"]
+        tokens.add_metric([*values, "local_compute"], self.counters["prompt_tokens"] - num_cached)
+        tokens.add_metric([*values, "local_cache_hit"], num_cached)
+        tokens.add_metric([*values, "external_kv_transfer"], 0)
+        yield tokens
+
+    def _server(self) -> "Iterator[Metric]":
+        """What is not about requests: how the cache was set up, and calls by path."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        setup = {"model_name": self.model_name, "engine": ENGINE, **self.cache_info}
+        text = "How the KV cache was set up: always 1."
+        info = GaugeMetricFamily(self.prefix + "cache_config_info", text, labels=list(setup))
+        info.add_metric(list(setup.values()), 1)
+        yield info
+        calls = CounterMetricFamily("http_requests", "HTTP requests.", labels=["method", "handler", "status"])
+        for key, count in list(self.http.items()):
+            calls.add_metric(list(key), count)
+        yield calls
 
     def _count(self, name: str, value: str, amount: int = 1) -> None:
         counts = self.labelled[name]

@@ -238,9 +238,9 @@ class Method(ABC):
         weight = self.numbers()
         return weight.view(num_experts, -1, weight.shape[-1])
 
-    def memory(self) -> dict[int, int]:
-        """What it occupies: address -> bytes."""
-        return {value.data_ptr(): value.nbytes for value in vars(self).values() if isinstance(value, Tensor)}
+    def tensors(self) -> list[Tensor]:
+        """That hold the weight."""
+        return [value for value in vars(self).values() if isinstance(value, Tensor)]
 
 
 # Makes the method of a weight from (parts, dtype, device). Neighbouring parts whose makers are equal are one product.
@@ -392,5 +392,5 @@ class Joined(Method):
         y = torch.cat([method.apply(x, None, out_dtype) for method in self.methods], -1)
         return y if bias is None else y + bias
 
-    def memory(self) -> dict[int, int]:
-        return {address: size for method in self.methods for address, size in method.memory().items()}
+    def tensors(self) -> list[Tensor]:
+        return [held for method in self.methods for held in method.tensors()]

@@ -46,6 +46,7 @@ class SamplingRows:
         self.restricted: set[int] = set()  # random, with top_k, top_p or min_p
         self.penalized: set[int] = set()
         self.num_logprobs: dict[int, int] = {}
+        self.logprob_ids: dict[int, list[int]] = {}  # token ids whose logprobs are wanted, not those of the most likely
         self.allowed: dict[int, tuple[Tensor]] = {}  # token ids [N]
         self.bias: dict[int, tuple[Tensor, Tensor]] = {}  # token ids [N], what is added [N]
         # All tokens of each word but the last, [N, L] padded with -1 in front, and the last ids [N].
@@ -81,6 +82,9 @@ class SamplingRows:
             self.penalized.add(row)
         if params.logprobs is not None:
             self.num_logprobs[row] = min(params.logprobs, self.vocab_size)
+        if params.logprob_token_ids is not None:
+            self.logprob_ids[row] = list(filter(self._is_valid, params.logprob_token_ids))
+            self.num_logprobs[row] = len(self.logprob_ids[row])
         self._set_sparse(row, params, bad_word_ids, stop_ids)
 
     def start(self, start: RowStart) -> None:
@@ -124,7 +128,8 @@ class SamplingRows:
             rows.discard(row)
         for _, wanted_by in self.custom:
             wanted_by.discard(row)
-        for table in (self.num_logprobs, self.allowed, self.bias, self.bad_words, self.min_tokens_stop_ids):
+        tables = self.num_logprobs, self.logprob_ids, self.allowed, self.bias, self.bad_words, self.min_tokens_stop_ids
+        for table in tables:
             table.pop(row, None)
 
     def special(self, rows: Sequence[int]) -> bool:

@@ -96,7 +96,16 @@ class Sampler:
         if not asked:
             return None
         num_top = [batch.num_logprobs[rows[place]] for place in asked]
-        return SampleLogprobs(asked, num_top, token_logprobs(raw_LV, out_S[asked_L], max(num_top)))
+        named_LK = self._named([rows[place] for place in asked], max(num_top))
+        return SampleLogprobs(asked, num_top, token_logprobs(raw_LV, out_S[asked_L], max(num_top), named_LK))
+
+    def _named(self, rows: Sequence[int], width: int) -> Tensor | None:
+        """The token ids that each row names for its logprobs, -1 where it names none; None if no row does."""
+        ids = self.batch.logprob_ids
+        if ids.keys().isdisjoint(rows):
+            return None
+        named = [ids.get(row, []) for row in rows]
+        return on_device([[*each, *[-1] * (width - len(each))] for each in named], self.tokens.device)
 
     def _edit(
         self, logits_SV: Tensor, rows: Sequence[int], rows_S: Tensor, positions_S: Tensor, masks: SampleMasks | None

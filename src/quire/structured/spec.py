@@ -42,6 +42,7 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
     kind: str  # one of KINDS
     # json: the schema; choice: a JSON list of strings; grammar: GBNF or Lark; structural_tag: xgrammar's JSON
     text: str
+    compact: bool = False  # JSON without blanks between its parts
 
 
 def check(spec: GrammarSpec) -> None:

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quire import registry
 from quire.checkpoint.find import ModelFiles, find
@@ -25,6 +26,7 @@ from quire.worker.build import Model, build
 from quire.worker.choose import DTYPES, cache_dtype, runs_on_triton
 from quire.worker.device import Device
 from quire.worker.dummy import dummy_tensors
+from quire.worker.host_copies import HostCopies
 from quire.worker.kv_cache import KVMemory, kv_specs
 from quire.worker.load import checkpoint_tensors, layers, load_weights, translated, uploaded
 from quire.worker.runner import Runner
@@ -51,10 +53,9 @@ def device_module(config: EngineConfig) -> Device:
 
 
 def weight_bytes(model: Model) -> int:
-    seen: dict[int, int] = {}  # address -> bytes: tied layers have the same address
-    for layer in layers(model):
-        seen |= layer.memory()
-    return sum(seen.values())
+    """Tied layers have the same tensor."""
+    tensors = [tensor for layer in layers(model) for tensor in layer.tensors()]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 class Worker:
@@ -66,11 +67,16 @@ class Worker:
         self.module = device_module(config)
         self.module.open(self.device)
         self.is_rehearsed = self.device.type == "cpu"  # a GPU must run the largest step once before it serves
+        self.away: HostCopies | None = None  # weights, while the device's memory is not ours
+        self._load_models()
+        self.processors = load_processors(config.structured.logits_processors, self.vocab_size, self.device)
+
+    def _load_models(self) -> None:
         started = time.monotonic()
+        config = self.config
         files = find(config.model.model)
         hf_config = read_config(files)
         self.vocab_size = hf_config["vocab_size"]
-        self.processors = load_processors(config.structured.logits_processors, self.vocab_size, self.device)
         self.model = self._load(config, files, hf_config)
         self.draft: Model | None = None  # a small model that guesses
         self.drafter = self._drafter(config)
@@ -125,6 +131,7 @@ class Worker:
 
     def allocate(self, layout: KVLayout) -> None:
         started = time.monotonic()
+        self.layout = layout
         with self.module.capacity("making the KV cache"):
             self.runner = self._runner(layout)
             self.runner.batch.sampling.custom = [(processor, set()) for processor in self.processors]
@@ -155,6 +162,33 @@ class Worker:
             hidden_like=torch.empty(0, hidden_size, dtype=self.dtype, device=self.device),
             num_drafts=num_drafts,
         )
+
+    def sleep(self, keep_weights: bool) -> None:
+        """Gives the device's memory back. Weights on a GPU can be kept in the host's memory; else they are read again.
+
+        What was recorded is lost, too: it names addresses.
+        """
+        self.runner.close()
+        del self.runner
+        if isinstance(self.drafter, draft_model.Drafter):
+            del self.drafter.runner
+        if keep_weights and self.device.type == "cuda":
+            self.away = HostCopies(self._weights())
+        else:
+            del self.model, self.draft, self.drafter
+        self.module.release()
+
+    def wake_up(self) -> None:
+        if self.away is not None:
+            self.away.restore()
+            self.away = None
+        else:
+            self._load_models()
+        self.allocate(self.layout)
+
+    def _weights(self) -> list[Tensor]:
+        models = [model for model in (self.model, self.draft) if model is not None]
+        return [tensor for model in models for layer in layers(model) for tensor in layer.tensors()]
 
     def close(self) -> None:
         """Gives the device's memory back."""

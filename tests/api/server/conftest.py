@@ -36,7 +36,7 @@ class Server:
 
 
 @contextmanager
-def serving(model: str, **options) -> Iterator[Server]:
+def serving(model: str, config: ServerConfig = ServerConfig(), **options) -> Iterator[Server]:
     started = threading.Event()
     failure = []
     http = None
@@ -46,7 +46,7 @@ def serving(model: str, **options) -> Iterator[Server]:
         try:
             llm = AsyncLLM(model, **options)
             async with llm:
-                app = Guard(build_app(llm, NAMES), policy_of, ServerConfig())
+                app = Guard(build_app(llm, NAMES), policy_of, config)
                 http = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="none"))
                 http.found = llm, asyncio.get_running_loop()
                 http.install_signal_handlers = lambda: None

@@ -527,7 +527,7 @@ def test_connections_beyond_the_limit_are_told_so(config):
             with server.connect() as sock:
                 sock.sendall(sent)
                 answer = everything(sock)
-                assert "--max-connections" in refused(answer, 503) and b"retry-after: 1" in answer
+                assert "too many connections" in refused(answer, 503) and b"retry-after: 1" in answer
         for sock in kept:  # those there are do not suffer
             sock.sendall(HEAD + b"\r\n")
             answers(sock, 1)

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from quire.api.server import guard as guard_module
 from quire.api.server import json_cost as json_cost_module
+from quire.api.server import keys as keys_module
 from quire.api.server import logs
+from quire.api.server.errors import ErrorDetail
 from quire.api.server.generation import CachedTokens, Usage
 from quire.api.server.guard import Guard
 from quire.api.server.json_cost import JsonCost, json_cost
@@ -53,9 +55,9 @@ async def echo(scope, receive, send):
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def call(method: str, path: str, headers=(), body=(), app=echo, **options) -> Reply:
+def call(method: str, path: str, headers=(), body=(), app=echo, client=None, guard=None, **options) -> Reply:
     """One HTTP call. `body`: bytes, or the chunks of one that is sent without saying its length."""
-    guard = Guard(app, lambda method, path: POLICIES.get((method, path)), ServerConfig(**options))
+    guard = guard or Guard(app, lambda method, path: POLICIES.get((method, path)), ServerConfig(**options))
     chunks = [body] if isinstance(body, bytes) else list(body) or [b""]
     lines = [(name.encode(), value.encode()) for name, value in headers]
     if isinstance(body, bytes):
@@ -82,7 +84,7 @@ def call(method: str, path: str, headers=(), body=(), app=echo, **options) -> Re
         else:
             reply.body += message["body"]
 
-    scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": lines}
+    scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": lines, "client": client}
     asyncio.run(guard(scope, receive, send))
     return reply
 
@@ -149,13 +151,13 @@ def test_the_scheme_may_be_written_in_any_case():
 
 def test_every_key_is_compared_in_constant_time(monkeypatch):
     compared = []
-    real = guard_module.hmac.compare_digest
+    real = keys_module.hmac.compare_digest
 
     def compare(given: bytes, key: bytes) -> bool:
         compared.append((len(given), len(key)))
         return real(given, key)
 
-    monkeypatch.setattr(guard_module.hmac, "compare_digest", compare)
+    monkeypatch.setattr(keys_module.hmac, "compare_digest", compare)
     for key in ("k1", "nothing like it", ""):
         compared.clear()
         post(headers=bearer(key), api_key=["k1", "a-much-longer-key"])
@@ -217,7 +219,7 @@ def test_a_length_over_the_limit_is_refused_before_reading():
             return other + bytes(self)
 
     reply = call("POST", "/echo", [JSON, ("content-length", "101")], [Chunks(b"x" * 101)], max_body_bytes=100)
-    assert reply.status == 413 and "--max-body-bytes" in reply.error["message"] and "100" in reply.error["message"]
+    assert reply.status == 413 and "100 bytes" in reply.error["message"] and "--" not in reply.error["message"]
     assert reply.headers["connection"] == "close" and not reads
 
 
@@ -240,7 +242,7 @@ def test_a_length_that_is_none_is_refused(length):
 def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(guard_module, "LINGER_S", 0.05)
     reply = post([b"{", LAST], body_timeout_s=0.1)
-    assert reply.status == 408 and "--body-timeout-s" in reply.error["message"]
+    assert reply.status == 408 and "0.1 s" in reply.error["message"] and "--" not in reply.error["message"]
 
 
 def test_a_client_that_leaves_while_sending_gets_no_answer():
@@ -300,7 +302,7 @@ def test_depth_is_that_of_the_decoded_value(value, piece):
 )
 def test_unfinished_and_disguised_nesting_is_seen(body):
     reply = post(body)
-    assert reply.status == 400 and "--max-json-depth" in reply.error["message"]
+    assert reply.status == 400 and "deeper than 64" in reply.error["message"]
 
 
 @pytest.mark.parametrize(
@@ -411,6 +413,65 @@ def test_a_request_is_one_line_with_status_time_and_tokens(lines):
     (line,) = lines()
     assert line.startswith("200 POST /echo ") and line.endswith(" ms 3+4 tokens r7")
     assert "sesame" not in line and "k1" not in line
+
+
+def test_the_line_has_the_clients_address_and_the_keys_label(lines, tmp_path):
+    (tmp_path / "keys").write_text("k1 label=web\n")
+    post(headers=[*bearer("k1"), ("x-request-id", "r7")], api_key_file=str(tmp_path / "keys"), client=("10.0.0.7", 99))
+    (line,) = lines()
+    assert line.endswith(" r7 from 10.0.0.7 as web") and "k1" not in line
+
+
+@pytest.mark.parametrize(
+    ("sent", "options", "reason"),
+    [
+        (b" " * 200, {"max_body_bytes": 100}, "body_too_large: the body is larger than 100 bytes (--max-body-bytes)"),
+        (b"[" * 65, {}, "json_too_deep: the body nests lists and objects deeper than 64 (--max-json-depth)"),
+        (b"{}", {"api_key": ["k"]}, "invalid_api_key: a valid API key is needed"),
+        (b"{}", {"path": "/reload"}, "no_admin_key: this path is for operators, and this server has no key for them"),
+    ],
+)
+def test_the_line_says_why_a_call_was_refused_and_which_flag_to_change(lines, sent, options, reason):
+    reply = post(sent, **options)
+    (line,) = lines()
+    assert f": {reason}" in line and "--" not in reply.error["message"]
+
+
+def test_the_reason_holds_nothing_that_was_sent(lines):
+    record = logs.CallRecord("r1")
+    record.failed(ErrorDetail("there is no model 'sesame \x1b' here: open 'smollm2'", "x", code="model_not_found"))
+    assert record.reason == "model_not_found: there is no model … here"
+
+
+def test_a_key_that_asks_too_often_is_told_when_to_come_back(lines, tmp_path):
+    (tmp_path / "keys").write_text("k1 label=web rpm=2\nk2\n")
+    options = {"api_key_file": str(tmp_path / "keys")}
+    guard = Guard(echo, lambda method, path: "user", ServerConfig(**options))
+    replies = [post(headers=bearer("k1"), guard=guard) for _ in range(3)]
+    assert [reply.status for reply in replies] == [200, 200, 429]
+    error = replies[-1].error
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    assert 58 <= int(replies[-1].headers["retry-after"]) <= 60
+    assert "as web: rate_limit_exceeded: this key may make 2 requests a minute" in lines()[-1]
+    assert post(headers=bearer("k2"), guard=guard).status == 200
+
+
+def test_tokens_that_a_call_did_not_use_are_its_keys_again(tmp_path):
+    (tmp_path / "keys").write_text("k1 tpm=100\n")
+    totals = []
+
+    async def app(scope, receive, send):
+        record = scope["state"]["record"]
+        record.limits.reserve(60)
+        totals.append(record.limits.limits.tokens.total)
+        await echo(scope, receive, send)  # uses 7
+
+    guard = Guard(app, lambda method, path: "user", ServerConfig(api_key_file=str(tmp_path / "keys")))
+    for _ in range(6):
+        assert post(headers=bearer("k1"), guard=guard).status == 200
+    assert totals == [60, 67, 74, 81, 88, 95]
+    reply = post(headers=bearer("k1"), guard=guard)
+    assert reply.status == 429 and "58 are left" in reply.error["message"]
 
 
 def test_prompts_are_logged_only_when_told_to(lines):

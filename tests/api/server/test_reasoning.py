@@ -60,7 +60,9 @@ def ask(client, extra: dict | None = None, **options):
 
 
 def parts(message) -> tuple[str | None, str | None]:
-    return getattr(message, "reasoning_content", None), message.content
+    thoughts = getattr(message, "reasoning_content", None)
+    assert getattr(message, "reasoning", None) == thoughts
+    return thoughts, message.content
 
 
 def streamed(events) -> tuple[str | None, str | None]:
@@ -81,7 +83,7 @@ def test_thinking_that_the_prompt_opened_is_no_content(client):
     answer = ask(client, max_tokens=12)
     thoughts, content = parts(answer.choices[0].message)
     assert thoughts and content == "" and answer.choices[0].finish_reason == "length"
-    assert answer.usage.completion_tokens == 12  # thinking is counted
+    assert answer.usage.completion_tokens == answer.usage.completion_tokens_details.reasoning_tokens == 12
 
 
 def test_a_budget_closes_the_thinking_after_that_many_tokens(server, client):
@@ -94,6 +96,22 @@ def test_a_budget_closes_the_thinking_after_that_many_tokens(server, client):
         thoughts, content = parts(answer.choices[0].message)
         assert content and "think>" not in content and bool(thoughts) == (budget > 1)
         assert answer.usage.completion_tokens == len(ids)
+
+
+def test_tokens_of_thinking_are_counted_alike_in_streams_and_whole_answers(server, client):
+    end = server.post("/tokenize", {"prompt": "</think>", "add_special_tokens": False}).json()["tokens"]
+    extra = {**LONG, "thinking_token_budget": 8}
+    whole = ask(client, extra).usage
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *_, before, last = [event.usage for event in ask(client, extra, stream=True, stream_options=options)]
+    assert whole.completion_tokens_details == last.completion_tokens_details == before.completion_tokens_details
+    assert 8 <= whole.completion_tokens_details.reasoning_tokens <= 8 + len(end) + 2 < whole.completion_tokens
+    assert ask(client, UNTHINKING).usage.completion_tokens_details.reasoning_tokens == 0
+
+
+def test_minus_one_is_no_budget(client):
+    free, none = ask(client, max_tokens=20), ask(client, {"thinking_token_budget": -1}, max_tokens=20)
+    assert free.choices[0].token_ids == none.choices[0].token_ids
 
 
 def test_without_a_budget_in_reach_nothing_changes(client):
@@ -194,7 +212,7 @@ def test_logprobs_cover_thinking_too(client):
     assert [entry.token for entry in entries] == [entry.token for entry in choice.logprobs.content]
 
 
-@pytest.mark.parametrize("budget", [-1, "much", 1.5])
+@pytest.mark.parametrize("budget", [-2, "much", 1.5])
 def test_a_wrong_budget_is_refused(server, budget):
     answer = server.post("/v1/chat/completions", {"messages": QUESTION, "thinking_token_budget": budget})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "thinking_token_budget"

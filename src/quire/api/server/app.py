@@ -5,18 +5,24 @@ It and the guard look endpoints up by the same function, so what the guard allow
 keys or limits on bytes.
 """
 
+import hashlib
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+from urllib.parse import parse_qsl
 
 import msgspec
 
-from quire.api.server import chat, completions, models, openapi, status, tokens
+from quire import __version__
+from quire.api.server import chat, completions, invocations, models, openapi, operate, render, status, tokens
 from quire.api.server.calls import Answer, Call, Receive, Scope, Send, Service, read_body
 from quire.api.server.errors import no_such_path, problem, wrong_method
+from quire.api.server.fields import RequestBody
 from quire.api.server.logs import CallRecord
 from quire.api.server.sse import EventStream
 from quire.frontend.async_llm import AsyncLLM
+
+MAX_QUERY_FIELDS = 64
 
 Policy = Literal["open", "user", "admin"]  # no key, a key, an operator's key
 
@@ -27,17 +33,21 @@ class Endpoint(NamedTuple):
     handler: Callable[[Call], Awaitable[Answer | EventStream]]
     policy: Policy
     summary: str
-    body: type[msgspec.Struct] | None = None
-    answer: type[msgspec.Struct] | str = "application/json"  # what it returns: a struct, or text of this content type
+    body: type[RequestBody] | None = None
+    answer: Any = "application/json"  # what it returns: a struct, a list of them, or text of this content type
     streams: bool = False
+    query: type[msgspec.Struct] | None = None  # what its query string may say
 
 
 ENDPOINTS = [
     Endpoint("GET", "/live", status.live, "open", "The process is up", None, status.Alive),
     Endpoint("GET", "/ready", status.ready, "open", "The engine makes progress", None, status.Alive),
     Endpoint("GET", "/health", status.ready, "open", "The engine makes progress", None, status.Alive),
+    Endpoint("GET", "/ping", status.ready, "open", "The engine makes progress", None, status.Alive),
+    Endpoint("POST", "/ping", status.ready, "open", "The engine makes progress", None, status.Alive),
     Endpoint("GET", "/version", status.version, "user", "The server's version", None, status.Version),
     Endpoint("GET", "/metrics", status.metrics, "user", "Prometheus metrics", None, "text/plain"),
+    Endpoint("GET", "/load", status.load, "user", "Number of requests under way", None, status.Load),
     Endpoint(
         "GET", "/admin/check", status.check, "admin", "Have the engine verify its books", None, status.CheckResult
     ),
@@ -81,6 +91,75 @@ ENDPOINTS = [
         body=tokens.DetokenizeRequest,
         answer=tokens.DetokenizeAnswer,
     ),
+    Endpoint("GET", "/tokenizer_info", tokens.tokenizer_info, "user", "The tokenizer", None, tokens.TokenizerInfo),
+    Endpoint(
+        "POST",
+        "/v1/chat/completions/render",
+        render.render_chat,
+        "user",
+        "The prompt of a conversation, without an answer",
+        body=chat.ChatRequest,
+        answer=render.Rendered,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/completions/render",
+        render.render_completions,
+        "user",
+        "Prompts as token ids, without answers",
+        body=completions.CompletionRequest,
+        answer=list[render.Rendered],
+    ),
+    Endpoint(
+        "POST",
+        "/invocations",
+        invocations.invoke,
+        "user",
+        "Answer a conversation or continue prompts",
+        body=invocations.Invocation,
+        streams=True,
+    ),
+    Endpoint("GET", "/server_info", operate.server_info, "admin", "Options in effect", None, operate.ServerInfo),
+    Endpoint(
+        "POST",
+        "/reset_prefix_cache",
+        operate.reset_prefix_cache,
+        "admin",
+        "Forget cached prompts",
+        answer=operate.Reset,
+        query=operate.ResetParameters,
+    ),
+    Endpoint(
+        "POST",
+        "/pause",
+        operate.pause,
+        "admin",
+        "Let new requests wait",
+        answer=operate.Status,
+        query=operate.PauseParameters,
+    ),
+    Endpoint("POST", "/resume", operate.resume, "admin", "Let requests run again", None, operate.Status),
+    Endpoint("GET", "/is_paused", operate.is_paused, "admin", "Whether requests wait", None, operate.Paused),
+    Endpoint(
+        "POST",
+        "/sleep",
+        operate.sleep,
+        "admin",
+        "Give the device's memory back",
+        answer=operate.Sleeping,
+        query=operate.SleepParameters,
+    ),
+    Endpoint("POST", "/wake_up", operate.wake_up, "admin", "Take it again", None, operate.Sleeping),
+    Endpoint("GET", "/is_sleeping", operate.is_sleeping, "admin", "Whether it sleeps", None, operate.Sleeping),
+    Endpoint(
+        "POST",
+        "/abort_requests",
+        operate.abort_requests,
+        "admin",
+        "End requests",
+        body=operate.AbortRequest,
+        answer=operate.Aborted,
+    ),
     Endpoint("GET", "/openapi.json", openapi.document, "user", "This description, for programs"),
     Endpoint("GET", "/docs", openapi.page, "user", "This description, for people", None, "text/html"),
 ]
@@ -113,9 +192,17 @@ def policy_of(method: str, path: str) -> Policy | None:
     return endpoint.policy if endpoint is not None else None
 
 
+def template_of(path: str) -> str:
+    """The path as the table has it, and one word for all that it has not: what metrics call it."""
+    methods, _ = find(path)
+    return next((endpoint.path for endpoint in methods.values()), "none")
+
+
 def build_app(llm: AsyncLLM, served_names: Sequence[str]) -> "App":
     """The application. `served_names`: what requests may call the model; the first is used where they name none."""
-    return App(Service(llm, list(served_names), openapi.build(ENDPOINTS)))
+    names = list(served_names)
+    model_hash = hashlib.sha256(llm.model.config.model.model.encode()).hexdigest()[:8]
+    return App(Service(llm, names, openapi.build(ENDPOINTS), f"quire-{__version__}-{model_hash}"))
 
 
 class App:
@@ -132,6 +219,8 @@ class App:
                 await self._answer(endpoint, argument, scope, receive, send)
                 return
             refusal = wrong_method(sorted(methods)) if methods else no_such_path()
+            if "record" in scope.get("state", {}):
+                scope["state"]["record"].failed(refusal.error)
             await Answer.error(refusal)(receive, send)
 
     async def _answer(self, endpoint: Endpoint, argument: str, scope: Scope, receive: Receive, send: Send) -> None:
@@ -139,17 +228,40 @@ class App:
         if body is None:
             return  # the client left
         record = scope.get("state", {}).get("record") or CallRecord(secrets.token_hex(16))
-        call = Call(self.service, record, receive, body, argument)
+        query = _query(scope) if endpoint.query is not None else {}
+        call = Call(self.service, record, receive, body, argument, query)
         answer: Answer | EventStream
         try:
             answer = await endpoint.handler(call)
         except Exception as error:
             call.abort()
-            answer = Answer.error(problem(error, call.request_id))
+            failure = problem(error, call.request_id)
+            record.failed(failure.error, getattr(error, "hint", ""))
+            answer = Answer.error(failure)
         try:
             await answer(receive, send)
         finally:
             call.abort()
+
+
+def _query(scope: Scope) -> dict[str, str]:
+    """Of a name that comes twice the last value; nothing of a query string with very many."""
+    try:
+        return dict(parse_qsl(scope.get("query_string", b"").decode("latin-1"), max_num_fields=MAX_QUERY_FIELDS))
+    except ValueError:
+        return {}
+
+
+def only_metrics(app: App) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+    """An application that answers `/metrics` and nothing else."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/metrics":
+            await app(scope, receive, send)
+        else:
+            await Answer.error(no_such_path())(receive, send)
+
+    return answer
 
 
 async def _live(receive: Receive, send: Send) -> None:

@@ -8,12 +8,13 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from quire.api.server.errors import Problem, UnknownModelError
 from quire.api.server.logs import CallRecord
+from quire.errors import RequestError
 from quire.frontend.async_llm import AsyncLLM, Stream
 
 Scope = dict[str, Any]
@@ -33,6 +34,7 @@ class Service:
     llm: AsyncLLM
     names: list[str]  # of the model; the first is used where a request names none
     openapi: dict[str, Any]  # the document
+    fingerprint: str = ""  # of the model as it runs here
     started_s: int = field(default_factory=lambda: int(time.time()))
 
     def model_name(self, asked: str | None) -> str:
@@ -52,12 +54,20 @@ class Call:
     receive: Receive
     body: bytes = b""
     argument: str = ""  # what `{…}` in the endpoint's path stood for
+    query: dict[str, str] = field(default_factory=dict)
+    own_id: str | None = None  # the id that the body asks for
     created_s: int = field(default_factory=lambda: int(time.time()))
     streams: list[Stream] = field(default_factory=list)  # what it asked of the engine
 
     @property
     def request_id(self) -> str:
-        return self.record.request_id
+        return self.own_id or self.record.request_id
+
+    def head(self, prefix: str, model_name: str) -> dict[str, Any]:
+        """What every answer and every event of an answer begins with."""
+        answer_id = f"{prefix}-{self.request_id}"
+        fingerprint = self.service.fingerprint
+        return {"id": answer_id, "created": self.created_s, "model": model_name, "system_fingerprint": fingerprint}
 
     def core_id(self) -> str:
         """A new id for the core, in which no two requests may have the same."""
@@ -67,6 +77,19 @@ class Call:
         """Ends the streams that still run for this call."""
         for stream in self.streams:
             stream.abort()  # does nothing to a finished one
+
+
+Parameters = TypeVar("Parameters", bound=msgspec.Struct)
+
+
+def parameters(call: Call, kind: type[Parameters]) -> Parameters:
+    """What the query string says, as a struct; names that it does not know are ignored."""
+    try:
+        return msgspec.convert(call.query, kind, strict=False)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at ")
+        param = where.strip("`$.") or None
+        raise RequestError(f"{param or 'the query string'}: {what}", param) from None
 
 
 class Answer:

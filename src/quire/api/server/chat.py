@@ -3,17 +3,16 @@
 Called by `app.py`. Messages are rendered and tokenized by the frontend; what they may hold is checked there.
 """
 
-from typing import Annotated, Any, Literal, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from quire.api.server.calls import Answer, Call
 from quire.api.server.fields import (
-    MAX_MESSAGE_VALUES,
     MAX_MESSAGES,
-    MAX_TEMPLATE_VALUES,
-    REFUSED,
     Count,
     Name,
     NumLogprobs,
@@ -24,40 +23,24 @@ from quire.api.server.fields import (
 )
 from quire.api.server.generation import Usage, built, finish, submit, text_of, usage
 from quire.api.server.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
-from quire.api.server.reading import ChatMessage, ParsedEvents, Reading
-from quire.api.server.shape import ChatFields, chat_constraint, parsers, shows_special_tokens
+from quire.api.server.prompts import (
+    TEMPLATE_REFUSED,
+    Documents,
+    Messages,
+    TemplateArguments,
+    check_room,
+    cut,
+    encode_messages,
+)
+from quire.api.server.reading import ChatMessage, ParsedEvents, Reading, thinking_counter
+from quire.api.server.shape import AnswerShape, ChatFields, chat_constraint, parsers, shows_special_tokens
 from quire.api.server.sse import EventFormat, Events, EventStream
+from quire.config import ServingConfig
 from quire.errors import RequestError
-from quire.frontend.async_llm import AsyncLLM, Stream
-from quire.frontend.requests import ChoiceState
+from quire.frontend.async_llm import Stream
+from quire.frontend.requests import ChoiceState, ChoiceUpdate
 from quire.frontend.tokenizer import Tokenizer
-from quire.params import MAX_TEXT_CHARS, free
-
-_MESSAGE_SCHEMA = {
-    "required": ["role", "content"],
-    "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {
-            "anyOf": [
-                {"type": "string", "maxLength": MAX_TEXT_CHARS},
-                {"type": "array", "items": {"$ref": "#/components/schemas/TextPart"}, "maxItems": MAX_MESSAGE_VALUES},
-            ]
-        },
-    },
-}
-# Not structs: templates may know more keys than we do.
-Message = Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=_MESSAGE_SCHEMA)]
-Messages = Annotated[
-    list[Message], free(MAX_MESSAGE_VALUES), msgspec.Meta(max_length=MAX_MESSAGES, extra_json_schema={"minItems": 1})
-]
-TemplateArguments = Annotated[dict[str, Any], free(MAX_TEMPLATE_VALUES, maxProperties=MAX_TEMPLATE_VALUES)]
-
-
-class TextPart(msgspec.Struct):
-    """The one kind of part there is so far."""
-
-    type: Literal["text"]
-    text: Text
+from quire.params import ALL, SamplingParams
 
 
 class PredictedPart(msgspec.Struct):
@@ -77,44 +60,53 @@ class PredictedContent(msgspec.Struct):
 
 
 class ChatRequest(ChatFields, kw_only=True):
+    refused: ClassVar[Refusals] = {
+        **ChatFields.refused,
+        **TEMPLATE_REFUSED,
+        "functions": given,
+        "function_call": lambda value: value not in (None, "none"),
+        "audio": given,
+        "modalities": lambda value: value not in (None, [], ["text"]),
+        "verbosity": lambda value: value not in (None, "medium"),
+        "web_search_options": lambda value: value is not None,
+    }
+
     messages: Messages
     prediction: PredictedContent | None = None
     add_generation_prompt: bool | None = None  # null: unless the final message is continued
     continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None  # the tokenizer's own, beside those of the template
     chat_template_kwargs: TemplateArguments | None = None
+    documents: Documents | None = None  # for templates that know them
     reasoning_effort: Name | None = None  # for templates that know it
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: NumLogprobs | None = None
+    top_logprobs: NumLogprobs | None = None  # at most --max-logprobs of the server
+    echo: bool | None = None  # the answer begins with the final message, if that is the assistant's
+    return_prompt_text: bool | None = None  # what the prompt's token ids spell, as prompt_text
 
-    def num_logprobs(self) -> int | None:
-        if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs needs logprobs set to true", "top_logprobs")
-        return (self.top_logprobs or 0) if self.logprobs else None
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
+    def num_logprobs(self, serving: ServingConfig) -> int | None:
+        for name in ("top_logprobs", "logprob_token_ids"):
+            if getattr(self, name) and not self.logprobs:
+                raise RequestError(f"{name} needs logprobs set to true", name)
+        asked, limit = self.top_logprobs, serving.max_logprobs
+        if asked is not None and limit != ALL and not 0 <= asked <= limit:
+            raise RequestError(f"top_logprobs must be at least 0 and at most {limit}, not {asked}", "top_logprobs")
+        if not self.logprobs or self.logprob_token_ids:  # the number of these is the number of logprobs
+            return None
+        return asked or 0
 
-class TemplateOptions(Protocol):
-    """Fields of a body that say how its messages become a prompt."""
-
-    add_generation_prompt: bool | None
-    continue_final_message: bool | None
-    chat_template_kwargs: dict[str, Any] | None
-    reasoning_effort: str | None
-
-
-async def encode(
-    llm: AsyncLLM, messages: list[dict[str, Any]], options: TemplateOptions, tools: list[dict[str, Any]] = []
-) -> list[int]:
-    """The token ids of the prompt that messages make."""
-    continues = bool(options.continue_final_message)
-    opens_answer = options.add_generation_prompt if options.add_generation_prompt is not None else not continues
-    arguments = dict(options.chat_template_kwargs or {})
-    if options.reasoning_effort is not None:
-        arguments.setdefault("reasoning_effort", options.reasoning_effort)
-    try:
-        return await llm.encode_chat(messages, opens_answer, continues, arguments, tools)
-    except RequestError as error:
-        raise RequestError(str(error), "messages") from None
+    def echoed(self) -> str:
+        """What the answer begins with."""
+        last = self.messages[-1] if self.echo else {}
+        content = last.get("content") if last.get("role") == "assistant" else ""
+        if isinstance(content, list):  # of text parts: the frontend has checked it
+            content = "\n".join(part["text"] for part in content)
+        return content or ""
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -131,103 +123,139 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_text: str | UnsetType = UNSET
 
 
-TEMPLATE_REFUSED: Refusals = {
-    # A template is a program: the operator chooses it, with --chat-template.
-    "chat_template": given,
-    "documents": given,
-    "mm_processor_kwargs": given,
-    "add_special_tokens": given,
-}
-CHAT_REFUSED: Refusals = {
-    **REFUSED,
-    **TEMPLATE_REFUSED,
-    "functions": given,
-    "function_call": lambda value: value not in (None, "none"),
-    "audio": given,
-    "modalities": lambda value: value not in (None, [], ["text"]),
-    "verbosity": lambda value: value not in (None, "medium"),
-    "web_search_options": lambda value: value is not None,
-    "echo": given,
-}
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation, checked and tokenized."""
+
+    token_ids: list[int]
+    text: str | None  # where it was asked for
+    params: SamplingParams
+    shape: AnswerShape
 
 
 async def chat(call: Call) -> Answer | EventStream:
-    body = await decode(call.body, ChatRequest, CHAT_REFUSED)
+    body = await decode(call.body, ChatRequest)
     llm = call.service.llm
     model_name = call.service.model_name(body.model)
-    body.check(num_prompts=1)
-    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    call.own_id = body.request_id
+    prompt = await prepare(call, body)
+    params, shape = prompt.params, prompt.shape
+    predicted = body.prediction.text if body.prediction is not None else ""
+    streams = await submit(call, [prompt.token_ids], params, body, llm.model.reasoning_format is not None, predicted)
+    make_parser = parsers(llm.model, shape.tools, prompt.token_ids)
+    reading = Reading(make_parser, body.include_reasoning is not False, shape.is_named)
+    answer = _Writer(call, model_name, body, prompt, streams[0], reading)
+    if body.stream:
+        form = answer.event_format()
+        if reading.is_plain:
+            return EventStream(Events(form, streams, params.n), call)
+        return EventStream(ParsedEvents(form, streams, params.n, reading), call)
+    await finish(call, streams)
+    return await built(call, answer.completion)
+
+
+async def prepare(call: Call, body: ChatRequest) -> ChatPrompt:
+    """What a body asks of the engine; RequestError says what is wrong with it."""
+    llm = call.service.llm
+    body.check(1, llm.serving)
     if body.has_shape:  # reading a schema may take a while
         shape = await llm.off_loop(lambda: chat_constraint(body, llm.model))
     else:
         shape = chat_constraint(body, llm.model)
     params = body.params(
-        llm.model, max_tokens=max_tokens, logprobs=body.num_logprobs(), structured_outputs=shape.structured
+        llm.model,
+        max_tokens=llm.model.max_answer_tokens(body.asked_tokens),
+        logprobs=body.num_logprobs(llm.serving),
+        structured_outputs=shape.structured,
     )
     if shows_special_tokens(llm.model, shape.tools):
         params.skip_special_tokens = False
-    prompt = await encode(llm, body.messages, body, shape.tools)
-    predicted = body.prediction.text if body.prediction is not None else ""
-    streams = await submit(call, [prompt], params, body, llm.model.reasoning_format is not None, predicted)
-    reading = Reading(parsers(llm.model, shape.tools, prompt), body.include_reasoning is not False, shape.is_named)
-    head: dict[str, Any] = {"id": f"chatcmpl-{call.request_id}", "created": call.created_s, "model": model_name}
-    if body.stream:
-        form = _format(head, body, streams[0], llm.model.tokenizer)
-        if reading.is_plain:
-            return EventStream(Events(form, streams, params.n), call)
-        return EventStream(ParsedEvents(form, streams, params.n, reading), call)
-    await finish(call, streams)
-    return await built(call, lambda: _completion(head, body, streams[0], llm.model.tokenizer, reading))
+    num_answer_tokens = body.asked_tokens or 1
+    is_cut = body.truncate_prompt_tokens is not None
+    token_ids = await encode_messages(llm, body.messages, body, shape.tools, may_be_cut=is_cut)
+    token_ids = cut(token_ids, body, llm.model, num_answer_tokens)
+    check_room(llm.model, token_ids, num_answer_tokens, "messages")
+    text = await llm.decode(token_ids) if body.return_prompt_text else None
+    return ChatPrompt(token_ids, text, params, shape)
 
 
-def _completion(
-    head: dict[str, Any], body: ChatRequest, stream: Stream, tokenizer: Tokenizer | None, reading: Reading
-) -> ChatCompletion:
-    request = stream.request
+class _Writer:
+    """How the answer of one call is written."""
 
-    def written(choice: ChoiceState) -> ChatChoice:
+    def __init__(
+        self, call: Call, model_name: str, body: ChatRequest, prompt: ChatPrompt, stream: Stream, reading: Reading
+    ) -> None:
+        self.body = body
+        self.prompt = prompt
+        self.stream = stream
+        self.reading = reading
+        self.echo = body.echoed()
+        self.tokenizer: Tokenizer | None = call.service.llm.model.tokenizer
+        self.num_thinking: Callable[[], int] | None = thinking_counter(call.service.llm.model, stream.request)
+        self.head: dict[str, Any] = call.head("chatcmpl", model_name)
+
+    def completion(self) -> ChatCompletion:
+        num_thinking = self.num_thinking() if self.num_thinking is not None else None
+        return ChatCompletion(
+            **self.head,
+            choices=[self._choice(choice) for choice in self.stream.request.choices],
+            usage=usage([self.stream], num_thinking=num_thinking),
+            **self._beside(),
+        )
+
+    def _choice(self, choice: ChoiceState) -> ChatChoice:
+        body, reading = self.body, self.reading
         message = reading.message(text_of(choice))
+        if self.echo:
+            message.content = self.echo + (message.content or "")
         return ChatChoice(
             index=choice.index,
             message=message,
-            logprobs=chat_logprobs(choice.logprobs, tokenizer) if body.logprobs else None,
+            logprobs=self._logprobs(choice) if body.logprobs else None,
             finish_reason=reading.finish_reason(choice.finish_reason, has_calls=message.tool_calls is not UNSET),
             stop_reason=choice.stop_reason,
             token_ids=choice.token_ids if body.return_token_ids else UNSET,
         )
 
-    return ChatCompletion(
-        **head,
-        choices=[written(choice) for choice in request.choices],
-        usage=usage([stream]),
-        prompt_logprobs=prompt_logprobs(request.prompt_logprobs, tokenizer) if body.wants_prompt_logprobs else UNSET,
-        prompt_token_ids=request.prompt_token_ids if body.return_token_ids else UNSET,
-    )
+    def _logprobs(self, source: ChoiceState | ChoiceUpdate) -> ChatLogprobs:
+        return chat_logprobs(source.logprobs, self.tokenizer, bool(self.body.return_tokens_as_token_ids))
 
-
-def _format(head: dict[str, Any], body: ChatRequest, stream: Stream, tokenizer: Tokenizer | None) -> EventFormat:
-    def opening(idx: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _beside(self) -> dict[str, Any]:
+        """What is said of the prompt, where it was asked for."""
+        request = self.stream.request
         beside: dict[str, Any] = {}
-        if idx == 0 and body.return_token_ids:
-            beside["prompt_token_ids"] = stream.request.prompt_token_ids
-        if idx == 0 and body.wants_prompt_logprobs:
-            beside["prompt_logprobs"] = prompt_logprobs(stream.request.prompt_logprobs, tokenizer)
-        return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}, beside
+        if self.body.return_token_ids:
+            beside["prompt_token_ids"] = request.prompt_token_ids
+        if self.body.wants_prompt_logprobs:
+            beside["prompt_logprobs"] = prompt_logprobs(request.prompt_logprobs, self.tokenizer)
+        if self.prompt.text is not None:
+            beside["prompt_text"] = self.prompt.text
+        return beside
 
-    return EventFormat(
-        head={"id": head["id"], "object": "chat.completion.chunk", "created": head["created"], "model": head["model"]},
-        before_text=b'"delta":{"content":',
-        after_text=b"}",
-        opening=opening,
-        slow_opening=body.wants_prompt_logprobs,
-        logprobs=(lambda update: chat_logprobs(update.logprobs, tokenizer)) if body.logprobs else None,
-        token_ids=bool(body.return_token_ids),
-        usage_at_end=body.usage_at_end,
-        usage_always=body.usage_always,
-    )
+    def event_format(self) -> EventFormat:
+        body = self.body
+
+        def opening(idx: int) -> tuple[dict[str, Any], dict[str, Any]]:
+            delta = {"role": "assistant", "content": self.echo}
+            return {"delta": delta, "logprobs": None}, self._beside() if idx == 0 else {}
+
+        return EventFormat(
+            head={**self.head, "object": "chat.completion.chunk"},
+            before_text=b'"delta":{"content":',
+            after_text=b"}",
+            opening=opening,
+            slow_opening=body.wants_prompt_logprobs,
+            logprobs=self._logprobs if body.logprobs else None,
+            token_ids=bool(body.return_token_ids),
+            usage_at_end=body.usage_at_end,
+            usage_always=body.usage_always,
+            num_thinking=self.num_thinking,
+        )

@@ -4,7 +4,7 @@ Called by `app.py`. Choices are numbered prompt by prompt: choice `c` of prompt 
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -12,7 +12,6 @@ from msgspec import UNSET, UnsetType
 from quire.api.server.calls import Answer, Call
 from quire.api.server.fields import (
     MAX_TOKEN_IDS,
-    REFUSED,
     NumLogprobs,
     Refusals,
     SamplingFields,
@@ -20,29 +19,35 @@ from quire.api.server.fields import (
     TokenId,
     TokenIds,
     at_most,
-    check_vocabulary,
     decode,
     whole,
 )
 from quire.api.server.generation import Usage, built, finish, submit, text_of, usage
 from quire.api.server.logprobs import CompletionLogprobs, CompletionLogprobsWriter, PromptLogprobs, prompt_logprobs
+from quire.api.server.prompts import PromptText, check_room, encode_prompt
 from quire.api.server.shape import answer_constraint
 from quire.api.server.sse import EventFormat, Events, EventStream, Opening
 from quire.errors import RequestError
 from quire.frontend.async_llm import AsyncLLM, Stream
 from quire.frontend.requests import ChoiceState, ChoiceUpdate
 from quire.frontend.tokenizer import Tokenizer
-from quire.params import MAX_N, SamplingParams
+from quire.params import ALL, MAX_N, SamplingParams
+from quire.utils.loop_share import LoopShare
 
 DEFAULT_MAX_TOKENS = 16
 MAX_REPEATED_TOKENS = 1 << 20  # of prompts, in one answer
 
 
+Prompts = Text | Annotated[list[Text | TokenId | TokenIds], at_most(MAX_TOKEN_IDS)]
+
+
 class CompletionRequest(SamplingFields, kw_only=True):
-    prompt: Text | Annotated[list[Text | TokenId | TokenIds], at_most(MAX_TOKEN_IDS)]
-    logprobs: NumLogprobs | None = None
+    refused: ClassVar[Refusals] = {**SamplingFields.refused, "suffix": bool}
+
+    prompt: Prompts
+    logprobs: NumLogprobs | None = None  # at most --max-logprobs of the server
     echo: bool | None = None
-    best_of: Annotated[int, whole(1, MAX_N)] | None = None
+    best_of: Annotated[int, whole(1, MAX_N)] | None = None  # the same as n, or refused
     add_special_tokens: bool | None = None
 
     def prompts(self) -> list[str | list[int]]:
@@ -74,27 +79,22 @@ class Completion(msgspec.Struct, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage
 
 
-COMPLETION_REFUSED: Refusals = {**REFUSED, "suffix": bool}
-
-
 async def completions(call: Call) -> Answer | EventStream:
-    body = await decode(call.body, CompletionRequest, COMPLETION_REFUSED)
+    body = await decode(call.body, CompletionRequest)
     llm = call.service.llm
     model_name = call.service.model_name(body.model)
-    prompts = body.prompts()
-    body.check(len(prompts))
-    params = _params(body, llm)
+    call.own_id = body.request_id
+    prompts, params = await prepare(call, body)
     echoes = [await _as_text(llm, prompt) if body.echo else None for prompt in prompts]
-    if body.add_special_tokens is False:
-        prompts = [await _without_special_tokens(llm, prompt) for prompt in prompts]
-    streams = await submit(call, prompts, params, body)
+    streams = await submit(call, [prompt.token_ids for prompt in prompts], params, body)
     _check_echo(body, params, streams)
-    written = [_Prompt(body, params, llm.model.tokenizer, stream, echo) for stream, echo in zip(streams, echoes)]
-    head: dict[str, Any] = {"id": f"cmpl-{call.request_id}", "created": call.created_s, "model": model_name}
+    written = [_Prompt(body, llm.model.tokenizer, stream, echo) for stream, echo in zip(streams, echoes)]
+    head = call.head("cmpl", model_name)
     if body.stream:
         return EventStream(Events(_format(head, body, written), streams, params.n), call)
     await finish(call, streams)
@@ -109,10 +109,33 @@ async def completions(call: Call) -> Answer | EventStream:
     return await built(call, completion)
 
 
+async def prepare(call: Call, body: CompletionRequest) -> tuple[list[PromptText], SamplingParams]:
+    """What a body asks of the engine; RequestError says what is wrong with it."""
+    llm = call.service.llm
+    prompts = body.prompts()
+    body.check(len(prompts), llm.serving)
+    params = _params(body, llm)
+    num_answer_tokens = body.max_tokens or 1  # the default gives way where there is less room
+    encoded = []
+    share = LoopShare()
+    for prompt in prompts:
+        with_special = body.add_special_tokens is not False
+        encoded.append(await encode_prompt(llm, prompt, with_special, body, num_answer_tokens))
+        check_room(llm.model, encoded[-1].token_ids, num_answer_tokens, "prompt")
+        await share.pause()
+    return encoded, params
+
+
 def _params(body: CompletionRequest, llm: AsyncLLM) -> SamplingParams:
     n = body.n or 1
     if body.best_of is not None and body.best_of != n:
-        raise RequestError("best_of other than n is not supported by this server: leave it out", "best_of")
+        message = "best_of other than n is not supported by this server: leave it out"
+        raise RequestError(message, "best_of", "unsupported_value")
+    num_logprobs = body.logprobs
+    if body.logprob_token_ids:
+        if num_logprobs is None:
+            raise RequestError("logprob_token_ids needs logprobs to be set", "logprob_token_ids")
+        num_logprobs = None  # as many as it names
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and body.echo:
         if body.stream:
@@ -120,11 +143,12 @@ def _params(body: CompletionRequest, llm: AsyncLLM) -> SamplingParams:
         max_tokens = 1  # the engine always computes one token; it is left out of the answer
     num_prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
-        num_prompt_logprobs = max(body.logprobs, num_prompt_logprobs or 0)
+        asked = (body.logprobs, num_prompt_logprobs or 0)
+        num_prompt_logprobs = ALL if ALL in asked else max(asked)
     return body.params(
         llm.model,
-        max_tokens=max_tokens,
-        logprobs=body.logprobs,
+        max_tokens=llm.model.max_answer_tokens(max_tokens),
+        logprobs=num_logprobs,
         prompt_logprobs=num_prompt_logprobs,
         structured_outputs=answer_constraint(body),
     )
@@ -143,15 +167,8 @@ def _check_echo(body: CompletionRequest, params: SamplingParams, streams: Sequen
         )
 
 
-async def _without_special_tokens(llm: AsyncLLM, prompt: str | list[int]) -> str | list[int]:
-    return await llm.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
-
-
-async def _as_text(llm: AsyncLLM, prompt: str | list[int]) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    check_vocabulary("prompt", prompt, llm.model.vocab_size)
-    return await llm.decode(prompt)
+async def _as_text(llm: AsyncLLM, prompt: PromptText) -> str:
+    return prompt.text if prompt.text is not None else await llm.decode(prompt.token_ids)
 
 
 class _Prompt:
@@ -160,7 +177,6 @@ class _Prompt:
     def __init__(
         self,
         body: CompletionRequest,
-        params: SamplingParams,
         tokenizer: Tokenizer | None,
         stream: Stream,
         echo: str | None,
@@ -171,8 +187,9 @@ class _Prompt:
         self.echo = echo  # the prompt as text, where it begins the answer
         self.writers: list[CompletionLogprobsWriter] = []  # one per choice, where logprobs are asked for
         if body.logprobs is not None:
-            token_ids = self.request.prompt_token_ids
-            self.writers = [CompletionLogprobsWriter(params, tokenizer, token_ids) for _ in range(params.n)]
+            params, token_ids = self.request.params, self.request.prompt_token_ids
+            as_ids = bool(body.return_tokens_as_token_ids)
+            self.writers = [CompletionLogprobsWriter(params, tokenizer, token_ids, as_ids) for _ in range(params.n)]
 
     def choices(self) -> list[CompletionChoice]:
         return [self._choice(choice) for choice in self.request.choices]
@@ -233,7 +250,7 @@ def _format(head: dict[str, Any], body: CompletionRequest, prompts: Sequence[_Pr
 
     echoes_logprobs = bool(body.echo) and body.logprobs is not None
     return EventFormat(
-        head={"id": head["id"], "object": "text_completion", "created": head["created"], "model": head["model"]},
+        head={**head, "object": "text_completion"},
         before_text=b'"text":',
         after_text=b"",
         opening=opening,

@@ -427,5 +427,5 @@ _TOO_MUCH_OVERHEAD = _bad_request("the body has too many chunk extensions or tra
 _URL_TOO_LONG = _bad_request(f"the URL is longer than {MAX_URL_BYTES:,} bytes: send less", 414, "url_too_long")
 _HEAD_LIMITS = f"{MAX_HEADER_LINES} lines or {MAX_HEAD_BYTES:,} bytes"
 _HEAD_TOO_LARGE = _bad_request(f"the headers are more than {_HEAD_LIMITS}: send less", 431, "headers_too_large")
-_TOO_MANY = _overloaded("there are too many connections: close some, try again later, or raise --max-connections")
+_TOO_MANY = _overloaded("there are too many connections: close some, or try again later")
 _TOO_MANY_WAITING = _overloaded(f"more than {MAX_PIPELINED} requests wait on this connection: send them one by one")

@@ -15,6 +15,7 @@ from quire.errors import (
     InternalError,
     OverloadedError,
     PoisonError,
+    RateLimitedError,
     RequestError,
     TooLongError,
 )
@@ -52,6 +53,25 @@ class Problem(msgspec.Struct):
         return msgspec.json.encode(ErrorBody(self.error))
 
 
+class Refused(Exception):
+    """Ends a call before its endpoint, with a problem for an answer. `hint`: the flag to change, for the log.
+    `body_read`: all of its body, where there is one, was received."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        kind: str = "invalid_request_error",
+        hint: str = "",
+        body_read: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.problem = Problem(status, ErrorDetail(message, kind, code=code))
+        self.hint = hint
+        self.body_read = body_read
+
+
 def problem(error: Exception, request_id: str) -> Problem:
     message = str(error)
     if len(message) > MAX_MESSAGE_CHARS:  # some messages repeat what was sent
@@ -63,10 +83,14 @@ def problem(error: Exception, request_id: str) -> Problem:
             detail = ErrorDetail(message, "invalid_request_error", error.param, "context_length_exceeded")
             return Problem(400, detail)
         case RequestError():
-            return Problem(400, ErrorDetail(message, "invalid_request_error", error.param))
+            code = error.code or ("invalid_value" if error.param else None)
+            return Problem(400, ErrorDetail(message, "invalid_request_error", error.param, code))
         case OverloadedError():
             wait = (b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s)))
             return Problem(503, ErrorDetail(message, "overloaded_error", code="overloaded"), [wait])
+        case RateLimitedError():
+            wait = (b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s)))
+            return Problem(429, ErrorDetail(message, "rate_limit_error", code="rate_limit_exceeded"), [wait])
         case DeadlineError():
             return Problem(408, ErrorDetail(message, "timeout_error", code="deadline_exceeded"), [NO_RETRY])
         case PoisonError() | InternalError():

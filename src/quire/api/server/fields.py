@@ -1,26 +1,29 @@
 """Request bodies: from JSON to checked structs, and the fields that chat and completions have in common.
 
 Used by every handler with a body. The declaration of a field says how much it may hold: `decode` refuses more, and the
-OpenAPI document states the limit. Unknown fields are ignored, with one warning each. Fields of the OpenAI protocol that
-would change the answer and are not implemented are refused by name, so that nobody gets an answer to another question.
+OpenAPI document states the limit. A body's class also names the fields that have no effect, and those it refuses since
+they would change the answer: nobody gets an answer to another question. Fields that nobody knows are ignored, with one
+warning each. docs/api.md is written from all of these.
 """
 
 import functools
 import logging
+import math
 import re
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
 from quire import params as limits
+from quire.config import ServingConfig
 from quire.errors import RequestError
 from quire.frontend.async_llm import MAX_TIMEOUT_S
 from quire.frontend.inputs import MAX_CACHE_SALT_CHARS, PRIORITY_LIMIT
 from quire.frontend.model import ModelInfo
-from quire.params import SamplingParams, StructuredOutputs, free
+from quire.params import RepetitionDetectionParams, SamplingParams, StructuredOutputs, free
 from quire.utils.loop_share import LoopShare
 
 log = logging.getLogger(__name__)
@@ -31,29 +34,31 @@ MAX_MESSAGES = 4096
 MAX_MESSAGE_VALUES = 32_768  # all names and values of all messages
 MAX_TEMPLATE_VALUES = 4096  # of chat_template_kwargs
 MAX_NAME_CHARS = 1024
+MAX_REQUEST_ID_CHARS = 128
+REQUEST_ID = r"^[A-Za-z0-9._-]+$(?!\n)"  # what can be logged as it is
 MAX_TOKEN_IDS = 1 << 22  # in one list; --max-json-values and the context are tighter
 MAX_TOKEN_ID = 2**31 - 1
 
-Body = TypeVar("Body", bound=msgspec.Struct)
-
 # How msgspec words that a bound is exceeded, and how it names the field at the end of a message.
-_NUMBER_BOUND = re.compile(r"Expected `(?:int|float)` (>=|<=) (\S+)")
+_NUMBER_BOUND = re.compile(r"Expected `(int|float)` (>=|<=) (\S+)")
 _LENGTH_BOUND = re.compile(r"Expected `(str|array|object)` of length (>=|<=) (\d+)")
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
 _BOUND_WORDS = {">=": "at least", "<=": "at most"}
+# OpenAI's words for what is wrong, by msgspec's: "integer_above_max_value", "array_below_min_length".
+_KINDS = {"int": "integer", "float": "decimal", "str": "string", "array": "array", "object": "object"}
+_BOUND_CODES = {">=": "below_min", "<=": "above_max"}
 _PATH = re.compile(r" - at (`key` in )?`\$\.?(.*?)`$")
 _MAX_WARNINGS = 100  # names of unknown fields that are remembered: bounded, because clients choose them
 _warned: set[str] = set()
 
 # Accepted and without effect: they describe the client, or ask for what is always done.
-NO_EFFECT = {
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-}
+CLIENT_FIELDS = frozenset(
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention session_id".split()
+)
+# Likewise: of vLLM's fields, those about beam search and about what this server never sends.
+UNUSED_FIELDS = frozenset(
+    "length_penalty routed_experts_prompt_start return_token_offsets mm_payload return_mm_kwargs".split()
+)
 
 # name of a field -> whether a value of it would change the answer
 Refusals = Mapping[str, Callable[[Any], bool]]
@@ -64,10 +69,17 @@ def given(value: Any) -> bool:
     return value not in (None, False, "", [], {})
 
 
-REFUSED: Refusals = {"use_beam_search": given, "truncate_prompt_tokens": given, "prompt_embeds": given}
+class RequestBody(msgspec.Struct, kw_only=True):
+    """What every body has in common."""
+
+    no_effect: ClassVar[frozenset[str]] = CLIENT_FIELDS
+    refused: ClassVar[Refusals] = {}
 
 
-async def decode(body: bytes, kind: type[Body], refused: Refusals = REFUSED) -> Body:
+Body = TypeVar("Body", bound=RequestBody)
+
+
+async def decode(body: bytes, kind: type[Body]) -> Body:
     """The body as a struct; RequestError names what is wrong with it. Others run in between."""
     share = LoopShare()
     try:
@@ -80,12 +92,12 @@ async def decode(body: bytes, kind: type[Body], refused: Refusals = REFUSED) -> 
         message = f"the body has {len(values)} fields, the limit is {MAX_FIELDS}: leave out what nobody knows"
         raise RequestError(message)
     for name, value in values.items():
-        if name in kind.__struct_fields__ or name in NO_EFFECT:
+        if name in kind.__struct_fields__:
             continue
-        if name not in refused:
-            _warn_unknown(name)
-        elif refused[name](value):
-            raise RequestError(f"{name} is not supported by this server: leave it out", name)
+        if name not in kind.refused:
+            _warn_ignored(name, "has no effect here" if name in kind.no_effect else "is not known here")
+        elif kind.refused[name](value):
+            raise RequestError(f"{name} is not supported by this server: leave it out", name, "unsupported_parameter")
     await share.pause()
     try:
         decoded = msgspec.convert(values, kind, str_keys=True)
@@ -100,27 +112,33 @@ async def decode(body: bytes, kind: type[Body], refused: Refusals = REFUSED) -> 
 def _field_error(message: str) -> RequestError:
     """What msgspec found, as a sentence about the field."""
     path = _PATH.search(message)
+    param = path[2] if path is not None else ""
+    sentence = message[: path.start()] if path is not None else message
+    if missing := _MISSING.fullmatch(sentence):
+        param = f"{param}.{missing[1]}" if param else missing[1]
+        return RequestError(f"{param} is missing: send it", param, "missing_required_parameter")
     if path is None:
         return RequestError(message)
-    param = path[2]
-    sentence = message[: path.start()]
     name, _, inside = param.partition("[")
     if path[1]:
         name = f"a key of {name}"
     elif inside and name:
         name = f"an entry of {name}"
     if bound := _NUMBER_BOUND.fullmatch(sentence):
-        return RequestError(f"{name} must be {_BOUND_WORDS[bound[1]]} {bound[2]}", param)
+        code = f"{_KINDS[bound[1]]}_{_BOUND_CODES[bound[2]]}_value"
+        return RequestError(f"{name} must be {_BOUND_WORDS[bound[2]]} {bound[3]}", param, code)
     if bound := _LENGTH_BOUND.fullmatch(sentence):
         what = "characters" if bound[1] == "str" else "entries"
-        return RequestError(f"{name} must have {_BOUND_WORDS[bound[2]]} {bound[3]} {what}", param)
-    return RequestError(f"{param}: {sentence}", param)
+        code = f"{_KINDS[bound[1]]}_{_BOUND_CODES[bound[2]]}_length"
+        return RequestError(f"{name} must have {_BOUND_WORDS[bound[2]]} {bound[3]} {what}", param, code)
+    code = "invalid_type" if sentence.startswith("Expected ") else "invalid_value"
+    return RequestError(f"{param}: {sentence}", param, code)
 
 
-def _warn_unknown(name: str) -> None:
+def _warn_ignored(name: str, why: str) -> None:
     if name not in _warned and len(_warned) < _MAX_WARNINGS:
         _warned.add(name)
-        log.warning("unknown field %.80r in a request: ignored, here and from now on", name)
+        log.warning("the field %.80r of a request %s: ignored, now and from now on", name, why)
 
 
 def check_vocabulary(name: str, token_ids: list[int], vocab_size: int) -> None:
@@ -200,7 +218,9 @@ Penalty = Annotated[float, within(-2, 2)]
 Count = Annotated[int, whole(0, limits.LARGEST_INT)]
 TokenId = Annotated[int, whole(0, MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], at_most(MAX_TOKEN_IDS)]
-NumLogprobs = Annotated[int, whole(0, limits.MAX_LOGPROBS)]
+# The server's own limits on these two, max_n and max_logprobs, are checked by the frontend.
+NumChoices = Annotated[int, whole(1, limits.MAX_N)]
+NumLogprobs = Annotated[int, whole(limits.ALL, limits.LARGEST_INT)]
 Name = Annotated[str, text(MAX_NAME_CHARS)]
 Text = Annotated[str, text(limits.MAX_TEXT_CHARS)]
 NonEmpty = Annotated[str, text(limits.MAX_STOP_CHARS, min_length=1)]
@@ -208,16 +228,38 @@ LogitBias = Annotated[dict[TokenId, Annotated[float, within(-100, 100)]], at_mos
 ExtraArguments = Annotated[dict[str, Any], free(limits.MAX_EXTRA_VALUES, maxProperties=limits.MAX_EXTRA_VALUES)]
 
 
+# Fields that say how a prompt that is too long is cut.
+NumKept = Annotated[int, whole(-1, limits.LARGEST_INT)]
+Side = Literal["left", "right"]
+
+
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # with every event, too
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
+class Repetition(msgspec.Struct):
+    """Ends an answer whose last tokens are a pattern of so many tokens, so many times over."""
+
+    max_pattern_size: Annotated[int, whole(0, limits.MAX_PATTERN_TOKENS)] = 0
+    min_pattern_size: Annotated[int, whole(0, limits.MAX_PATTERN_TOKENS)] = 0
+    min_count: Annotated[int, whole(0, limits.MAX_PATTERN_COUNT)] = 0
+
+
+class SamplingFields(RequestBody, kw_only=True):
     """What chat and completions share; null is the same as leaving a field out."""
 
+    no_effect: ClassVar[frozenset[str]] = CLIENT_FIELDS | UNUSED_FIELDS
+    refused: ClassVar[Refusals] = {
+        "use_beam_search": given,
+        "watermarking": given,
+        "prompt_embeds": given,
+        "kv_transfer_params": given,
+        "ec_transfer_params": given,
+    }
+
     model: Name | None = None
-    n: Annotated[int, whole(1, limits.MAX_N)] | None = None
+    n: NumChoices | None = None  # at most --max-n of the server
     temperature: Annotated[float, within(0, limits.MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, within(0, 1, exclusiveMinimum=0)] | None = None
     top_k: Annotated[int, whole(-1, limits.LARGEST_INT)] | None = None
@@ -235,11 +277,15 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     bad_words: Annotated[list[NonEmpty], at_most(limits.MAX_BAD_WORDS)] | None = None
     logit_bias: LogitBias | None = None
     allowed_token_ids: Annotated[list[TokenId], at_most(limits.MAX_ALLOWED_TOKENS)] | None = None
-    prompt_logprobs: NumLogprobs | None = None
+    prompt_logprobs: NumLogprobs | None = None  # at most --max-logprobs of the server
+    # Logprobs of these tokens, instead of the most likely ones.
+    logprob_token_ids: Annotated[list[TokenId], at_most(limits.MAX_LOGPROB_TOKEN_IDS)] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    thinking_token_budget: Count | None = None
+    thinking_token_budget: Annotated[int, whole(-1, limits.LARGEST_INT)] | None = None  # -1: none
+    repetition_detection: Repetition | None = None
     extra_args: ExtraArguments | None = None  # for the operator's logits processors
+    vllm_xargs: ExtraArguments | None = None  # the same by vLLM's name
 
     response_format: limits.GrammarObject | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -248,9 +294,15 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     guided_choice: limits.Choices | None = None
     guided_grammar: limits.GrammarText | None = None
 
+    truncate_prompt_tokens: NumKept | None = None  # keep so many tokens of the prompt; -1: as many as fit
+    truncation_side: Side | None = None  # which end is cut off; null: the right one
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: Annotated[int, whole(1, limits.LARGEST_INT)] | None = None  # tokens in one event
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # logprobs show tokens as token_id:N
+    request_id: Annotated[str, text(MAX_REQUEST_ID_CHARS, pattern=REQUEST_ID)] | None = None  # part of the answer's id
     priority: Annotated[int, whole(-PRIORITY_LIMIT, PRIORITY_LIMIT - 1)] | None = None  # lower runs earlier
     cache_salt: Annotated[str, text(MAX_CACHE_SALT_CHARS)] | None = None
     timeout_s: Annotated[float, within(0, MAX_TIMEOUT_S, exclusiveMinimum=0)] | None = None
@@ -258,14 +310,22 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     def params(self, model: ModelInfo, **own: Any) -> SamplingParams:
         """As asked, else the model's own defaults; `own`: what chat and completions each compute in their own way."""
         asked = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        if self.vllm_xargs is not None:
+            asked["extra_args"] = {**self.vllm_xargs, **(self.extra_args or {})}
+        if self.repetition_detection is not None:
+            asked["repetition_detection"] = RepetitionDetectionParams(
+                *msgspec.structs.astuple(self.repetition_detection)
+            )
+        if self.logit_bias is not None:  # out of range is brought into range; what is no number stays, and is refused
+            asked["logit_bias"] = {token: _clamped(bias) for token, bias in self.logit_bias.items()}
         return model.default_params(**{**asked, **own})
 
-    def check(self, num_prompts: int) -> None:
+    def check(self, num_prompts: int, serving: ServingConfig) -> None:
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream set to true", "stream_options")
         num_choices = num_prompts * (self.n or 1)
-        if num_choices > MAX_CHOICES:
-            too_many = f"prompts times n are {num_choices} answers, one call may ask for {MAX_CHOICES}"
+        if num_choices > (limit := max(MAX_CHOICES, serving.max_n)):
+            too_many = f"prompts times n are {num_choices} answers, one call may ask for {limit}"
             raise RequestError(f"{too_many}: make several calls", "n" if num_prompts == 1 else "prompt")
         if self.timeout_s is not None and not 0 < self.timeout_s <= MAX_TIMEOUT_S:
             bounds = f"greater than 0 and at most {MAX_TIMEOUT_S:g}"
@@ -287,6 +347,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     def submit_options(self) -> dict[str, Any]:
         """What `AsyncLLM.submit` takes beside prompt and parameters."""
         return {"priority": self.priority or 0, "cache_salt": self.cache_salt or "", "timeout_s": self.timeout_s}
+
+
+def _clamped(bias: float) -> float:
+    return min(100.0, max(-100.0, bias)) if math.isfinite(bias) else bias
 
 
 _SAMPLING = [name for name in SamplingFields.__struct_fields__ if name in SamplingParams.__struct_fields__]

@@ -6,24 +6,20 @@ unchanged.
 """
 
 import asyncio
-import hashlib
-import hmac
 import re
 import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from quire.api.server import logs
-from quire.api.server.errors import ErrorDetail, Problem, problem
+from quire.api.server.errors import Problem, Refused, problem
 from quire.api.server.json_cost import CHEAP_BYTES, MAX_NUMBER_CHARS, json_cost
-from quire.config.server import ServerConfig, check_key
-from quire.errors import ConfigError
-from quire.utils.files import read_file
+from quire.api.server.keys import Keys, Policy
+from quire.config.server import ServerConfig
+from quire.errors import RateLimitedError
 
-Policy = Literal["open", "user", "admin"]
 Scope = dict[str, Any]
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -31,7 +27,6 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_HEADER_BYTES = 32 << 10
-MAX_KEY_FILE_BYTES = 1 << 20
 CLIENT_GONE = 499  # status in the log of a call whose client disconnected before it got one
 # How long and how much of a refused body is read and dropped.
 LINGER_S = 2.0
@@ -42,26 +37,28 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _ONCE = {b"authorization", b"content-length", b"content-type", b"host", b"transfer-encoding", b"x-request-id"}
 
 
-class Refused(Exception):
-    """Ends a call, with a problem for an answer. `body_read`: all of its body, where there is one, was received."""
-
-    def __init__(
-        self, status: int, code: str, message: str, kind: str = "invalid_request_error", body_read: bool = False
-    ) -> None:
-        super().__init__(message)
-        self.problem = Problem(status, ErrorDetail(message, kind, code=code))
-        self.body_read = body_read
-
-
 class ClientGone(Exception):
     """The client disconnected while sending."""
 
 
+def _count_nothing(method: str, path: str, status: int) -> None:
+    pass
+
+
 class Guard:
-    def __init__(self, app: App, policy_of: Callable[[str, str], Policy | None], config: ServerConfig) -> None:
+    def __init__(
+        self,
+        app: App,
+        policy_of: Callable[[str, str], Policy | None],
+        config: ServerConfig,
+        count: Callable[[str, str, int], None] = _count_nothing,
+    ) -> None:
+        """`count` is told method, path and status of every call."""
         self.app = app
         self.policy_of = policy_of
         self.config = config
+        self.count = count
+        self.root_path = config.root_path.rstrip("/")
         self.keys = Keys(config)
         self.cors = Cors(config.allowed_origins)
         self.held = HeldBytes(config.max_held_bytes)
@@ -78,27 +75,39 @@ class Guard:
         started = time.perf_counter()
         headers = dict(scope["headers"])
         request_id = _request_id(headers)
-        record = logs.CallRecord(request_id.decode(), scope["method"], scope["path"])
+        if self.root_path and scope["path"].startswith(self.root_path + "/"):
+            scope["path"] = scope["path"][len(self.root_path) :]
+        client = scope.get("client")
+        address = client[0] if client else ""
+        record = logs.CallRecord(request_id.decode(), scope["method"], scope["path"], address)
         scope.setdefault("state", {})["record"] = record
         reply = Reply(send, [(b"x-request-id", request_id), *self.cors.headers(headers)])
         policy = self.policy_of(scope["method"], scope["path"])
-        client = scope.get("client")
-        share = self.held.share(client[0] if client else "")
+        share = self.held.share(address)
         try:
             await self._answer(scope, headers, policy, receive, reply, share)
         except ClientGone:
             pass
         except Refused as refused:
+            record.failed(refused.problem.error, refused.hint)
             is_unread = _has_body(headers) and not refused.body_read
             await reply.problem(refused.problem, unread=receive if is_unread else None)
+        except RateLimitedError as error:
+            limited = problem(error, record.request_id)
+            record.failed(limited.error)
+            await reply.problem(limited, unread=receive if _has_body(headers) else None)
         except Exception as error:
             unforeseen = problem(error, record.request_id)
+            record.failed(unforeseen.error)
             if not reply.status:  # else the answer has begun: it ends early, and the client sees that
                 await reply.problem(unforeseen)
         finally:
             share.give_back()
+            if record.limits is not None:
+                record.limits.settle(record.usage().total_tokens if record.usage is not None else 0)
             record.status = reply.status or CLIENT_GONE
             record.seconds = time.perf_counter() - started
+            self.count(record.method, record.path, record.status)
             is_probe = policy == "open" and reply.status in (200, 503)  # these come every second
             if self.config.access_log and not is_probe:
                 logs.write_call(record)
@@ -118,7 +127,10 @@ class Guard:
             await self.cors.preflight(headers, reply)
             return
         record: logs.CallRecord = scope["state"]["record"]
-        record.owner = self.keys.check(policy, headers)
+        caller = self.keys.check(policy, headers)
+        record.owner, record.label = caller.owner, caller.label
+        if caller.limits is not None:
+            record.limits = caller.limits.start_call()
         if _has_body(headers):
             body = await self._body(headers, receive, share)
             receive = replay(body, receive)
@@ -129,10 +141,11 @@ class Guard:
         """The whole body, within the limits of size, time, depth and number of values."""
         limit = self.config.max_body_bytes
         declared = headers.get(b"content-length", b"0")
-        too_large = f"the body is larger than {limit:,} bytes: send less, or raise --max-body-bytes"
+        too_large = f"the body is larger than {limit:,} bytes: send less"
+        hint = "--max-body-bytes"
         is_sane_length = declared.isdigit() and len(declared) <= 15
         if not is_sane_length or int(declared) > limit:
-            raise Refused(413, "body_too_large", too_large)
+            raise Refused(413, "body_too_large", too_large, hint=hint)
         body = bytearray()
         try:
             async with asyncio.timeout(self.config.body_timeout_s):
@@ -144,16 +157,16 @@ class Guard:
                     part = message.get("body", b"")
                     more = message.get("more_body", False)
                     if len(body) + len(part) > limit:
-                        raise Refused(413, "body_too_large", too_large, body_read=not more)
+                        raise Refused(413, "body_too_large", too_large, hint=hint, body_read=not more)
                     if not share.hold(len(part)):
                         full = "the bodies of the requests under way take all the memory there is for them"
-                        text = f"{full}: try again later"
-                        raise Refused(503, "overloaded", text, "overloaded_error", body_read=not more)
+                        text, flag = f"{full}: try again later", "--max-held-bytes"
+                        raise Refused(503, "overloaded", text, "overloaded_error", flag, body_read=not more)
                     body += part
         except TimeoutError:
             limit_s = self.config.body_timeout_s
-            text = f"the body did not arrive within {limit_s:g} s: send faster, or raise --body-timeout-s"
-            raise Refused(408, "body_timeout", text, "timeout_error") from None
+            text = f"the body did not arrive within {limit_s:g} s: send faster"
+            raise Refused(408, "body_timeout", text, "timeout_error", "--body-timeout-s") from None
         # A web page can send other types to a server on its visitor's machine without a CORS preflight, but not JSON.
         if body and headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
             text = "the body must be JSON: send it with Content-Type: application/json"
@@ -168,11 +181,11 @@ class Guard:
             return
         cost = await json_cost(body)
         if cost.max_depth > max_depth:
-            text = f"the body nests lists and objects deeper than {max_depth}: flatten it, or raise --max-json-depth"
-            raise Refused(400, "json_too_deep", text, body_read=True)
+            text = f"the body nests lists and objects deeper than {max_depth}: flatten it"
+            raise Refused(400, "json_too_deep", text, hint="--max-json-depth", body_read=True)
         if cost.num_values > max_values:
-            text = f"the body's JSON holds more than {max_values:,} values: send less, or raise --max-json-values"
-            raise Refused(400, "json_too_large", text, body_read=True)
+            text = f"the body's JSON holds more than {max_values:,} values: send less"
+            raise Refused(400, "json_too_large", text, hint="--max-json-values", body_read=True)
         if cost.has_long_number:
             text = f"the body holds a number of more than {MAX_NUMBER_CHARS} characters: shorten it"
             raise Refused(400, "number_too_long", text, body_read=True)
@@ -208,38 +221,6 @@ class Reply:
         if unread:
             await drop(unread)
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-class Keys:
-    """Who may call what. Keys are kept as digests of equal length, and a key is compared with all of them every time,
-    so that the time it takes tells nothing."""
-
-    def __init__(self, config: ServerConfig) -> None:
-        users = [*config.api_key]
-        if config.api_key_file:
-            users += _read_keys(config.api_key_file)
-        admins = [config.admin_api_key] if config.admin_api_key else []
-        self.admins = [_digest(key.encode()) for key in admins]
-        self.users = [_digest(key.encode()) for key in [*users, *admins]] if users else []
-
-    def check(self, policy: Policy | None, headers: dict[bytes, bytes]) -> str:
-        """A digest of the caller's key; empty where no key is needed. Refused: the key is missing or wrong."""
-        is_admin = policy == "admin"
-        needs_key = is_admin or bool(self.users)
-        if policy == "open" or not needs_key:
-            return ""
-        if is_admin and not self.admins:
-            text = "this path is for operators: start the server with --admin-api-key to use it"
-            raise Refused(403, "no_admin_key", text, "permission_error")
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        digest = _digest(given.strip())
-        accepted = self.admins if is_admin else self.users
-        fits = [hmac.compare_digest(digest, key) for key in accepted]
-        if scheme.lower() != b"bearer" or not any(fits):
-            which = "an operator's key" if is_admin else "a valid API key"
-            text = f"{which} is needed: send it as Authorization: Bearer KEY"
-            raise Refused(401, "invalid_api_key", text, "authentication_error")
-        return digest.hex()
 
 
 class HeldBytes:
@@ -368,23 +349,3 @@ def _request_id(headers: dict[bytes, bytes]) -> bytes:
     """The client's own where it is safe to log, else a new one."""
     given = headers.get(b"x-request-id", b"")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
-
-
-def _read_keys(path: str) -> list[str]:
-    """One key per line; empty lines and lines that begin with # are ignored. A file without keys is an error: it would
-    make the server open to all."""
-    try:
-        lines = read_file(Path(path).expanduser(), MAX_KEY_FILE_BYTES).decode().splitlines()
-    # RuntimeError: no such home; ValueError: bad UTF-8, or a null character in the path.
-    except (OSError, RuntimeError, ValueError) as error:
-        why = getattr(error, "strerror", None) or "it is not the path of a UTF-8 text"
-        raise ConfigError(f"the key file {path!r} cannot be read: {why}") from None
-    lines = [line.strip() for line in lines]
-    keys = [check_key(line) for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise ConfigError(f"the key file {path!r} holds no key: write one per line")
-    return keys

@@ -47,14 +47,16 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
-def chat_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer | None) -> ChatLogprobs:
-    return ChatLogprobs([_encoded(_chat_logprob(entry, tokenizer)) for entry in entries])
+def chat_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer | None, as_ids: bool = False) -> ChatLogprobs:
+    """`as_ids`: tokens are shown as token_id:N."""
+    return ChatLogprobs([_encoded(_chat_logprob(entry, tokenizer, as_ids)) for entry in entries])
 
 
-def _chat_logprob(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> ChatLogprob:
+def _chat_logprob(entry: TokenLogprobs, tokenizer: Tokenizer | None, as_ids: bool) -> ChatLogprob:
     def shown(token_id: int, logprob: float) -> tuple[str, float, list[int]]:
         spelling = token_bytes(tokenizer, token_id)
-        return spelling.decode("utf-8", "replace"), max(logprob, LOWEST), list(spelling)
+        token = token_text(None, token_id) if as_ids else spelling.decode("utf-8", "replace")
+        return token, max(logprob, LOWEST), list(spelling)
 
     top = [TopLogprob(*shown(token_id, logprob)) for token_id, logprob in zip(entry.top_ids, entry.top_logprobs)]
     return ChatLogprob(*shown(entry.token_id, entry.logprob), top)
@@ -75,9 +77,17 @@ class CompletionLogprobs(msgspec.Struct):
 class CompletionLogprobsWriter:
     """Turns the tokens of one choice into columns, in pieces where the answer is streamed."""
 
-    def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None, prompt_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        prompt_ids: Sequence[int],
+        as_ids: bool = False,
+    ) -> None:
+        """`as_ids`: tokens are shown as token_id:N."""
         self.num_top = params.logprobs or 0
         self.tokenizer = tokenizer
+        self.shown = None if as_ids else tokenizer
         self.prompt_ids = prompt_ids
         self.offset = 0
         self.detokenizer = None
@@ -114,7 +124,7 @@ class CompletionLogprobsWriter:
 
     def _add(self, columns: CompletionLogprobs, token_id: int, entry: TokenLogprobs | None) -> None:
         columns.text_offset.append(self.offset)
-        columns.tokens.append(token_text(self.tokenizer, token_id))
+        columns.tokens.append(token_text(self.shown, token_id))
         columns.token_logprobs.append(max(entry.logprob, LOWEST) if entry is not None else None)
         columns.top_logprobs.append(self._top(entry) if entry is not None else None)
 
@@ -124,8 +134,8 @@ class CompletionLogprobsWriter:
             return {}
         top: dict[str, float] = {}
         for token_id, logprob in zip(entry.top_ids[: self.num_top], entry.top_logprobs):
-            top.setdefault(token_text(self.tokenizer, token_id), max(logprob, LOWEST))
-        top.setdefault(token_text(self.tokenizer, entry.token_id), max(entry.logprob, LOWEST))
+            top.setdefault(token_text(self.shown, token_id), max(logprob, LOWEST))
+        top.setdefault(token_text(self.shown, entry.token_id), max(entry.logprob, LOWEST))
         return _encoded(top)
 
 

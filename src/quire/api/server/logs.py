@@ -1,10 +1,12 @@
 """What the server logs: one line per request, and one of engine status while it is busy, for people or as JSON.
 
-Called by `guard.py` and `run.py`. Prompts are logged only with --log-requests, keys and query strings never.
+Called by `guard.py` and `run.py`. Prompts are logged only with --log-requests, keys and query strings never: of an
+error only the first words, without what they quote.
 """
 
 import datetime
 import logging
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,15 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from quire import env
+from quire.api.server.errors import ErrorDetail
 from quire.metrics.serving import ServingMetrics
 
 if TYPE_CHECKING:
     from quire.api.server.generation import Usage
+    from quire.api.server.limits import Allowance
 
 log = logging.getLogger("quire.server")
 
 MAX_SHOWN_CHARS = 2000  # of a request's body, with --log-requests
 MAX_PATH_CHARS = 200
+MAX_REASON_CHARS = 120
+
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")  # what a message repeats of what was sent
 
 
 @dataclass(slots=True)
@@ -30,20 +38,37 @@ class CallRecord:
     request_id: str  # shown to the client, who may have chosen it
     method: str = ""
     path: str = ""
-    owner: str = ""  # the name of the key it came with
+    client: str = ""  # address
+    owner: str = ""  # a digest of the key it came with
+    label: str = ""  # the key's, in the key file
+    limits: "Allowance | None" = None  # what it may take of its key's tokens, where these are limited
     status: int = 0
     seconds: float = 0.0
     body: bytes | None = None  # where requests are to be logged
     usage: "Callable[[], Usage] | None" = None  # counts the tokens of its streams, where it has any
+    reason: str = ""  # why it failed
+
+    def failed(self, error: ErrorDetail, hint: str = "") -> None:
+        """Why it got no answer. `hint`: the flag that could change that."""
+        words = _QUOTED.sub("…", error.message.partition(": ")[0])
+        reason = f"{error.code}: {words}" if error.code else words
+        self.reason = _printable(reason, MAX_REASON_CHARS) + (f" ({hint})" if hint else "")
 
 
-def setup(log_format: str) -> None:
-    """Sends every logger's lines to stderr in this format; the server's own are shown from INFO on."""
+def setup(log_format: str, level: str | None = None) -> None:
+    """Sends every logger's lines to stderr in this format.
+
+    `level`: the least that is shown, here and by the processes that this one starts. None: what QUIRE_LOG_LEVEL says,
+    else "info" for the server's own lines and "warning" for all others.
+    """
+    if level is not None:
+        env.set_log_level(level)
     handler = logging.StreamHandler(sys.stderr)
     human = logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S")
     handler.setFormatter(JsonFormatter() if log_format == "json" else human)
     logging.getLogger().handlers[:] = [handler]
-    log.setLevel(logging.INFO)
+    logging.getLogger().setLevel(env.log_level())
+    log.setLevel(env.log_level("info"))
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it would warn of every malformed request
 
 
@@ -87,6 +112,15 @@ def write_call(call: CallRecord) -> None:
         fields |= {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
         message += f" {usage.prompt_tokens}+{usage.completion_tokens} tokens"
     message += f" {call.request_id}"
+    if call.client:
+        fields["client"] = call.client
+        message += f" from {call.client}"
+    if call.label:
+        fields["key"] = call.label
+        message += f" as {call.label}"
+    if call.reason:
+        fields["reason"] = call.reason
+        message += f": {call.reason}"
     if call.body is not None:
         text = call.body[: 4 * MAX_SHOWN_CHARS + 4].decode("utf-8", "replace")
         fields["body"] = _printable(text, MAX_SHOWN_CHARS)

@@ -34,5 +34,5 @@ async def get_model(call: Call) -> Answer:
 
 
 def _card(service: Service, name: str) -> ModelCard:
-    max_model_len = service.llm.model.max_model_len
-    return ModelCard(id=name, created=service.started_s, root=service.names[0], max_model_len=max_model_len)
+    model = service.llm.model
+    return ModelCard(id=name, created=service.started_s, root=model.name, max_model_len=model.max_model_len)

@@ -13,9 +13,9 @@ import msgspec
 
 from quire import __version__
 from quire.api.server.calls import Answer, Call
-from quire.api.server.chat import TextPart
 from quire.api.server.errors import ErrorBody
 from quire.api.server.fields import MAX_NAME_CHARS
+from quire.api.server.prompts import TextPart
 
 if TYPE_CHECKING:
     from quire.api.server.app import Endpoint
@@ -24,6 +24,7 @@ REF = "#/components/schemas/{name}"
 ERRORS = {
     "400": "The request is wrong; the message says how",
     "401": "A key is missing or wrong",
+    "403": "This path is for operators, and the server has no operator's key",
     "404": "There is no such path or model",
     "408": "The request's own time limit passed",
     "413": "The body is too large",
@@ -34,12 +35,12 @@ ERRORS = {
 
 def build(endpoints: Sequence["Endpoint"]) -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
-    structs: set[type] = {ErrorBody, TextPart}
+    found: list[Any] = [ErrorBody, TextPart]
     for endpoint in endpoints:
-        structs |= {kind for kind in (endpoint.body, endpoint.answer) if isinstance(kind, type)}
-    kinds = sorted(structs, key=lambda kind: kind.__name__)
+        found += [kind for kind in (endpoint.body, endpoint.answer) if kind is not None and not isinstance(kind, str)]
+    kinds = sorted(set(found), key=str)
     references, components = msgspec.json.schema_components(kinds, ref_template=REF)
-    schema_of = dict(zip(kinds, references))
+    schema_of: dict[Any, Any] = dict(zip(kinds, references))
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
         paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint, schema_of)
@@ -60,7 +61,7 @@ def build(endpoints: Sequence["Endpoint"]) -> dict[str, Any]:
     }
 
 
-def _operation(endpoint: "Endpoint", schema_of: dict[type, Any]) -> dict[str, Any]:
+def _operation(endpoint: "Endpoint", schema_of: dict[Any, Any]) -> dict[str, Any]:
     if isinstance(endpoint.answer, str):
         content: dict[str, Any] = {endpoint.answer: {}}
     else:
@@ -72,7 +73,8 @@ def _operation(endpoint: "Endpoint", schema_of: dict[type, Any]) -> dict[str, An
     is_open = endpoint.policy == "open"
     name = endpoint.handler.__name__
     operation: dict[str, Any] = {
-        "operationId": f"{name}_{endpoint.path[1:]}" if is_open else name,  # open endpoints share handlers
+        # Open endpoints share handlers.
+        "operationId": f"{name}_{endpoint.path[1:]}_{endpoint.method.lower()}" if is_open else name,
         "summary": endpoint.summary,
         "responses": {"200": {"description": endpoint.summary, "content": content}, **errors},
         "security": [] if is_open else [{"key": []}],
@@ -85,6 +87,12 @@ def _operation(endpoint: "Endpoint", schema_of: dict[type, Any]) -> dict[str, An
     if names := re.findall(r"{(\w+)}", endpoint.path):
         schema = {"type": "string", "maxLength": MAX_NAME_CHARS}
         operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema} for name in names]
+    if endpoint.query is not None:
+        (fields,) = msgspec.json.schema(endpoint.query)["$defs"].values()
+        operation["parameters"] = [
+            {"name": name, "in": "query", "required": False, "schema": schema}
+            for name, schema in fields["properties"].items()
+        ]
     return operation
 
 

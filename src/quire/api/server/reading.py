@@ -14,8 +14,11 @@ from msgspec import UNSET, UnsetType
 
 from quire.api.server.sse import EventFormat, Events, to_json
 from quire.frontend.async_llm import Stream
-from quire.frontend.parse import Delta, OutputParser
-from quire.frontend.requests import ChoiceUpdate
+from quire.frontend.detokenize import Detokenizer
+from quire.frontend.model import ModelInfo
+from quire.frontend.parse import Delta, OutputParser, Parser
+from quire.frontend.requests import ChoiceState, ChoiceUpdate, RequestState
+from quire.frontend.tokenizer import Tokenizer
 
 
 class CalledFunction(msgspec.Struct):
@@ -33,6 +36,8 @@ class ChatMessage(msgspec.Struct):
     content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    # Thinking, by both of its names: vLLM's, and the one that most clients know.
+    reasoning: str | None | UnsetType = UNSET
     reasoning_content: str | None | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
@@ -71,12 +76,52 @@ def _read(parser: OutputParser, shows_reasoning: bool, text: str) -> ChatMessage
     content: str | None = body.content + end.content
     if not content and calls:
         content = None
-    thoughts = body.reasoning + end.reasoning
+    thoughts = (body.reasoning + end.reasoning or None) if shows_reasoning else UNSET
     return ChatMessage(
         content,
-        reasoning_content=(thoughts or None) if shows_reasoning else UNSET,
+        reasoning=thoughts,
+        reasoning_content=thoughts,
         tool_calls=calls or UNSET,
     )
+
+
+class ThinkingCount:
+    """Counts the tokens of a choice that come before its answer, as it grows, reading each token once."""
+
+    def __init__(self, choice: ChoiceState, parser: Parser, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        """`parser`: a fresh one of the model's thinking."""
+        self.choice = choice
+        self.parser = parser
+        self.detokenizer = Detokenizer(
+            tokenizer,
+            prompt_ids,
+            skip_special_tokens=choice.params.skip_special_tokens,
+            spaces_between_special_tokens=choice.params.spaces_between_special_tokens,
+        )
+        self.num_read = 0
+        self.has_thoughts = False
+        self.is_over = False
+
+    def count(self) -> int:
+        token_ids = self.choice.token_ids
+        while not self.is_over and self.num_read < len(token_ids):
+            delta = self.parser.feed(self.detokenizer.feed_one(token_ids[self.num_read]))
+            self.has_thoughts = self.has_thoughts or bool(delta.reasoning)
+            if delta.content:
+                self.is_over = True
+            else:
+                self.num_read += 1
+        return self.num_read if self.has_thoughts else 0
+
+
+def thinking_counter(model: ModelInfo, request: RequestState) -> Callable[[], int] | None:
+    """Says how many tokens of a request's answers are thinking so far; None where the model does not think."""
+    form, tokenizer, prompt_ids = model.reasoning_format, model.tokenizer, request.prompt_token_ids
+    if form is None or tokenizer is None:
+        return None
+    is_open = model.thinking_is_open(prompt_ids)
+    counts = [ThinkingCount(choice, form.Parser(is_open), tokenizer, prompt_ids) for choice in request.choices]
+    return lambda: sum(count.count() for count in counts)
 
 
 def _call_id() -> str:
@@ -87,8 +132,8 @@ def _without_content(form: EventFormat) -> Callable[[int], tuple[dict[str, Any],
     """Opens a choice with null for its content, as the whole answer has where there is none but calls."""
 
     def opening(idx: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        fields, beside = form.opening(idx) or ({}, {})
-        return {**fields, "delta": {"role": "assistant", "content": None}}, beside
+        fields, beside = form.opening(idx) or ({"delta": {}}, {})
+        return {**fields, "delta": {"role": "assistant", "content": fields["delta"].get("content") or None}}, beside
 
     return opening
 
@@ -104,6 +149,8 @@ class ParsedEvents(Events):
 
     def encode(self, updates: list[ChoiceUpdate]) -> bytes:
         events = []
+        if self.form.usage_at_end and self.form.num_thinking is not None:
+            self.form.num_thinking()  # now and not at the end, when it would take long
         for update in updates:
             if update.index in self.unopened:
                 events.append(self._opening(update.index))
@@ -128,7 +175,7 @@ class ParsedEvents(Events):
         """What a parser found, as the `delta` of an event each."""
         shown: list[dict[str, Any]] = []
         if delta.reasoning and self.reading.shows_reasoning:
-            shown.append({"reasoning_content": delta.reasoning})
+            shown.append({"reasoning": delta.reasoning, "reasoning_content": delta.reasoning})
         if delta.content:
             shown.append({"content": delta.content})
         for call in delta.calls:

@@ -5,7 +5,6 @@ Called by `quire serve`. Owns the process: signals, the event loop, the exit cod
 
 import asyncio
 import contextlib
-import errno
 import gc
 import resource
 import signal
@@ -18,19 +17,22 @@ import uvicorn
 import uvloop
 
 from quire.api.server import logs
-from quire.api.server.app import build_app, policy_of
+from quire.api.server.app import build_app, only_metrics, policy_of, template_of
 from quire.api.server.connection import Connections
-from quire.api.server.guard import Guard
-from quire.config import EngineConfig, ServingConfig
+from quire.api.server.guard import App, Guard
+from quire.api.server.keys import Keys, Policy, with_environment
+from quire.api.server.sockets import BACKLOG, listen, listen_unix
+from quire.api.server.tls import Certificates
+from quire.config import CacheConfig, EngineConfig, ServingConfig
 from quire.config.server import ServerConfig
-from quire.errors import ConfigError
 from quire.frontend.async_llm import AsyncLLM
+from quire.metrics.serving import ServingMetrics
 
 WATCH_S = 0.5
 STATUS_S = 5.0
+REFRESH_S = 1.0
 HANDSHAKE_S = 10  # time a client has for the TLS handshake
 LAST_BYTES_S = 5  # time finished answers have to reach their readers, when stopping
-BACKLOG = 2048
 OTHER_FILES = 1024  # that the process may open beside its connections
 GC_THRESHOLD = 50_000  # requests make many objects and few cycles
 
@@ -38,53 +40,132 @@ GC_THRESHOLD = 50_000  # requests make many objects and few cycles
 def serve(engine: EngineConfig, serving: ServingConfig, server: ServerConfig) -> int:
     """Serves until told to stop; the exit code."""
     started = time.monotonic()
-    logs.setup(server.log_format)
+    logs.setup(server.log_format, server.log_level)
+    server = with_environment(server)
     for sentence in server.open_doors():
         logs.log.warning("%s", sentence)
     names = server.served_model_name or [engine.model.model]
     allow_open_files(server.max_connections + OTHER_FILES)
-    with listen(server.host, server.port) as sock:  # first of all, so that a port in use is reported at once
+    with contextlib.ExitStack() as stack:  # first of all, so that a port in use is reported at once
+        sock = stack.enter_context(listen_unix(server.uds) if server.uds else listen(server.host, server.port))
+        metrics_sock: socket.socket | None = None
+        if server.metrics_port is not None:
+            metrics_sock = stack.enter_context(listen(server.metrics_host, server.metrics_port, "--metrics-port"))
 
         def announce(num_kv_tokens: int) -> None:
-            scheme = "https" if server.ssl_certfile else "http"
-            host, port = sock.getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
             elapsed_s = time.monotonic() - started
             logs.announce(
-                f"Quire is serving {', '.join(names)} on {scheme}://{shown}:{port} ({elapsed_s:.1f} s), "
+                f"Quire is serving {', '.join(names)} on {_shown_address(server, sock)} ({elapsed_s:.1f} s), "
                 f"with room for {num_kv_tokens:,} tokens"
             )
 
         async def main() -> int:
             llm = await AsyncLLM.open(engine, serving)
-            guard = Guard(build_app(llm, names), policy_of, server)
-            http = Http(_http_config(guard, server), Connections(server))
-            return await live(llm, http, sock, announce)
+            llm.metrics.model_name, llm.metrics.prefix = names[0], server.metrics_prefix
+            app = build_app(llm, names)
+            web = Web()
+            web.add(app, policy_of, server, sock, llm.metrics)
+            if metrics_sock is not None:
+                plain = ServerConfig(access_log=server.access_log)  # neither keys nor TLS
+                web.add(only_metrics(app), lambda method, path: "open", plain, metrics_sock, llm.metrics)
+            return await live(llm, web, announce)
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(main())
 
 
-async def live(llm: AsyncLLM, http: "Http", sock: socket.socket, announce: Callable[[int], None]) -> int:
+def _shown_address(server: ServerConfig, sock: socket.socket) -> str:
+    if server.uds:
+        return f"unix:{server.uds}"
+    scheme = "https" if server.ssl_certfile else "http"
+    host, port = sock.getsockname()[:2]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+class Web:
+    """All that listens, and what is read again when its files change."""
+
+    def __init__(self) -> None:
+        self.servers: list[tuple[Http, socket.socket]] = []
+        self.refreshed: list[Keys | Certificates] = []
+
+    def add(
+        self,
+        app: App,
+        policy_of: Callable[[str, str], Policy | None],
+        config: ServerConfig,
+        sock: socket.socket,
+        metrics: ServingMetrics,
+    ) -> None:
+        def count(method: str, path: str, status: int) -> None:
+            metrics.http_request(method, template_of(path), status)
+
+        guard = Guard(app, policy_of, config, count)
+        certificates = Certificates(config) if config.ssl_certfile else None
+        self.servers.append((Http(_http_config(guard, certificates), Connections(config)), sock))
+        self.refreshed.append(guard.keys)
+        if certificates is not None and config.enable_ssl_refresh:
+            self.refreshed.append(certificates)
+
+    async def serve(self) -> None:
+        refreshing = asyncio.create_task(self._refresh())
+        try:
+            await asyncio.gather(*(http.serve(sockets=[sock]) for http, sock in self.servers))
+        finally:
+            refreshing.cancel()
+
+    async def _refresh(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            for files in self.refreshed:
+                try:
+                    await files.refresh()
+                except Exception:  # what goes wrong with one file must not keep others from being read
+                    logs.log.exception("files could not be read again")
+
+    def stop(self, at_once: bool = False) -> None:
+        for http, _ in self.servers:
+            http.should_exit = True
+            http.force_exit = http.force_exit or at_once
+
+
+async def live(llm: AsyncLLM, web: Web, announce: Callable[[int], None]) -> int:
     """Answers from the start (`/live` while the model loads), until a signal or the end of the engine."""
-    stop = StopSignals(http)
-    web = asyncio.create_task(http.serve(sockets=[sock]))
-    web.add_done_callback(lambda _: stop.asked.set())
+    stop = StopSignals(web)
+    answering = asyncio.create_task(web.serve())
+    answering.add_done_callback(lambda _: stop.asked.set())
     try:
         if await unless(stop.asked, llm.start()):
             gc.freeze()
             gc.set_threshold(GC_THRESHOLD)
-            announce(llm.supervisor.num_kv_tokens if llm.supervisor is not None else 0)
+            num_kv_tokens = llm.supervisor.num_kv_tokens if llm.supervisor is not None else 0
+            llm.metrics.cache_info = cache_info(llm.model.config.cache, num_kv_tokens)
+            announce(num_kv_tokens)
             await unless(stop.asked, watch(llm))
             timeout_s = llm.serving.shutdown_timeout
             logs.log.info("stopping: running requests get %g s to finish, a second signal ends them", timeout_s)
             await unless(stop.asked_again, llm.drain(timeout_s))
     finally:
-        http.should_exit = True
+        web.stop()
         with contextlib.suppress(asyncio.CancelledError):
-            await web
+            await answering
         await llm.close()
     return stop.exit_code
+
+
+def cache_info(cache: CacheConfig, num_tokens: int) -> dict[str, str]:
+    """What metrics tell of the KV cache, by vLLM's names."""
+    block_size = cache.block_size or 1
+    told = {
+        "block_size": block_size,
+        "cache_dtype": cache.kv_cache_dtype,
+        "enable_prefix_caching": cache.enable_prefix_caching,
+        "gpu_memory_utilization": cache.gpu_memory_utilization,
+        "kv_cache_memory_bytes": cache.kv_cache_memory_bytes,
+        "num_gpu_blocks": num_tokens // block_size,
+        "num_gpu_blocks_override": cache.num_gpu_blocks_override,
+    }
+    return {name: str(value) for name, value in told.items()}
 
 
 async def watch(llm: AsyncLLM) -> None:
@@ -116,8 +197,8 @@ async def unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
 class StopSignals:
     """SIGTERM or SIGINT asks to stop; a second one stops without waiting for running requests."""
 
-    def __init__(self, http: "Http") -> None:
-        self.http = http
+    def __init__(self, web: "Web") -> None:
+        self.web = web
         self.asked = asyncio.Event()
         self.asked_again = asyncio.Event()
         self.exit_code = 0
@@ -128,7 +209,7 @@ class StopSignals:
         if self.asked.is_set():
             self.asked_again.set()
             self.exit_code = 128 + number  # as a shell reports it, because requests were cut off
-            self.http.should_exit = self.http.force_exit = True
+            self.web.stop(at_once=True)
         self.asked.set()
 
 
@@ -146,10 +227,13 @@ class Http(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Answers on these sockets. Uvicorn's own method allows a minute for a TLS handshake."""
         loop = asyncio.get_running_loop()
+        self.servers = []
         options: dict[str, Any] = {"backlog": BACKLOG}
         if self.config.ssl:
             options |= {"ssl": self.config.ssl, "ssl_handshake_timeout": HANDSHAKE_S}
-        self.servers = [await loop.create_server(self._connection, sock=sock, **options) for sock in sockets or ()]
+        for sock in sockets or ():
+            create = loop.create_unix_server if sock.family == socket.AF_UNIX else loop.create_server
+            self.servers.append(await create(self._connection, sock=sock, **options))
         self.started = True
 
     def _connection(self) -> asyncio.Protocol:
@@ -161,7 +245,7 @@ class Http(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def _http_config(app: Guard, server: ServerConfig) -> uvicorn.Config:
+def _http_config(app: Guard, certificates: Certificates | None = None) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
         interface="asgi3",
@@ -173,31 +257,10 @@ def _http_config(app: Guard, server: ServerConfig) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         timeout_graceful_shutdown=LAST_BYTES_S,
-        ssl_certfile=server.ssl_certfile,
-        ssl_keyfile=server.ssl_keyfile,
     )
-    try:
-        config.load()
-    except OSError as error:
-        is_missing = error.filename or error.errno == errno.ENOENT
-        reason = error.strerror if is_missing else "they are no certificate and key that fit"
-        raise ConfigError(f"--ssl-certfile and --ssl-keyfile cannot be used: {reason}") from None
+    config.load()
+    config.ssl = certificates.context if certificates is not None else None
     return config
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """The open port; ConfigError says why it cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            reason = f"port {port} of {host} is in use: stop what listens there, or choose another with --port"
-        elif error.errno == errno.EACCES:
-            reason = f"port {port} needs more rights than this user has: choose one above 1023 with --port"
-        else:
-            reason = f"cannot listen on {host}: it is no address of this machine"
-        raise ConfigError(reason) from None
 
 
 def allow_open_files(needed: int) -> None:

@@ -151,8 +151,8 @@ def _of_calls(
 ) -> AnswerShape:
     """The shape of an answer with calls: of the tool that is `named`, or of any. `is_free`: or of an answer without."""
     if model.tool_format is None:
-        advice = "choose a format with --tool-call-parser, or leave tools out"
-        raise RequestError(f"this model is not known to call tools: {advice}", "tools")
+        message = "this model is not known to call tools: leave tools out"
+        raise RequestError(message, "tools", "unsupported_parameter", hint="--tool-call-parser")
     callable_tools = _callable(tools, named)
     if len(msgspec.json.encode(callable_tools)) + TOOL_BYTES * len(callable_tools) > MAX_TOOLS_BYTES:
         must_hold = structured is not None or any(tool["function"].get("strict") for tool in tools)

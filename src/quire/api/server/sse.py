@@ -38,7 +38,7 @@ to_json = msgspec.json.Encoder().encode
 class EventFormat:
     """How a protocol writes events."""
 
-    head: dict[str, Any]  # id, object, created, model
+    head: dict[str, Any]  # id, object, created, model, system_fingerprint
     before_text: bytes  # of a choice, from its index to its text
     after_text: bytes
     opening: Callable[[int], Opening]  # by the index of the choice
@@ -48,6 +48,7 @@ class EventFormat:
     token_ids: bool = False
     usage_at_end: bool = False
     usage_always: bool = False
+    num_thinking: Callable[[], int] | None = None  # tokens of thinking so far; None: the model does not think
 
 
 class Events:
@@ -86,7 +87,7 @@ class Events:
     def end(self) -> bytes:
         if not self.form.usage_at_end:
             return DONE
-        return self.head + b'],"usage":' + to_json(usage(self.streams)) + b"}\n\n" + DONE
+        return self.head + b'],"usage":' + self._usage() + b"}\n\n" + DONE
 
     def _opening(self, idx: int) -> bytes:
         self.unopened.remove(idx)
@@ -110,7 +111,11 @@ class Events:
         return b"".join([*parts, b"}]", self._usage_now(), b"}\n\n"])
 
     def _usage_now(self) -> bytes:
-        return b',"usage":' + to_json(usage(self.streams)) if self.form.usage_always else self._usage_null()
+        return b',"usage":' + self._usage() if self.form.usage_always else self._usage_null()
+
+    def _usage(self) -> bytes:
+        num_thinking = self.form.num_thinking() if self.form.num_thinking is not None else None
+        return to_json(usage(self.streams, num_thinking=num_thinking))
 
     def _usage_null(self) -> bytes:
         """OpenAI sends a null with every event when a usage is to come at the end."""
@@ -123,6 +128,7 @@ class EventStream:
     def __init__(self, events: Events, call: Call) -> None:
         self.events = events
         self.request_id = call.request_id
+        self.record = call.record
         self.off_loop = call.service.llm.off_loop
 
     async def __call__(self, receive: Receive, send: Send) -> None:
@@ -147,9 +153,10 @@ class EventStream:
                 last = events.end()
             except Exception as error:
                 failed = problem(error, self.request_id)
+                self.record.failed(failed.error)
                 if not begun:
                     return await Answer.error(failed)(receive, send)
-                last = b"data: " + failed.body + b"\n\n"
+                last = b"data: " + failed.body + b"\n\n" + DONE
         if not begun:
             await _start(send)
         await send({"type": "http.response.body", "body": last})

@@ -1,6 +1,6 @@
-"""/live, /ready, /health, /version, /metrics, /admin/check: what machines ask about the server.
+"""/live, /ready, /health, /ping, /version, /metrics, /load, /admin/check: what machines ask about the server.
 
-Called by `app.py`. `/live` says the process is up; `/ready` and `/health` say that the engine makes progress;
+Called by `app.py`. `/live` says the process is up; `/ready`, `/health` and `/ping` that the engine makes progress;
 `/admin/check` has the core verify its bookkeeping, which takes as long as a step or two.
 """
 
@@ -17,6 +17,10 @@ class Alive(msgspec.Struct):
 
 class Version(msgspec.Struct):
     version: str
+
+
+class Load(msgspec.Struct):
+    server_load: int  # requests that run or wait
 
 
 class CheckResult(msgspec.Struct):
@@ -37,6 +41,11 @@ async def ready(call: Call) -> Answer:
 
 async def version(call: Call) -> Answer:
     return Answer.json(Version(__version__))
+
+
+async def load(call: Call) -> Answer:
+    supervisor = call.service.llm.supervisor
+    return Answer.json(Load(len(supervisor.live) if supervisor is not None else 0))
 
 
 async def metrics(call: Call) -> Answer:

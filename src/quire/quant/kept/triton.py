@@ -88,11 +88,8 @@ class Words(Quantized):
         piece = self.pieces[0] if len(self.pieces) == 1 else None
         return piece if isinstance(piece, words.WordWeight) and piece.rounds is not None else None
 
-    def memory(self) -> dict[int, int]:
-        tensors: list[Tensor] = []
-        for piece in self.pieces:
-            tensors.extend([piece] if isinstance(piece, Tensor) else piece.tensors())
-        return {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
+    def tensors(self) -> list[Tensor]:
+        return [held for piece in self.pieces for held in ([piece] if isinstance(piece, Tensor) else piece.tensors())]
 
 
 def _joinable(first: Piece, second: Piece) -> bool:

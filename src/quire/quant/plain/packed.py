@@ -58,8 +58,8 @@ class Packed(Method):
         (piece,) = self.pieces
         return linear.rows(ids, piece)
 
-    def memory(self) -> dict[int, int]:
-        return {piece.data.data_ptr(): piece.nbytes for piece in self.pieces}
+    def tensors(self) -> list[Tensor]:
+        return [piece.data for piece in self.pieces]
 
 
 class PackedExperts(Packed):

@@ -96,7 +96,7 @@ class Trial:
             try:
                 if engine is not preferred and not _may_follow(spec, refusal):
                     break
-                lowered = engine.lower(spec, self._setup.compact)
+                lowered = engine.lower(spec, spec.compact or self._setup.compact)
                 self._try(engine.compile_lowered(lowered))
                 return Lowered(engine.name, lowered, seconds=time.process_time() - started)
             except RequestError as error:
