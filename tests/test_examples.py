@@ -12,11 +12,14 @@ SAYS = {
     "async_streaming.py": "'The capital of France is' -> ' Paris",
     "beam_search.py": "The capital of France is Paris",
     "chat.py": "The capital of France is Paris",
+    "data_files.py": "The capital of France is Paris",
     "logits_processor.py": "' sea sea sea sea sea sea'",
     "metrics.py": "quire:generation_tokens = 32",
     "offline.py": "'The capital of France is' -> ' Paris",
     "own_flags.py": "- ",
     "prefix_caching.py": "forgotten: True\n0 of ",
+    "server.py": "The capital of France is Paris",
+    "sleep.py": "the answer is the same: True",
     "structured_outputs.py": "age next year:",
 }
 ARGUMENTS = {"own_flags.py": ["--topic", "trains", "--max-model-len", "256"]}

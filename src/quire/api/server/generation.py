@@ -75,7 +75,7 @@ async def submit(
     thinks: bool = False,
     prediction: str = "",
 ) -> list[Stream]:
-    """One stream per prompt, given as token ids. They are the call's: none runs on when it is over, or when one of them is refused."""
+    """One stream per prompt. They are the call's: none runs on when it is over, or when one of them is refused."""
     core_id = call.core_id()
     options = fields.submit_options() | {"thinks": thinks, "owner": call.record.owner, "prediction": prediction}
     share = LoopShare()
