@@ -177,7 +177,7 @@ def main() -> None:
     gguf = find(args.model).path
     for side in args.sides:
         if side != "quire":
-            install.install(side, args.envs)
+            install.install(install.PEERS[side].environment, args.envs)
     if any(not install.PEERS[side].reads_gguf for side in args.sides if side != "quire"):
         install.export_model(gguf, args.envs)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_THREADS])  # inherited: equal cores for all sides

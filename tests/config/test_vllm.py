@@ -88,6 +88,7 @@ def test_a_command_line_written_for_vllm_is_understood(caplog):
         ("--seed 3 org/name --api-key=a", {"seed": 3, "name": "org/name", "api_key": ["a"]}),
         ("--cudagraph-capture-sizes 1 org/name", {"name": "org/name"}),
         ("--max-model-len -1", {"max_model_len": None}),
+        ('--allowed-origins ["*"] org/name', {"allowed_origins": ["*"], "name": "org/name"}),
         ("--max-model-len auto", {"max_model_len": None}),
         ("--speculative-config.method ngram -sc.num_speculative_tokens=3", {}),
     ],

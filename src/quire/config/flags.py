@@ -5,6 +5,7 @@ An options class is a dataclass whose fields are `knob()`s; its docstring heads 
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -106,7 +107,21 @@ def _put(content: dict[str, Any], keys: list[str], text: str) -> None:
 
 
 class _EachOwn(argparse._AppendAction):
-    """A flag that may be given several times, each time with one value."""
+    """A flag that may be given several times, each time with one value, or with a JSON list of them."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        for value in _json_texts(values):
+            super().__call__(parser, namespace, value, option_string)
+
+
+def _json_texts(value: Any) -> list[Any]:
+    """The texts of a JSON list; what is none is one text."""
+    found: Any = None
+    if isinstance(value, str) and value.startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(value)
+    is_texts = isinstance(found, list) and all(isinstance(each, str) for each in found)
+    return found if is_texts else [value]
 
 
 class _HelpFormatter(argparse.HelpFormatter):

@@ -193,7 +193,7 @@ class Supervisor:
         return self.state == wanted
 
     async def _move(self, question: Sleep | WakeUp, wanted: State, before: State) -> None:
-        """Not to be interrupted: the core does it in any case. EngineError: it died over it, and the next is as before."""
+        """Not to be interrupted: the core does it in any case. EngineError: it died, and the next one is as before."""
         self.is_loading = True
         try:
             problem = await self.ask(question)

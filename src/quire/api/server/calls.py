@@ -8,13 +8,12 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from quire.api.server.errors import Problem, UnknownModelError
 from quire.api.server.logs import CallRecord
-from quire.errors import RequestError
 from quire.frontend.async_llm import AsyncLLM, Stream
 
 Scope = dict[str, Any]
@@ -77,19 +76,6 @@ class Call:
         """Ends the streams that still run for this call."""
         for stream in self.streams:
             stream.abort()  # does nothing to a finished one
-
-
-Parameters = TypeVar("Parameters", bound=msgspec.Struct)
-
-
-def parameters(call: Call, kind: type[Parameters]) -> Parameters:
-    """What the query string says, as a struct; names that it does not know are ignored."""
-    try:
-        return msgspec.convert(call.query, kind, strict=False)
-    except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at ")
-        param = where.strip("`$.") or None
-        raise RequestError(f"{param or 'the query string'}: {what}", param) from None
 
 
 class Answer:

@@ -77,6 +77,7 @@ class RequestBody(msgspec.Struct, kw_only=True):
 
 
 Body = TypeVar("Body", bound=RequestBody)
+Parameters = TypeVar("Parameters", bound=msgspec.Struct)
 
 
 async def decode(body: bytes, kind: type[Body]) -> Body:
@@ -107,6 +108,14 @@ async def decode(body: bytes, kind: type[Body]) -> Body:
     if check_free := _free_checker(kind):
         check_free("", decoded)
     return decoded
+
+
+def parameters(query: Mapping[str, str], kind: type[Parameters]) -> Parameters:
+    """A query string as a struct; names that it does not know are ignored."""
+    try:
+        return msgspec.convert(query, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error)) from None
 
 
 def _field_error(message: str) -> RequestError:

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from quire import __version__
-from quire.api.server.calls import Answer, Call, Service, parameters
-from quire.api.server.fields import Name, RequestBody, at_most, decode
+from quire.api.server.calls import Answer, Call, Service
+from quire.api.server.fields import Name, RequestBody, at_most, decode, parameters, whole
 from quire.errors import OverloadedError
 from quire.frontend.stream import Stream
 from quire.frontend.supervisor import Supervisor
@@ -49,7 +49,7 @@ class PauseParameters(msgspec.Struct, kw_only=True):
 class SleepParameters(msgspec.Struct, kw_only=True):
     """Level 1 keeps weights in the host's memory, 2 forgets them. Running requests end, are waited for, or wait."""
 
-    level: int = 1
+    level: Annotated[int, whole(1, 2)] = 1
     mode: Literal["abort", "wait", "keep"] = "abort"
 
 
@@ -109,13 +109,13 @@ def _without_folders(text: str) -> str:
 
 
 async def reset_prefix_cache(call: Call) -> Answer:
-    asked = parameters(call, ResetParameters)
+    asked = parameters(call.query, ResetParameters)
     return Answer.json(Reset(await call.service.llm.reset_prefix_cache(asked.reset_running_requests)))
 
 
 async def pause(call: Call) -> Answer:
     """New requests wait from now on."""
-    asked = parameters(call, PauseParameters)
+    asked = parameters(call.query, PauseParameters)
     supervisor = _supervisor(call)
     supervisor.pause()
     if asked.mode == "abort":
@@ -139,7 +139,7 @@ async def is_paused(call: Call) -> Answer:
 
 
 async def sleep(call: Call) -> Answer:
-    asked = parameters(call, SleepParameters)
+    asked = parameters(call.query, SleepParameters)
     await call.service.llm.sleep(asked.level, asked.mode)
     return Answer.json(Sleeping(True))
 
