@@ -1,5 +1,6 @@
 """Options of vLLM: each is ours, becomes ours, has no effect, or is refused with a reason. None is unknown."""
 
+import argparse
 import json
 import logging
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from quire import registry
 from quire.api.cli import parser
 from quire.config import EngineConfig
-from quire.config.flags import Parser, add_flags, rewritten, whole
+from quire.config.flags import Parser, add_flags, from_args, rewritten, whole
 from quire.config.server import ServerConfig
 from quire.config.serving import ServingConfig
 from quire.config.vllm import VALUES, foreign_options
@@ -131,6 +132,27 @@ def test_keywords_of_a_server_have_no_effect_on_an_engine_alone(caplog):
     config = EngineConfig.from_kwargs(served_model_name="a", max_logprobs=20, quantization=None, kv_cache_dtype="auto")
     assert config == EngineConfig()
     assert "served_model_name" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("--device-memory-utilization 0.5", {"gpu_memory_utilization": 0.5}),
+        ("--max-num-queued-reqs 5", {"max_queued_requests": 5}),
+        ('--structured-outputs-config {"backend":"guidance"}', {"structured_outputs_backend": "llguidance"}),
+        ("--structured-outputs-config.backend xgrammar", {"structured_outputs_backend": "xgrammar"}),
+        ("--distributed-executor-backend uni", {"executor": "inproc"}),
+    ],
+)
+def test_other_names_take_the_values_of_our_options(words, expected):
+    assert serve(*words.split()) == expected
+
+
+def test_a_programs_own_parser_takes_vllms_flags_too():
+    own = argparse.ArgumentParser()
+    add_flags(own, EngineConfig)
+    found = from_args(EngineConfig, own.parse_args(["--device-memory-utilization", "0.5", "--enforce-eager"]))
+    assert found == EngineConfig.from_kwargs(gpu_memory_utilization=0.5)
 
 
 def test_none_stands_for_the_default():

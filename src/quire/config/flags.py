@@ -18,7 +18,9 @@ from typing import Any, TypeVar
 
 from quire.config.engine import EngineConfig, option_classes
 from quire.config.fields import NEAR, default_of, unwrap
-from quire.config.vllm import SHORT, foreign_options, own_value, translated
+from quire.config.server import ServerConfig
+from quire.config.serving import ServingConfig
+from quire.config.vllm import JSON_ALIASES, SHORT, foreign_options, own_value, translated
 from quire.errors import ConfigError
 
 Options = TypeVar("Options")
@@ -155,14 +157,26 @@ def _add_foreign(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(*names, action="store_true", **common)
             parser.add_argument("--no-" + names[0][2:], action="store_false", **common)
         else:
+            if entry.becomes and entry.name not in JSON_ALIASES:
+                common["type"] = _reader_of(entry.becomes)
             parser.add_argument(*names, action=_EachOwn if entry.kind == "list" else "store", **common)
+
+
+def _reader_of(name: str) -> Callable[[str], Any]:
+    """Of an option, whichever class declares it."""
+    for options in (EngineConfig, ServerConfig, ServingConfig):
+        for declaring in option_classes(options):
+            if name in (hints := typing.get_type_hints(declaring)):
+                return reader(unwrap(hints[name])[0], name)
+    raise ConfigError(f"there is no option {name}")
 
 
 def from_args(options: type[Options], args: argparse.Namespace) -> Options:
     """The options class filled from parsed flags; flags of other classes are ignored."""
     build: Callable[..., Any] = EngineConfig.from_kwargs if options is EngineConfig else options
     names = {field.name for declaring in option_classes(options) for field in dataclasses.fields(declaring)}
-    return build(**{name: value for name, value in vars(args).items() if name in names})
+    given = translated(vars(args))  # a program's own parser leaves vLLM's options as they are
+    return build(**{name: value for name, value in given.items() if name in names})
 
 
 def _add_flag(section: Any, field: dataclasses.Field, hint: Any) -> None:

@@ -201,6 +201,7 @@ ALIASES: dict[str, tuple[str, Any]] = {
     "disable_uvicorn_access_log?": ("access_log", False),
     "structured_outputs_config": ("structured_outputs_backend", None),
 }
+JSON_ALIASES = ("structured_outputs_config",)  # objects, of which a part is an option of ours
 SHORT = {  # vLLM's short flags
     "-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size",
     "-dcp": "decode_context_parallel_size", "-pcp": "prefill_context_parallel_size", "-dpn": "data_parallel_rank",
@@ -219,7 +220,7 @@ VALUES: dict[str, dict[Any, Any]] = {
         ("safetensors", "hf", "pt", "mistral", "gguf", "fastsafetensors", "runai_streamer", "bitsandbytes"), "auto"
     ),
     "max_model_len": {-1: None, "-1": None, "auto": None},
-    "executor": {"uni": "inproc"},
+    "executor": {"uni": "inproc", "mp": "inproc"},
     "log_level": {"critical": "error", "trace": "debug"},
     "structured_outputs_backend": {"guidance": "llguidance", "outlines": "auto", "lm-format-enforcer": "auto"},
     "tool_call_parser": {
@@ -303,7 +304,7 @@ def translated(given: Mapping[str, Any]) -> dict[str, Any]:
 def _take_alias(entry: Foreign, value: Any, options: dict[str, Any]) -> None:
     if value is None:
         return
-    if entry.name == "structured_outputs_config":
+    if entry.name in JSON_ALIASES:
         value = _backend_of(value)
         if value is None:
             return
