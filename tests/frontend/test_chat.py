@@ -184,6 +184,15 @@ def test_many_spelled_tokens_do_not_take_quadratic_time(smollm2: Tokenizer, temp
     assert cpu_s(200) < 30 * cpu_s(10) + 0.5
 
 
+@pytest.mark.parametrize("message", [{"content": None}, {}], ids=["null", "missing"])
+def test_a_template_that_knows_no_calls_sees_a_call_as_an_empty_text(message) -> None:
+    """Others see that there is no content: some write it differently."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [{"role": "assistant", "tool_calls": [call], **message}]
+    assert ChatTemplate("{% for m in messages %}<{{ m.content + '' }}>{% endfor %}").render(messages) == "<>"
+    assert ChatTemplate("{{ messages[0].content is none or messages[0].tool_calls }}").render(messages) != "False"
+
+
 def test_arguments_of_tool_calls_reach_the_template_as_objects() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": '{"city": "Köln"}'}}
     template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments.city }}")

@@ -47,6 +47,7 @@ class ChatTemplate:
         self.source = source
         self._template = None
         self._own_sentinels = set(_SENTINELS.findall(source or ""))
+        self._knows_calls = "tool_calls" in (source or "")
         if source is None:
             return
         if len(source) > MAX_TEMPLATE_BYTES:
@@ -89,7 +90,7 @@ class ChatTemplate:
         variables = {
             **conversation.template_kwargs,
             **self._special_tokens,
-            "messages": conversation.messages,
+            "messages": conversation.messages if self._knows_calls else _with_content(conversation.messages),
             "tools": conversation.tools,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -302,6 +303,11 @@ def _message(idx: int, message: Any) -> dict[str, Any]:
     if message.get("tool_calls"):
         checked["tool_calls"] = _tool_calls(idx, message["tool_calls"])
     return checked
+
+
+def _with_content(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For a template that knows no calls: a message which is only a call has no content, where it expects a text."""
+    return [message if message.get("content") is not None else {**message, "content": ""} for message in messages]
 
 
 def _thoughts(idx: int, message: Message) -> str | None:

@@ -20,7 +20,7 @@ def numbers(codes, scales, offsets):
 class Toy(Method):
     def __init__(self, parts, dtype, device):
         super().__init__(parts, dtype, device)
-        self.tensors = [{} for _ in parts]
+        self.held = [{} for _ in parts]
 
     def declare(self, part_idx, part):
         *rows, columns = part.shape
@@ -32,13 +32,13 @@ class Toy(Method):
 
     def load_one(self, part_idx, end, tensor):
         own = tensor.raw.view(tensor.shape) if end == ".codes" else tensor.dense(torch.float32)
-        self.tensors[part_idx][end] = own.clone()
+        self.held[part_idx][end] = own.clone()
 
     def numbers(self):
-        return torch.cat([numbers(*(found[end] for end in ENDS)) for found in self.tensors]).to(self.dtype)
+        return torch.cat([numbers(*(found[end] for end in ENDS)) for found in self.held]).to(self.dtype)
 
-    def memory(self):
-        return {tensor.data_ptr(): tensor.nbytes for found in self.tensors for tensor in found.values()}
+    def tensors(self):
+        return [tensor for found in self.held for tensor in found.values()]
 
 
 def quantization(settings: dict):
