@@ -48,9 +48,9 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 
 def read_keys(path: str) -> list[str]:
-    from quire.api.server.guard import _read_keys
+    from quire.api.server.keys import KeyFile
 
-    return _read_keys(path)
+    return [key.label for key in KeyFile(path).read()]
 
 
 def read_template(path: str) -> str | None:
