@@ -330,11 +330,11 @@ def _bodies(draw: st.DrawFn, schema: dict[str, Any], document: dict[str, Any]) -
         choice = draw(st.sampled_from(["prompt", "messages"]))
         body |= {choice: "Hello" if choice == "prompt" else draw(SOUND[choice])}
     calm = [name for name in names if name not in SHAPES and name not in SOUND]
-    for name in draw(st.lists(st.sampled_from(calm or names), max_size=3 if calm else 0, unique=True)):
+    for name in draw(st.lists(st.sampled_from(calm), max_size=3, unique=True)) if calm else ():
         body[name] = draw(fitting(properties[name], document, 1))
     costly = [name for name in names if name in COSTLY]
     way = draw(st.integers(0, 9))
-    if way < 7:
+    if way < 7 and costly:
         for name in draw(st.lists(st.sampled_from(costly), min_size=1, max_size=3, unique=True)):
             body[name] = draw(st.sampled_from(COSTLY[name]))
     if way > 5:

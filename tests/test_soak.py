@@ -10,7 +10,8 @@ from benchmarks.soak import Sample, growth, soak
 def test_half_a_minute_of_mixed_load_leaves_nothing_behind(served_llama):
     model, *flags = served_llama
     small_cache = ["--kv-cache-memory-bytes", "2M"]  # that of the default model would not be touched everywhere so soon
-    assert soak(30, model=model, flags=[*flags, *small_cache]) == []
+    guesses = ["--speculative-config", '{"method": "suffix", "suffix_decoding_max_cached_requests": 50}']
+    assert soak(30, model=model, flags=[*flags, *small_cache, *guesses]) == []
 
 
 def test_growth_after_the_warm_up_is_found():

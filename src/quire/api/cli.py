@@ -1,6 +1,7 @@
 """The `quire` command: finds the subcommand's file, builds its flags, turns errors into one line and an exit code.
 
-A file in `commands/` is a command: it has `HELP`, `OPTIONS` (classes whose fields become flags) and `run(args)`.
+A file in `commands/` is a command: it has `HELP`, `OPTIONS` (classes whose fields become flags; `options_of(argv)`
+where they depend on what was typed) and `run(args)`.
 """
 
 import importlib
@@ -34,7 +35,7 @@ def run(argv: list[str]) -> int:
             return 0
         return args.run(args) or 0
     except QuireError as error:
-        print(f"quire: {error}", file=sys.stderr)
+        print(f"quire: {error}" + (f" (see {error.hint})" if error.hint else ""), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -57,7 +58,7 @@ def parser(argv: list[str]) -> Parser:
             module = importlib.import_module(f"{COMMANDS}.{name}")
             if hasattr(module, "USAGE"):
                 sub.usage = module.USAGE
-            for options in module.OPTIONS:
+            for options in module.options_of(argv) if hasattr(module, "options_of") else module.OPTIONS:
                 add_flags(sub, options)
             sub.set_defaults(run=module.run)
     if typed is not None and typed not in help_texts:

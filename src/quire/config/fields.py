@@ -24,7 +24,7 @@ def resolved(value: int | None) -> int:
 def knob(default: Any, help: str, *, low: float | None = None, high: float | None = None, **extra: Any) -> Any:
     """A field with its help text; `low` and `high` are inclusive.
 
-    `extra`: `metavar`, `hidden`, `positional` (True or "?"), `short` (another name of its flag).
+    `extra`: `metavar`, `hidden`, `positional` (True or "?"), `short` (another flag for it), `names` (more of them).
     """
     metadata = {"help": help, "low": low, "high": high, **extra}
     if isinstance(default, (list, dict)):

@@ -208,7 +208,11 @@ def _add_flag(section: Any, field: dataclasses.Field, hint: Any) -> None:
         common |= {"choices": choices, "metavar": "{" + ",".join(choices) + "}"}
     elif typing.get_origin(kind) is list:
         common |= {"action": _EachOwn, "type": reader(typing.get_args(kind)[0], field.name)}
-    short = [field.metadata.get("short"), *(flag for flag, own in SHORT.items() if own == field.name)]
+    short = [
+        field.metadata.get("short"),
+        *field.metadata.get("names", ()),
+        *(flag for flag, own in SHORT.items() if own == field.name),
+    ]
     section.add_argument(name, *filter(None, short), **common)
 
 

@@ -220,6 +220,7 @@ VALUES: dict[str, dict[Any, Any]] = {
         ("safetensors", "hf", "pt", "mistral", "gguf", "fastsafetensors", "runai_streamer", "bitsandbytes"), "auto"
     ),
     "max_model_len": {-1: None, "-1": None, "auto": None},
+    "endpoint": {"/v1/completions": "completions", "/v1/chat/completions": "chat"},
     "executor": {"uni": "inproc", "mp": "inproc"},
     "log_level": {"critical": "error", "trace": "debug"},
     "structured_outputs_backend": {"guidance": "llguidance", "outlines": "auto", "lm-format-enforcer": "auto"},

@@ -181,13 +181,20 @@ class Tokenizer:
         return self.backend.token_to_id(spelling) if spelling else None
 
 
-def too_long(num_prompt_tokens: int, limit: int, num_answer_tokens: int = 1, at_least: bool = False) -> TooLongError:
+def too_long(
+    num_prompt_tokens: int,
+    limit: int,
+    num_answer_tokens: int = 1,
+    at_least: bool = False,
+    param: str | None = None,
+) -> TooLongError:
     """In OpenAI's words, by which clients know that another model may do. `at_least`: the prompt may have more."""
     total = f"{'at least ' if at_least else ''}{num_prompt_tokens + num_answer_tokens}"
     return TooLongError(
         f"This model's maximum context length is {limit} tokens. However, you requested {total} tokens "
         f"({num_prompt_tokens} in the prompt, {num_answer_tokens} in the completion). "
-        "Please reduce the length of the prompt or the completion."
+        "Please reduce the length of the prompt or the completion.",
+        param,
     )
 
 

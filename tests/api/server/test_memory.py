@@ -6,6 +6,7 @@ import gc
 import openai
 import pytest
 
+from quire.api.server.guard import Reply
 from quire.frontend.requests import RequestState
 from tests.serving import until
 
@@ -35,7 +36,34 @@ def mistake(client: openai.OpenAI) -> None:
         client.completions.create(model="smol", prompt="one " * 5000, max_tokens=4)
 
 
-@pytest.mark.parametrize("ask", [whole, stream, leave, deadline, mistake])
+def no_room(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="smol", prompt="one two three", max_tokens=1 << 20)
+
+
+def chat(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "one two three"}]
+    client.chat.completions.create(model="smol", messages=messages, max_tokens=4)
+
+
+ASKS = [whole, stream, leave, deadline, mistake, no_room, chat]
+
+
+@pytest.mark.parametrize("ask", ASKS)
+def test_no_reply_is_left_for_the_garbage_collector(echo, ask):
+    """An exception that its own traceback refers to would keep all that the call had."""
+    gc.collect()
+    gc.disable()
+    try:
+        with echo.client() as client:
+            for _ in range(3):
+                ask(client)
+        until(lambda: not any(type(thing) is Reply for thing in gc.get_objects()), 2, "no reply in memory")
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("ask", ASKS)
 def test_a_request_leaves_nothing_for_the_garbage_collector(echo, ask):
     gc.collect()
     gc.disable()

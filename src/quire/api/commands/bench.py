@@ -51,16 +51,30 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class BenchServeOptions:
-    """bench serve: what to send to an OpenAI-compatible server (of the flags below only --model and --seed count)"""
+    """bench serve: what to send to an OpenAI-compatible server"""
 
-    base_url: str = knob("http://127.0.0.1:8000", "the server's address")
-    endpoint: Literal["completions", "chat"] = knob(
-        "completions", "what to call: /v1/completions or /v1/chat/completions"
+    base_url: str | None = knob(None, "the server's address (default: http://HOST:PORT)")
+    host: str = knob("127.0.0.1", "the server's machine")
+    port: int = knob(8000, "its port", low=1, high=65535)
+    model: str = knob("", "the model's name in requests (default: the first that the server has)")
+    endpoint: Literal["completions", "chat"] | None = knob(
+        None, "what to call: /v1/completions or /v1/chat/completions (default: by --backend)"
     )
-    concurrency: int | None = knob(None, "requests in flight at most (default: 1; with --request-rate no limit)", low=1)
+    backend: Literal["vllm", "openai", "openai-chat"] = knob("openai", "openai-chat: call chat; as vllm bench serve")
+    dataset_name: Literal["random"] = knob("random", "what prompts are made of: random words")
+    concurrency: int | None = knob(
+        None,
+        "requests in flight at most (default: 1; with --request-rate no limit)",
+        low=1,
+        names=("--max-concurrency",),
+    )
     num_prompts: int = knob(100, "requests in all", low=1)
-    input_len: int = knob(128, "tokens of a prompt; words, where the server has no /tokenize", low=1)
-    output_len: int = knob(128, "tokens of an answer at most; exactly, with --ignore-eos", low=1)
+    input_len: int = knob(
+        128, "tokens of a prompt; words, where the server has no /tokenize", low=1, names=("--random-input-len",)
+    )
+    output_len: int = knob(
+        128, "tokens of an answer at most; exactly, with --ignore-eos", low=1, names=("--random-output-len",)
+    )
     request_rate: float | None = knob(
         None,
         "requests per second, arriving at random (Poisson); inf or left out: the next when one is answered",
@@ -69,6 +83,7 @@ class BenchServeOptions:
     num_client_processes: int = knob(1, "processes that send: more where client_cpu_share nears 1", low=1)
     api_key: str | None = knob(None, "the key to send")
     ignore_eos: bool = knob(False, "ask for answers of full length (not part of OpenAI's protocol)")
+    seed: int = knob(0, "of prompts and arrivals", low=0)
 
     def __post_init__(self) -> None:
         if self.request_rate == math.inf:  # how a closed loop is spelled elsewhere
@@ -76,7 +91,9 @@ class BenchServeOptions:
         check(self)
 
 
-OPTIONS = (BenchOptions, BenchServeOptions, EngineConfig)
+def options_of(argv: Sequence[str]) -> tuple[type, ...]:
+    """A server's load needs no engine."""
+    return (BenchOptions, BenchServeOptions) if "serve" in argv else (BenchOptions, EngineConfig)
 
 
 def run(args: Namespace) -> int:
@@ -102,17 +119,17 @@ def _serve(args: Namespace, options: BenchOptions) -> dict[str, Any]:
     serve = from_args(BenchServeOptions, args)
     default_concurrency = 1 if serve.request_rate is None else None
     load = Load(
-        base_url=serve.base_url,
-        model=getattr(args, "model", ""),
+        base_url=serve.base_url or f"http://{serve.host}:{serve.port}",
+        model=serve.model,
         num_prompts=serve.num_prompts,
         input_len=serve.input_len,
         output_len=serve.output_len,
         concurrency=serve.concurrency or default_concurrency,
         request_rate=serve.request_rate,
-        endpoint=serve.endpoint,
+        endpoint=serve.endpoint or ("chat" if serve.backend == "openai-chat" else "completions"),
         api_key=serve.api_key,
         ignore_eos=serve.ignore_eos,
-        seed=getattr(args, "seed", 0),
+        seed=serve.seed,
     )
     with tqdm(total=load.num_prompts, unit="req", disable=options.json) as bar:
         result = asyncio.run(measure(load, serve.num_client_processes, lambda num_done: bar.update(num_done - bar.n)))

@@ -162,6 +162,4 @@ def cut(token_ids: list[int], options: CutOptions, model: ModelInfo, num_answer_
 def check_room(model: ModelInfo, token_ids: list[int], num_answer_tokens: int, param: str) -> None:
     """TooLongError where prompt and answer do not fit the context together."""
     if len(token_ids) + num_answer_tokens > model.max_model_len:
-        error = too_long(len(token_ids), model.max_model_len, num_answer_tokens)
-        error.param = param
-        raise error
+        raise too_long(len(token_ids), model.max_model_len, num_answer_tokens, param=param)
