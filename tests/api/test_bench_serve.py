@@ -125,6 +125,15 @@ def bench(capsys, *argv: str, code: int = 0) -> dict:
     return json.loads(out)
 
 
+def test_the_names_of_vllm_bench_serve_mean_the_same(peer, capsys):
+    host, port = peer.url.removeprefix("http://").split(":")
+    where = f"--backend openai-chat --host {host} --port {port} --endpoint /v1/chat/completions"
+    load = "--dataset-name random --random-input-len 20 --random-output-len 6 --max-concurrency 2 --num-prompts 4"
+    result = bench(capsys, *where.split(), *load.split())
+    assert result["num_errors"] == 0 and peer.most_at_once == 2
+    assert all("messages" in body and body["max_tokens"] == 6 for body in peer.bodies[1:])
+
+
 def test_a_closed_loop_measures_what_the_server_does(peer, capsys):
     lengths = "--concurrency 4 --num-prompts 12 --input-len 20 --output-len 6"
     options = "--num-client-processes 2 --ignore-eos --api-key secret --seed 3"
