@@ -308,13 +308,6 @@ def _converted(name: str, value: Any, kind: type[Converted]) -> Converted | None
         raise RequestError(f"{name}: {error}", name) from None
 
 
-def keeps_weights(level: int) -> bool:
-    """Of a level of sleep, as vLLM counts them."""
-    if level not in (1, 2):
-        raise RequestError("level must be 1 (weights are kept in the host's memory) or 2 (they are forgotten)", "level")
-    return level == 1
-
-
 def check_json(name: str, value: Any, max_values: int) -> None:
     """RequestError unless this is JSON of at most `max_values` values, with numbers and texts that messages can hold.
 

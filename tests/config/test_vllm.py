@@ -18,7 +18,6 @@ from quire.errors import ConfigError
 from tests.config.from_vllm import PAGE, page
 
 OPTIONS = json.loads((Path(__file__).parents[1] / "data" / "vllm_options.json").read_text())
-TAKES_EVERYTHING = "see"  # what a refusal says after the reason
 
 
 def serve(*words: str) -> dict:

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from quire.config import ServingConfig
 from quire.errors import OverloadedError
 from tests.frontend.test_async_llm import GREEDY, answer, echoed, endless, run
 
@@ -25,8 +26,6 @@ def test_asleep_requests_are_turned_away(smollm2):
         await llm.wake_up()
         assert not await llm.is_sleeping() and llm.health() is None
         assert await answer(llm, PROMPT) == echoed(PROMPT)
-
-    from quire.config import ServingConfig
 
     run(scenario, serving=ServingConfig(watchdog_s=2))
 

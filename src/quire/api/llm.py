@@ -14,17 +14,19 @@ from quire.api.beam_search import beam_search
 from quire.config import EngineArgs, EngineConfig
 from quire.errors import RequestError
 from quire.frontend.chat import ChatTemplate, encode_chat
+from quire.frontend.exchange import sleep_at
 from quire.frontend.hf_tokenizer import HFTokenizer
 from quire.frontend.inproc import InprocClient
 from quire.frontend.inputs import InputProcessor, Prompt, TokensPrompt
 from quire.frontend.model import ModelInfo
 from quire.frontend.requests import RequestState
 from quire.frontend.tokenizer import Tokenizer
-from quire.messages import Abort, ChoiceDelta, ResetPrefixCache, Sleep, WakeUp
+from quire.messages import Abort, ChoiceDelta, ResetPrefixCache, WakeUp
 from quire.metrics.reader import Metric, snapshot
 from quire.metrics.serving import ServingMetrics
 from quire.outputs import BeamSearchOutput, RequestOutput
-from quire.params import BeamSearchParams, SamplingParams, keeps_weights
+from quire.params import BeamSearchParams, SamplingParams
+from quire.utils.attributes import Attributes
 from quire.utils.signals import interrupts_deferred
 
 Messages = Sequence[Mapping[str, Any]]
@@ -222,7 +224,7 @@ class LLM:
         """
         if self.is_running:
             raise RequestError("this LLM is in the middle of a stream: read it to its end before it sleeps")
-        self._require_client().ask(Sleep(keeps_weights(level)))
+        self._require_client().ask(sleep_at(level))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """`tags` has no effect: weights and cache come back together."""
@@ -351,16 +353,6 @@ class LLM:
             self.metrics.finished(request)
 
 
-class HFConfig(dict[str, Any]):
-    """A model's config.json, read as `config["vocab_size"]` or `config.vocab_size`."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-
 class ModelView:
     """What programs read of `llm.model_config`."""
 
@@ -370,7 +362,7 @@ class ModelView:
         self.dtype = model.config.model.dtype
         self.seed = model.config.model.seed
         self.max_model_len = model.max_model_len
-        self.hf_config = HFConfig(model.hf_config)
+        self.hf_config = Attributes(model.hf_config)
 
     def get_vocab_size(self) -> int:
         return self.hf_config["vocab_size"]

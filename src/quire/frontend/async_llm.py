@@ -17,6 +17,7 @@ from quire.config import AsyncEngineArgs, EngineConfig, ServingConfig
 from quire.errors import EngineError, OverloadedError
 from quire.frontend.chat import encode_chat
 from quire.frontend.core_client import end_process, start_process
+from quire.frontend.exchange import sleep_at
 from quire.frontend.hf_tokenizer import HFTokenizer
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.model import ModelInfo
@@ -25,7 +26,7 @@ from quire.frontend.supervisor import SleepMode, Supervisor
 from quire.messages import Check, EngineStats, ResetPrefixCache
 from quire.metrics.serving import ServingMetrics
 from quire.outputs import RequestOutput
-from quire.params import RequestOutputKind, SamplingParams, keeps_weights
+from quire.params import RequestOutputKind, SamplingParams
 
 Result = TypeVar("Result")
 
@@ -169,7 +170,7 @@ class AsyncLLM:
         Level 1 keeps weights in the host's memory, where the device has its own; level 2 forgets them, and they are
         read again. `mode`: running requests are aborted, waited for, or kept, and go on when it wakes up.
         """
-        await (await self._started()).sleep(keeps_weights(level), mode)
+        await (await self._started()).sleep(sleep_at(level), mode)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """`tags` has no effect: weights and cache come back together."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from quire.errors import InternalError, QuireError, RequestError
 from quire.frontend.requests import RequestState
-from quire.messages import AddRequest, ChoiceDelta, ToCore, Vocabulary
+from quire.messages import AddRequest, ChoiceDelta, Sleep, ToCore, Vocabulary
 
 
 class Client(ABC):
@@ -37,3 +37,10 @@ class Client(ABC):
 
 def _given_up(delta: ChoiceDelta) -> QuireError:
     return RequestError(delta.error) if delta.error else InternalError("the engine could not take this request in")
+
+
+def sleep_at(level: int) -> Sleep:
+    """The question that a level of sleep stands for, as vLLM counts them."""
+    if level not in (1, 2):
+        raise RequestError("level must be 1 (weights are kept in the host's memory) or 2 (they are forgotten)", "level")
+    return Sleep(keep_weights=level == 1)

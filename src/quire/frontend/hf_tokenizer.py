@@ -10,16 +10,7 @@ from typing import Any, overload
 from quire.errors import RequestError
 from quire.frontend.chat import ChatTemplate, encode_chat
 from quire.frontend.tokenizer import Tokenizer
-
-
-class Encoding(dict[str, Any]):
-    """`encoding["input_ids"]` and `encoding.input_ids`, likewise attention_mask."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
+from quire.utils.attributes import Attributes
 
 
 class HFTokenizer:
@@ -47,13 +38,13 @@ class HFTokenizer:
 
     # -- text to ids ---------------------------------------------------------------------------------------------
 
-    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True, **options: Any) -> Encoding:
+    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True, **options: Any) -> Attributes:
         _refuse(options)
         if isinstance(text, str):
             ids: Any = self.encode(text, add_special_tokens)
-            return Encoding(input_ids=ids, attention_mask=[1] * len(ids))
+            return Attributes(input_ids=ids, attention_mask=[1] * len(ids))
         ids = [self.encode(each, add_special_tokens) for each in text]
-        return Encoding(input_ids=ids, attention_mask=[[1] * len(each) for each in ids])
+        return Attributes(input_ids=ids, attention_mask=[[1] * len(each) for each in ids])
 
     def encode(self, text: str, add_special_tokens: bool = True, **options: Any) -> list[int]:
         _refuse(options)
@@ -90,7 +81,7 @@ class HFTokenizer:
         prompts = prompt(conversation) if is_one else [prompt(each) for each in conversation]
         if not (tokenize and return_dict):
             return prompts
-        return Encoding(
+        return Attributes(
             input_ids=prompts, attention_mask=[1] * len(prompts) if is_one else [[1] * len(p) for p in prompts]
         )
 

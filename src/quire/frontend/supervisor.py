@@ -160,7 +160,7 @@ class Supervisor:
         core.send(question)
         return await answer
 
-    async def sleep(self, keep_weights: bool, mode: SleepMode) -> None:
+    async def sleep(self, question: Sleep, mode: SleepMode) -> None:
         """Has the core give the device's memory back; does nothing if it has already.
 
         `mode`: what becomes of live requests: they are aborted, waited for, or kept, and go on when it wakes up.
@@ -177,7 +177,7 @@ class Supervisor:
         except BaseException:  # whoever asked gave up
             self.state = "awake"
             raise
-        await asyncio.shield(asyncio.create_task(self._move(Sleep(keep_weights), "asleep", "awake")))
+        await asyncio.shield(asyncio.create_task(self._move(question, "asleep", "awake")))
 
     async def wake_up(self) -> None:
         """Returns when the core takes requests again; those that were kept go on. Does nothing if it is awake."""

@@ -56,7 +56,7 @@ COUNTERS = {
     "spec_decode_num_accepted_tokens": "Guessed tokens that were right.",
 }
 LABELLED_COUNTERS = {  # name: (label, help)
-    "request_success": ("finished_reason", "Requests that ended, by reason: stop, length, abort or error."),
+    "request_success": ("finished_reason", "Requests that ended, by reason: stop, length, abort, error or repetition."),
     "admission_rejections": ("reason", "Requests turned away before they could wait."),
     "engine_restarts": ("reason", "Times the engine core was replaced."),
     "spec_decode_num_accepted_tokens_per_pos": (
