@@ -1,6 +1,6 @@
 """What a token costs a server beside the model: CPU time per token of the API process and of the engine core.
 
-    python benchmarks/serving_cost.py [--streams 256] [--tokens 800] [--steps-per-s 50] [--json]
+    python benchmarks/serving_cost.py [--streams 256] [--tokens 800] [--steps-per-s 50] [--endpoint messages] [--json]
 
 An echo model takes one paced step for all streams; each stream gets its token as an event of its own, detokenized. For
 comparison, a bare ASGI loop on uvicorn writes the same bytes to as many clients at the same pace. Exit status 1 when a
@@ -22,6 +22,7 @@ from quire.bench.loadgen import PATHS, Load, measure, prepared  # noqa: E402
 
 BARS_US = {"api": 35.0, "core": 10.0}
 PROMPT_TOKENS = 32
+TEMPLATE = "{{ messages[-1].content }}"  # without special tokens: an echo of them would end answers
 
 
 def main() -> int:
@@ -82,6 +83,7 @@ def run_quire(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     longest = PROMPT_TOKENS + 100 + args.tokens
     flags = f"--executor echo:{args.steps_per_s} --max-num-seqs {args.streams} --max-model-len {longest}"
     command = [*QUIRE, args.model, *flags.split(), "--no-access-log", "--no-enable-prefix-caching"]
+    command += ["--chat-template", TEMPLATE]
     with ServerProcess(command, "/ready") as server:
         sample = asyncio.run(one_answer(load_for(args, server.url)))
         return run_load(args, server.url, {"api": server.pid, "core": server.core_pid}), sample
@@ -169,8 +171,13 @@ def serve_bare(port: int, plan: dict[str, Any]) -> None:
             waiting.append(asyncio.get_running_loop().create_future())
             await waiting[-1]
             await send({"type": "http.response.body", "body": event, "more_body": True})
-        usage = {"choices": [], "usage": {"prompt_tokens": 0, "completion_tokens": num_tokens}}
-        await send({"type": "http.response.body", "body": f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode()})
+        if scope["path"] == PATHS["messages"]:
+            usage: dict[str, Any] = {"type": "message_delta", "delta": {}, "usage": {"output_tokens": num_tokens}}
+            end = json.dumps({"type": "message_stop"})
+        else:
+            usage = {"choices": [], "usage": {"prompt_tokens": 0, "completion_tokens": num_tokens}}
+            end = "[DONE]"
+        await send({"type": "http.response.body", "body": f"data: {json.dumps(usage)}\n\ndata: {end}\n\n".encode()})
 
     uvicorn.run(app, port=port, log_level="error", access_log=False, lifespan="off", loop="uvloop", http="httptools")
 

@@ -6,7 +6,7 @@
 import time
 
 from quire.config import EngineConfig
-from quire.executor.inproc import PRELOAD, InprocExecutor  # noqa: F401
+from quire.executor.inproc import InprocExecutor, prepare  # noqa: F401
 from quire.step import StepPlan
 from tests.poison import obey
 
@@ -14,7 +14,7 @@ from tests.poison import obey
 class PoisonReal(InprocExecutor):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        steps_per_s = config.device.executor.partition(":")[2]
+        steps_per_s = config.parallel.executor.partition(":")[2]
         self.step_s = 1 / float(steps_per_s) if steps_per_s else 0.0
 
     def forward(self, plan: StepPlan) -> None:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "quire"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-BASE = set("config params outputs messages step errors env utils registry kv.specs checkpoint metrics".split())
+BASE = set("config params outputs messages ranks step errors env utils registry kv.specs checkpoint metrics".split())
 MAY_IMPORT = {
     "api": {"frontend", "api", "bench"},
     "bench": {"bench"},
@@ -21,18 +21,20 @@ MAY_IMPORT = {
     "structured": {"structured"},
     "kv": {"kv"},
     "executor": {"executor"},
-    "worker": {"worker", "models", "layers", "quant", "sampling", "spec", "ops", "kv.groups"},
+    "worker": {"worker", "models", "layers", "quant", "sampling", "spec", "ops", "kv.groups", "distributed"},
     "spec": {"spec", "ops"},
     "models": {"layers"},
-    "layers": {"layers", "ops", "quant.base"},
+    "layers": {"layers", "ops", "quant.base", "distributed.base"},
     "quant": {"quant", "ops"},
     "sampling": {"sampling", "ops"},
+    "distributed": {"distributed", "ops"},
     "ops": {"ops"},
     # the base: each stands on less than itself
     "config": {"config", "errors", "utils.files"},
     "params": {"errors"},
     "outputs": set(),
     "messages": {"config", "params", "step", "structured.spec"},
+    "ranks": {"config", "errors", "kv.specs", "step", "utils"},
     "step": {"params"},
     "errors": set(),
     "env": {"errors"},
@@ -46,7 +48,7 @@ MAY_IMPORT = {
 DECIDES = set(
     """
     api bench frontend core kv executor
-    checkpoint config params outputs messages step errors env utils registry
+    checkpoint config params outputs messages ranks step errors env utils registry
     """.split()
 )
 

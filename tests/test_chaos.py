@@ -12,18 +12,22 @@ import time
 
 import openai
 import pytest
-from benchmarks.server_process import QUIRE, ServerProcess
+from benchmarks.server_process import QUIRE, ServerProcess, children
 
 from tests.poison import EXIT, HANG, RAISE
 from tests.prompts import PROMPTS
 
 # The small model would be done before a client has read much: it waits between its steps.
-EXECUTOR = {"the default model": "tests.poison_real", "a small one": "tests.poison_real:20"}
-NUM_STREAMS = {"the default model": 16, "a small one": 64}
-MAX_TOKENS = {"the default model": 32, "a small one": 128}
+EXECUTOR = {
+    "the default model": "tests.poison_real",
+    "a small one": "tests.poison_real:20",
+    "two ranks": "tests.poison_ranks:1,20",
+}
+NUM_STREAMS = {"the default model": 16, "a small one": 64, "two ranks": 32}
+MAX_TOKENS = {"the default model": 32, "a small one": 128, "two ranks": 128}
 # The small one guesses tokens, however many requests run.
 NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "num_speculative_tokens_per_batch_size": [[1, 1000, 3]]}
-GUESSES = {"the default model": [], "a small one": ["--speculative-config", json.dumps(NGRAM)]}
+MORE = {"a small one": ["--speculative-config", json.dumps(NGRAM)], "two ranks": ["-tp", "2"]}
 WATCHDOG_S = 3
 MOVES_WITHIN_S = 5.0  # or, on slow machines, within twice the time a first start and the first tokens take there
 
@@ -33,7 +37,7 @@ def server(request, served_llama):
     """Of the model that a test asks for. In float32, so that no sum depends on what else is in the batch."""
     model = ["smollm2", "--dtype", "float32"] if request.param == "the default model" else served_llama
     flags = f"--executor {EXECUTOR[request.param]} --watchdog-s {WATCHDOG_S} --max-model-len 512"
-    flags = [*flags.split(), *GUESSES[request.param], "--kv-cache-memory-bytes", "512M"]
+    flags = [*flags.split(), *MORE.get(request.param, []), "--kv-cache-memory-bytes", "512M"]
     started = time.monotonic()
     with ServerProcess([*QUIRE, *model, *flags], "/ready") as server:
         server.max_tokens = MAX_TOKENS[request.param]
@@ -41,6 +45,7 @@ def server(request, served_llama):
             PROMPTS[i % len(PROMPTS)] + " " * (i // len(PROMPTS)) for i in range(NUM_STREAMS[request.param])
         ]
         server.start_s = time.monotonic() - started
+        server.has_workers = bool(children(server.core_pid))
         yield server
         assert server.stop() == 0
         assert server.leftovers() == []
@@ -85,10 +90,13 @@ class Streams:
         await asyncio.gather(*self.tasks)
 
 
-async def hurt(server: ServerProcess, streams: Streams, how: signal.Signals) -> float:
-    """Sends the core a signal and waits until a stream moves again; how long that took, in seconds."""
+async def hurt(server: ServerProcess, streams: Streams, how: signal.Signals, of_core: bool = False) -> float:
+    """Sends the core a signal, or one of its workers if it has any, and waits until a stream moves again.
+
+    Returns how long that took, in seconds.
+    """
     pid = server.core_pid
-    os.kill(pid, how)
+    os.kill(pid if of_core else random.choice(children(pid) or [pid]), how)
     started = time.monotonic()
     await asyncio.sleep(0.3)  # what was under way arrives
     await streams.until_events(1)
@@ -113,6 +121,9 @@ def test_streams_survive_three_kills_and_a_stop(server):
         for _ in range(3):
             await streams.until_events(moments.randint(1, len(prompts) * 3))
             pauses.append(await hurt(server, streams, signal.SIGKILL))
+        if server.has_workers:
+            await streams.until_events(1)
+            pauses.append(await hurt(server, streams, signal.SIGKILL, of_core=True))
         await streams.until_events(moments.randint(1, len(prompts) * 3))
         stopped = await hurt(server, streams, signal.SIGSTOP)
         await streams.finish()
@@ -130,9 +141,9 @@ def test_streams_survive_three_kills_and_a_stop(server):
     assert stopped < 4 * WATCHDOG_S + moves_within_s  # patience grows with the longest step
 
 
-@pytest.mark.parametrize("server", ["a small one"], indirect=True)
+@pytest.mark.parametrize("server", ["a small one", "two ranks"], indirect=True)
 @pytest.mark.parametrize("mark", [RAISE, EXIT, HANG], ids=["raise", "exit", "hang"])
-def test_a_poisoned_request_fails_alone_among_64_others(server, mark):
+def test_a_poisoned_request_fails_alone_among_many_others(server, mark):
     async def scenario() -> tuple[Streams, openai.APIStatusError]:
         streams = Streams(server, server.prompts)
         unique = random.randrange(1000, 40_000)  # who made the engine fail is refused when it comes again

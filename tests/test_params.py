@@ -76,5 +76,6 @@ def test_a_pattern_counts_when_the_last_tokens_are_nothing_else(tokens, detectio
 def test_shapes_have_their_options():
     shape = StructuredOutputsParams(json_object=None, regex="a+", disable_any_whitespace=True, whitespace_pattern=None)
     assert shape.kind() == "regex"
-    with pytest.raises(RequestError, match="whitespace_pattern is not supported"):
-        StructuredOutputsParams(json={}, whitespace_pattern=" ?")
+    assert StructuredOutputsParams(json={}, whitespace_pattern=" ?").whitespace_pattern == " ?"
+    with pytest.raises(RequestError, match="exclude each other"):
+        StructuredOutputsParams(json={}, whitespace_pattern=" ?", disable_any_whitespace=True)

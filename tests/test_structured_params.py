@@ -15,7 +15,7 @@ def test_an_object_is_as_good_as_the_class():
     [
         ("json", "Expected `object`"),
         ({"regex": 5}, "regex"),
-        ({"whitespace_pattern": " ", "json": {}}, "whitespace_pattern"),
+        ({"whitespace_pattern": " " * 257, "json": {}}, "whitespace_pattern"),
         ([], "object"),
     ],
 )

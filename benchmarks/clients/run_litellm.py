@@ -1,9 +1,10 @@
-"""Drives litellm, which sends a program's calls to many kinds of servers: both kinds that we are. See `clients.py`.
+"""Drives litellm, which sends a program's calls to many kinds of servers: all kinds that we are. See `clients.py`.
 
 Its fallback to a model with a longer context goes by the words of the error, which is why ours are OpenAI's.
 """
 
 import asyncio
+import gc
 import json
 from collections.abc import Callable
 from typing import Any
@@ -27,10 +28,11 @@ WEATHER = {
         },
     },
 }
-PROVIDERS = ("openai", "hosted_vllm")
+OPENAI = ("openai", "hosted_vllm")
+PROVIDERS = (*OPENAI, "anthropic")
 
 
-class City(BaseModel):
+class City(BaseModel, extra="forbid"):
     name: str = Field(max_length=20)
     population: int = Field(ge=0, le=100_000_000)
 
@@ -38,7 +40,7 @@ class City(BaseModel):
 def options(server: Server, provider: str) -> dict[str, Any]:
     return {
         "model": f"{provider}/{server.model}",
-        "api_base": server.base_url,
+        "api_base": server.url if provider == "anthropic" else server.base_url,
         "api_key": server.api_key,
         "max_tokens": 60,
         "temperature": 0,
@@ -47,11 +49,11 @@ def options(server: Server, provider: str) -> dict[str, Any]:
     }
 
 
-def check_each(name: str) -> Callable[[Callable[[Setting, str], None]], None]:
+def check_each(name: str, providers: tuple[str, ...] = PROVIDERS) -> Callable[[Callable[[Setting, str], None]], None]:
     """A check for every provider."""
 
     def add(function: Callable[[Setting, str], None]) -> None:
-        for provider in PROVIDERS:
+        for provider in providers:
             check(f"{provider}/ {name}")(lambda setting, provider=provider: function(setting, provider))
 
     return add
@@ -70,7 +72,7 @@ def chat(setting: Setting, provider: str) -> None:
     expect(usage.prompt_tokens > 0 and usage.total_tokens == usage.prompt_tokens + usage.completion_tokens, usage)
 
 
-@check_each("chat without a key, several answers, logprobs")
+@check_each("chat without a key, several answers, logprobs", OPENAI)
 def chat_options(setting: Setting, provider: str) -> None:
     asked = {**options(setting.short, provider), "n": 2, "logprobs": True, "top_logprobs": 2, "temperature": 1}
     answer = litellm.completion(messages=MESSAGES, seed=1, stop=["\n\n"], **asked)
@@ -103,7 +105,7 @@ def at_once(setting: Setting, provider: str) -> None:
     expect(all("Paris" in answer.choices[0].message.content for answer in answers), answers[0])
 
 
-@check_each("completion of a text")
+@check_each("completion of a text", OPENAI)
 def text(setting: Setting, provider: str) -> None:
     answer = litellm.text_completion(prompt="The capital of France is", **options(setting.long, provider))
     expect("Paris" in answer.choices[0].text, answer)
@@ -118,7 +120,7 @@ def tools(setting: Setting, provider: str) -> None:
     expect(call.function.name == "get_weather" and set(json.loads(call.function.arguments)) == {"city"}, call)
     built = litellm.stream_chunk_builder(list(litellm.completion(stream=True, **asked)), messages=messages)
     (streamed,) = built.choices[0].message.tool_calls
-    expect(streamed.function.arguments == call.function.arguments, streamed)
+    expect(json.loads(streamed.function.arguments) == json.loads(call.function.arguments), streamed)
 
 
 @check_each("tools: an answer after a call's result")
@@ -136,9 +138,10 @@ def tool_result(setting: Setting, provider: str) -> None:
 @check_each("JSON of a pydantic model, and any JSON object")
 def json_answers(setting: Setting, provider: str) -> None:
     messages = [{"role": "user", "content": "Describe Paris as JSON with name and population."}]
-    asked = {"messages": messages, **options(setting.long, provider)}
+    asked = {"messages": messages, **options(setting.long, provider), "max_tokens": 300}
     City.model_validate_json(litellm.completion(response_format=City, **asked).choices[0].message.content)
-    asked["max_tokens"] = 300
+    if provider == "anthropic":  # whose protocol has no such format: it is not sent
+        return
     answer = litellm.completion(response_format={"type": "json_object"}, **asked).choices[0].message.content
     expect(isinstance(json.loads(answer), dict), answer)
 
@@ -150,6 +153,9 @@ def too_long(setting: Setting, provider: str) -> None:
     expect_raises(litellm.ContextWindowExceededError, lambda: list(litellm.completion(stream=True, **asked)))
     expect_raises(litellm.ContextWindowExceededError, lambda: asyncio.run(litellm.acompletion(**asked)))
     more = {**options(setting.short, provider), "messages": MESSAGES, "max_tokens": setting.short.max_model_len}
+    if provider == "anthropic":  # such an answer is cut
+        expect("Paris" in litellm.completion(**more).choices[0].message.content, more)
+        return
     expect_raises(litellm.ContextWindowExceededError, lambda: litellm.completion(**more))
 
 
@@ -163,7 +169,7 @@ def fallback(setting: Setting, provider: str) -> None:
     expect(answer.model.endswith(setting.long.model), answer.model)
     expect(answer.usage.prompt_tokens > setting.short.max_model_len, answer.usage)
     text = text_of(list(router.completion("short", messages, stream=True)))
-    expect(text == answer.choices[0].message.content, text)
+    expect(text == (answer.choices[0].message.content or ""), text)
     expect(router.completion("short", MESSAGES).model.endswith(setting.short.model), "the wrong model")
 
 
@@ -191,4 +197,6 @@ def models(setting: Setting) -> None:
 
 
 litellm.suppress_debug_info = True
+# It leaves streams for the collector, which closes them: inside a lock that closing takes, this waits for itself.
+gc.disable()
 driver.main("litellm")

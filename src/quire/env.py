@@ -36,6 +36,18 @@ def api_key() -> tuple[str, str] | None:
     return found[0] if found else None
 
 
+def otlp_protocol() -> str:
+    """OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, else OTEL_EXPORTER_OTLP_PROTOCOL: how spans travel; empty: not said."""
+    names = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+
+
+def client_key() -> str | None:
+    """The key that `quire chat` sends to a server: of the server's variables, else OPENAI_API_KEY."""
+    found = api_key()
+    return found[1] if found else os.environ.get("OPENAI_API_KEY") or None
+
+
 def vllm_variables() -> list[str]:
     """Names of vLLM's variables that are set and mean nothing here."""
     return sorted(name for name in os.environ if name.startswith("VLLM_") and name not in API_KEYS)

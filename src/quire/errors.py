@@ -16,6 +16,7 @@ Messages are one sentence that says what to do and never hold addresses or inter
     ├── RateLimitedError      this key has used up what it may in a minute: come back later
     ├── DeadlineError         the request's own time limit passed
     └── EngineError           the engine itself failed
+        ├── WorkerDied        a worker's process ended
         ├── InternalError     something of ours failed on this request; others are not affected
         └── PoisonError       this request, alone, takes the engine down
 """
@@ -68,10 +69,20 @@ class RequestError(QuireError, ValueError):
 
 class TooLongError(RequestError):
     hint = "--max-model-len"
+    num_prompt_tokens = 0  # at least
+    limit = 0  # of the context
 
 
 class EngineError(QuireError):
     exit_code = 5
+
+
+class WorkerDied(EngineError):
+    """`signal`: the one that killed it; None: it ended by itself."""
+
+    def __init__(self, message: str, signal: int | None = None) -> None:
+        super().__init__(message)
+        self.signal = signal
 
 
 class OverloadedError(QuireError):

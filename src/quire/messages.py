@@ -85,6 +85,12 @@ class WakeUp(msgspec.Struct, array_like=True, tag="wake_up"):
     """Asks a core that sleeps to take its memory and go on."""
 
 
+class Hold(msgspec.Struct, array_like=True, tag="hold"):
+    """Asks the core to compute nothing, or to go on. Requests stay where they are meanwhile, with their blocks."""
+
+    is_held: bool = True
+
+
 class ChoiceDelta(msgspec.Struct, array_like=True, gc=False):
     """What one choice gained in a step."""
 
@@ -146,7 +152,7 @@ class Answer(msgspec.Struct, array_like=True, tag="answer"):
     problem: str = ""  # what is wrong, or why it was not done; empty: all is well
 
 
-Question = Check | ResetPrefixCache | Sleep | WakeUp  # the core answers each, between two steps
+Question = Check | ResetPrefixCache | Sleep | WakeUp | Hold  # the core answers each, between two steps
 ToCore = AddRequest | Vocabulary | Abort | Question
 FromCore = Ready | Failed | StepOutputs | Answer
 

@@ -28,6 +28,7 @@ MAX_ALLOWED_TOKENS = 16_384
 MAX_EXTRA_VALUES = 1024  # numbers, texts, lists and objects in extra_args
 MAX_TEXT_CHARS = 16 << 20  # of any text a request carries
 MAX_GRAMMAR_CHARS = 131_072  # of a schema, pattern or grammar
+MAX_BLANKS_CHARS = 256  # of a pattern of blanks
 MAX_GRAMMAR_VALUES = 32_768  # names and values in a schema
 MAX_GRAMMAR_CHOICES = 10_000
 MIN_TEMPERATURE = 1e-5  # anything below samples greedily: dividing by it would overflow
@@ -47,6 +48,7 @@ def free(max_values: int, **schema: Any) -> msgspec.Meta:
 
 
 GrammarText = Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARS)]
+BlanksText = Annotated[str, msgspec.Meta(max_length=MAX_BLANKS_CHARS)]
 GrammarObject = Annotated[dict[str, Any], free(MAX_GRAMMAR_VALUES, maxProperties=MAX_GRAMMAR_VALUES)]
 Choices = Annotated[list[GrammarText], msgspec.Meta(max_length=MAX_GRAMMAR_CHOICES)]
 
@@ -85,7 +87,7 @@ class RepetitionDetectionParams(msgspec.Struct, omit_defaults=True, forbid_unkno
         return False
 
 
-SHAPES = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+SHAPES = ("json", "json_object", "regex", "choice", "grammar", "gbnf", "structural_tag")
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -95,18 +97,17 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
     json_object: bool | None = None  # any JSON object
     regex: GrammarText | None = None
     choice: Choices | None = None
-    grammar: GrammarText | None = None  # EBNF, GBNF or Lark
+    grammar: GrammarText | None = None  # EBNF as xgrammar reads it, or Lark
+    gbnf: GrammarText | None = None  # a grammar as llama.cpp reads it
     structural_tag: GrammarObject | GrammarText | None = None  # xgrammar's format: text with tagged parts
     disable_any_whitespace: bool = False  # JSON without blanks between its parts
     disable_additional_properties: bool = False  # objects of a schema have the properties it lists, and no others
-    whitespace_pattern: GrammarText | None = None  # refused
+    whitespace_pattern: BlanksText | None = None  # a regular expression for the blanks between the parts of JSON
 
     def __post_init__(self) -> None:
-        if self.whitespace_pattern is not None:
+        if self.whitespace_pattern and self.disable_any_whitespace:
             raise RequestError(
-                "whitespace_pattern is not supported, since blanks in JSON are bounded here: leave it out, or set "
-                "disable_any_whitespace for JSON without any",
-                "structured_outputs",
+                "whitespace_pattern and disable_any_whitespace exclude each other: give one", "structured_outputs"
             )
 
     def kind(self) -> str:

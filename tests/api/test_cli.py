@@ -25,7 +25,7 @@ def test_every_command_has_help_from_its_options(capsys):
             run([command, "--help"])
         text = capsys.readouterr().out
         assert exit.value.code == 0
-        if command != "models":  # about no model in particular
+        if command not in ("models", "pull", "list", "rm"):  # no model is run
             assert "--max-model-len N" in text and "default: smollm2" in text
 
 
@@ -44,6 +44,10 @@ def test_without_a_command_help_is_shown(capsys):
         (["bench", "latency", "--workload", "mixed64"], 2, "stream-128"),
         (["bench", "throughput"], 2, "mixed64"),
         (["info", "no/such-model-anywhere"], 3, "no/such-model-anywhere"),
+        (["rm", "../x"], 2, "is no name that `quire list` shows"),
+        (["rm"], 2, "MODEL"),
+        (["pull"], 2, "MODEL"),
+        (["run"], 2, "MODEL"),
     ],
 )
 def test_errors_are_one_line_and_an_exit_code(argv, code, words, capsys):
@@ -60,11 +64,44 @@ def test_generate_streams_a_continuation(smollm2):
     assert "Paris" in done.stdout
 
 
-def test_generate_reads_standard_input_and_speaks_the_template(smollm2):
-    flags = "--chat --temperature 0 --max-tokens 30"
-    done = quire("generate", *flags.split(), stdin="What is the capital of France?")
+def test_generate_reads_standard_input(smollm2):
+    done = quire("generate", "--temperature", "0", "--max-tokens", "8", stdin="The capital of France is\n")
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
+
+
+def test_run_answers_once_by_the_template(smollm2):
+    done = quire("run", "smollm2", "--temperature", "0", "--max-tokens", "30", "What is the capital", "of France?")
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout and ">" not in done.stdout
+
+
+def test_run_takes_what_is_piped_in_before_the_question(smollm2):
+    flags = "--executor echo --ignore-eos --max-tokens 60".split()
+    done = quire("run", "smollm2", *flags, "--system", "Brief!", "What is this?", stdin="some\ntext\n")
+    assert done.returncode == 0, done.stderr
+    assert "some\ntext\n\nWhat is this?" in done.stdout and "Brief!" in done.stdout
+    done = quire("run", "smollm2", *flags, stdin="only this")
+    assert "only this" in done.stdout
+    done = quire("run", "smollm2", *flags)
+    assert done.returncode == 4 and "there is nothing to answer" in done.stderr
+
+
+def test_flags_may_stand_between_a_model_and_a_prompt(capsys, monkeypatch):
+    from quire.api.cli import parser
+
+    for argv in (["m", "--temperature", "0", "a", "b"], ["--temperature", "0", "m", "a", "b"], ["m", "a", "b"]):
+        args = parser(["run", *argv]).parse_args(["run", *argv])
+        assert (args.name, args.prompt) == ("m", ["a", "b"])
+    argv = ["run", "m", "--max-tokens", "3", "--", "--temperature", "is", "a", "word"]
+    assert parser(argv).parse_args(argv).prompt == ["--temperature", "is", "a", "word"]
+
+
+def test_show_is_another_name_of_info_and_ls_of_list(smollm2, capsys):
+    assert run(["show", "smollm2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["architecture"] == "LlamaForCausalLM"
+    assert run(["ls"]) == 0
+    assert "smollm2" in capsys.readouterr().out
 
 
 def test_a_prompt_too_long_is_one_line(smollm2):
@@ -75,7 +112,7 @@ def test_a_prompt_too_long_is_one_line(smollm2):
 
 def test_chat_answers_and_remembers(smollm2):
     typed = "What is the capital of France?\n/reset\n/exit\n"
-    done = quire("chat", "--temperature", "0", "--max-tokens", "20", stdin=typed)
+    done = quire("chat", "smollm2", "--temperature", "0", "--max-tokens", "20", stdin=typed)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout and "(forgotten)" in done.stdout
 

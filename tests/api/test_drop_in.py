@@ -17,6 +17,7 @@ from quire import (
     TextPrompt,
     TokensPrompt,
 )
+from quire.api.commands._sampling import SamplingOptions
 from quire.errors import RequestError
 from quire.metrics.reader import Counter, Gauge, Histogram, Vector
 from quire.outputs import FlatLogprobs
@@ -98,8 +99,11 @@ def test_a_chat_takes_a_template_and_its_arguments(smol):
     assert smol.chat(continued, GREEDY, False, chat_template_content_format="string", **flags)[0].prompt.endswith(
         "The sea"
     )
-    with pytest.raises(RequestError, match="chat_template_content_format"):
-        smol.chat(HELLO, GREEDY, chat_template_content_format="openai")
+    parts = "{{ messages[0].content | tojson }}"
+    output = smol.chat(HELLO, GREEDY, False, chat_template=parts, chat_template_content_format="openai")[0]
+    assert output.prompt == '[{"type": "text", "text": "Hello"}]'
+    with pytest.raises(RequestError, match="must be auto, string or openai"):
+        smol.chat(HELLO, GREEDY, chat_template_content_format="parts")
 
 
 def test_one_priority_is_for_all_prompts_and_bars_can_be_made_by_the_caller(tiny):
@@ -241,6 +245,8 @@ def test_blanks_and_more_properties_can_be_forbidden(smol):
     params = SamplingParams(temperature=0, max_tokens=40, structured_outputs=compact)
     text = smol.chat(question, params, use_tqdm=False)[0].outputs[0].text
     assert text.startswith('{"a":') and text.endswith("}") and " " not in text and "b" not in text
+    params.structured_outputs = StructuredOutputsParams(json=schema, whitespace_pattern=" {3}")
+    assert smol.chat(question, params, use_tqdm=False)[0].outputs[0].text.startswith('{   "a":   ')
 
 
 def test_thinking_is_left_alone_by_the_shape_of_the_answer(smollm2):
@@ -290,3 +296,7 @@ def test_a_beam_that_ends_is_kept_and_the_best_come_first(smol):
     greedy_text = answer(smol, "The capital of France is", SamplingParams(temperature=0, max_tokens=6)).outputs[0]
     one = smol.beam_search("The capital of France is", BeamSearchParams(beam_width=1, max_tokens=6))[0].sequences[0]
     assert one.tokens[-6:] == greedy_text.token_ids
+
+
+def test_a_chat_in_the_terminal_samples_as_a_server_does(smol):
+    assert SamplingOptions().params(smol.model, None, None) == smol.model.default_params(max_tokens=None)

@@ -68,24 +68,6 @@ def test_what_is_nowhere_is_not_found(model: str) -> None:
     assert len(str(caught.value)) < 700
 
 
-def test_a_hub_id_is_asked_of_the_hub_with_its_revision_and_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = {}
-
-    def snapshot_download(repo_id: str, **options: object) -> str:
-        asked.update(options, repo_id=repo_id)
-        (tmp_path / "config.json").write_text("{}")
-        return str(tmp_path)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    files = find("org/name", revision="v1", download_dir=tmp_path)
-    assert (files.name, files.kind, files.path) == ("org/name", "hf", tmp_path)
-    assert (asked["repo_id"], asked["revision"], asked["cache_dir"]) == ("org/name", "v1", tmp_path)
-    patterns = asked["allow_patterns"]
-    assert "*.safetensors" in patterns and not {"*.bin", "*.py", "*"} & set(patterns)
-
-
 def test_without_a_hub_one_sentence_says_so(tmp_path: Path) -> None:
     program = """
         from quire.checkpoint.find import find
@@ -131,10 +113,10 @@ class RepositoryNotFoundError(Exception):
     ],
 )
 def test_what_went_wrong_at_the_hub_is_told(error: Exception, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot_download(*args: object, **options: object) -> str:
+    def model_info(*args: object, **options: object) -> str:
         raise error
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
     with pytest.raises(ModelNotFoundError, match=says):
         find("org/name", revision="v9")
 

@@ -307,7 +307,6 @@ def test_a_missing_key_is_named(tmp_path: Path) -> None:
 
 
 UNSUPPORTED: dict[str, dict[str, Any]] = {
-    "several parts": {"split.count": 3},
     "different sizes": {"llama.attention.head_count_kv": [2, 4]},
     "longrope": {"llama.rope.scaling.type": "longrope"},
     "yarn_log_multiplier": {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_log_multiplier": 0.1},

@@ -99,7 +99,7 @@ def test_resolving_leaves_nothing_automatic():
     config = resolve(EngineConfig(), "/m", "gguf", HF, CPU)
     assert config.model.dtype == "bfloat16" and config.model.quantization == "gguf"
     assert config.model.max_model_len == 4096 and config.device.num_threads == 2
-    stay_auto = ("load_format", "generation_config", "attention_backend")
+    stay_auto = ("load_format", "generation_config", "attention_backend", "chat_template_content_format")
     for group in (config.model, config.cache, config.scheduler, config.device):
         for field in dataclasses.fields(group):
             if field.name not in stay_auto:

@@ -51,6 +51,11 @@ def test_sizes_and_switches_are_read():
         ({"root_path": "/a b"}, "--root-path"),
         ({"metrics_prefix": "a b"}, "--metrics-prefix"),
         ({"metrics_port": 70000}, "at most 65535"),
+        ({"otlp_traces_endpoint": "localhost:4317"}, "grpc://host:4317"),
+        ({"otlp_traces_endpoint": "http://user:key@host:4318"}, "must be a URL"),
+        ({"otlp_traces_endpoint": "http://host:99999"}, "must be a URL"),
+        ({"otlp_traces_endpoint": "file:///tmp/spans"}, "must be a URL"),
+        ({"otlp_traces_content": True}, "needs --otlp-traces-endpoint"),
         ({"log_level": "trace"}, "debug, info"),
     ],
 )

@@ -71,6 +71,7 @@ def test_a_command_line_written_for_vllm_is_understood(caplog):
         "reasoning_parser": "think", "gpu_memory_utilization": 0.5, "generation_config": "none",
         "attention_backend": "auto", "load_format": "auto", "enable_prefix_caching": False,
         "served_model_name": ["a", "b"], "log_requests": True, "access_log": False, "log_level": "warning",
+        "tensor_parallel_size": 1, "pipeline_parallel_size": 1,
     }  # fmt: skip
     assert found == expected
     for word in ("enforce_eager", "trust_remote_code", "swap_space", "cudagraph_capture_sizes", "disable_log_requests"):
@@ -103,7 +104,9 @@ def test_a_list_never_takes_the_model(words, expected):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"tensor_parallel_size": 2}, "one device"),
+        ({"data_parallel_size": 2}, "use -tp and -pp"),
+        ({"nnodes": 2}, "one machine"),
+        ({"headless": True}, "one machine"),
         ({"enable_lora": True}, "adapters"),
         ({"hf_overrides": {"a": 1}}, "config.json"),
         ({"runner": "pooling"}, "vectors"),
@@ -140,7 +143,11 @@ def test_keywords_of_a_server_have_no_effect_on_an_engine_alone(caplog):
         ("--max-num-queued-reqs 5", {"max_queued_requests": 5}),
         ('--structured-outputs-config {"backend":"guidance"}', {"structured_outputs_backend": "llguidance"}),
         ("--structured-outputs-config.backend xgrammar", {"structured_outputs_backend": "xgrammar"}),
-        ("--distributed-executor-backend uni", {"executor": "inproc"}),
+        (
+            "--otlp-traces-endpoint grpc://a:4317 --collect-detailed-traces all",
+            {"otlp_traces_endpoint": "grpc://a:4317"},
+        ),
+        ("--distributed-executor-backend uni", {"distributed_executor_backend": "inproc"}),
     ],
 )
 def test_other_names_take_the_values_of_our_options(words, expected):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from quire.config import EngineConfig
 from quire.executor.base import Executor
+from quire.kv.groups import num_blocks_for
 from quire.kv.pool import NULL_BLOCK
 from quire.kv.specs import CacheSpec, Full, Group, KVLayout
 from quire.step import NOTHING, TOKEN, VECTOR, Masks, Move, StepPlan, StepResult
@@ -44,14 +45,15 @@ def allowed_tokens(words: bytes) -> list[int]:
 class FakeExecutor(Executor):
     def __init__(self, config: EngineConfig, specs: dict[str, CacheSpec] | None = None) -> None:
         self.specs = specs or {"layer:kv": Full(num_kv_heads=1, head_size=1, dtype="bfloat16")}
+        self.num_rows = config.scheduler.max_num_seqs
         self.queue: deque[_FakeStep] = deque()
         self.rows: dict[int, _Row] = {}
 
     def kv_specs(self) -> dict[str, CacheSpec]:
         return self.specs
 
-    def kv_memory_bytes(self) -> int:
-        return 1 << 20
+    def num_blocks(self, layout: KVLayout) -> list[int]:
+        return num_blocks_for(layout, 1 << 20, self.num_rows)
 
     def allocate(self, layout: KVLayout) -> None:
         self.groups = layout.groups

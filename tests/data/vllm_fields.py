@@ -13,6 +13,7 @@ from pathlib import Path
 REQUESTS = {
     "vllm/entrypoints/openai/chat_completion/protocol.py": ["ChatCompletionRequest"],
     "vllm/entrypoints/openai/completion/protocol.py": ["CompletionRequest"],
+    "vllm/entrypoints/anthropic/protocol.py": ["AnthropicMessagesRequest", "AnthropicCountTokensRequest"],
     "vllm/entrypoints/serve/tokenize/protocol.py": [
         "TokenizeCompletionRequest",
         "TokenizeChatRequest",

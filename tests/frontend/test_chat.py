@@ -193,6 +193,15 @@ def test_a_template_that_knows_no_calls_sees_a_call_as_an_empty_text(message) ->
     assert ChatTemplate("{{ messages[0].content is none or messages[0].tool_calls }}").render(messages) != "False"
 
 
+def test_a_template_that_looks_into_the_content_sees_an_empty_one_where_there_is_only_a_call() -> None:
+    """As that of Qwen 3 does, in search of thinking."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    calls = "{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %}"
+    source = "{% for m in messages %}{{ m.content.strip() }}" + calls + ";{% endfor %}"
+    messages = [user("a"), {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "b"}]
+    assert ChatTemplate(source).render(messages) == "a;f;"
+
+
 def test_arguments_of_tool_calls_reach_the_template_as_objects() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": '{"city": "Köln"}'}}
     template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments.city }}")
@@ -202,6 +211,44 @@ def test_arguments_of_tool_calls_reach_the_template_as_objects() -> None:
 def test_text_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert ChatTemplate("{{ messages[0].content }}").render([{"role": "user", "content": parts}]) == "a\nb"
+
+
+LOOP = "{% for part in messages[0].content %}<{{ part.type }}:{{ part.text }}>{% endfor %}"
+EITHER = "{% set c = messages[0].content %}{{ c if c is string else c | map(attribute='text') | join }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "rendered"),
+    [
+        (LOOP, ["<text:hello>", "<text:a><text:b>"]),
+        (EITHER, ["hello", "ab"]),
+        ("{{ messages[0].content }}", ["hello", "a\nb"]),
+        ("{{ messages[0].content | tojson }}", ['"hello"', '"a\\nb"']),
+    ],
+)
+def test_a_template_gets_content_in_the_form_it_shows(source: str, rendered: list[str]) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {}}]
+    template = ChatTemplate(source)
+    assert [template.render([{"role": "user", "content": content}]) for content in ("hello", parts)] == rendered
+
+
+def test_the_form_of_content_can_be_chosen() -> None:
+    assert ChatTemplate(EITHER, content_format="openai").render([user("hello")]) == "hello"
+    assert ChatTemplate(LOOP, content_format="openai").shows_content
+    assert not ChatTemplate("{{ messages[0].content + '' }}", content_format="openai").shows_content
+    shown = "{{ messages[0].content | tojson }}"
+    assert ChatTemplate(shown, content_format="openai").render([user("x")]) == '[{"type": "text", "text": "x"}]'
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert ChatTemplate(EITHER, content_format="string").render([{"role": "user", "content": parts}]) == "a\nb"
+
+
+def test_the_last_part_of_a_message_can_be_continued() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}|{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [user("x"), {"role": "assistant", "content": parts}]
+    assert template.render(messages, add_generation_prompt=False, continue_final_message=True) == "x|ab"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from quire.checkpoint.find import find
 from quire.checkpoint.hf_config import read_config
 from quire.errors import UnsupportedModelError
-from quire.layers.base import Layer, head_units
+from quire.layers.base import Layer, head_sections
 from quire.layers.linear import Linear
 from quire.layers.mla import MLA
 from quire.layers.mlp import GatedMLP
@@ -17,7 +17,7 @@ from quire.layers.moe import MoE, Router
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.self_attention import SelfAttention
 from quire.models import gemma4, qwen2_moe
-from quire.quant.base import Section, Split, Weight
+from quire.quant.base import Section, Split, Weight, even
 from quire.worker.build import empty
 from quire.worker.dummy import dummy_tensors
 from quire.worker.load import load_weights
@@ -52,11 +52,13 @@ def routers(model) -> set[Layer]:
 def may_be_whole(layer: Layer, weight: Weight, model) -> bool:
     is_norm = isinstance(layer, (RMSNorm, LayerNorm))
     is_late_bias = isinstance(layer, Linear) and layer.split == "inputs" and weight.name.endswith(".bias")
+    is_late_bias = is_late_bias or weight.name.endswith("down_proj_bias")  # of experts
     down_projections = [m.qkv_a_proj for m in model.modules() if isinstance(m, MLA)]
     is_down = any(layer is projection for projection in down_projections) and "_a_proj" in weight.name
+    is_layer_input = any(name in weight.name for name in ("per_layer_", "inputs.projection"))  # of Gemma 4
     is_scalar = isinstance(layer, gemma4.Gemma4Layer) and weight.shape == (1,)
     is_router = layer in routers(model)
-    return any((is_norm, is_late_bias, is_down, is_scalar, is_router))
+    return any((is_norm, is_late_bias, is_down, is_layer_input, is_scalar, is_router))
 
 
 def key_value_rows(model) -> dict[Layer, int]:
@@ -116,15 +118,41 @@ def test_what_a_rank_computes_is_what_its_next_layer_takes(name, tmp_path):
 
 def test_queries_stay_with_the_heads_they_read():
     """SmolLM2's nine heads and three KV heads over two ranks, and eight heads with two KV heads over four."""
-    q_units, kv_units = head_units(9, 3)
-    q, kv = Section(9 * 64, q_units), Section(3 * 64, kv_units)
+    q, kv = head_sections(9, 3, 64)
     q_slices = [Split("outputs", (q,)).slices(q.size, rank, 2) for rank in range(2)]
     kv_slices = [Split("outputs", (kv,)).slices(kv.size, rank, 2) for rank in range(2)]
     assert q_slices == [[slice(0, 3 * 64)], [slice(3 * 64, 9 * 64)]]
     assert kv_slices == [[slice(0, 64)], [slice(64, 3 * 64)]]
-    q_units, kv_units = head_units(8, 2)
-    assert [Section(8, q_units).share(rank, 4)[:2] for rank in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 8)]
-    assert [Section(2, kv_units).share(rank, 4)[:2] for rank in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
+    q, kv = head_sections(8, 2, 1)
+    assert [q.share(rank, 4)[:2] for rank in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert [kv.share(rank, 4)[:2] for rank in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("group_size", [1, 2, 3, 7])
+def test_however_heads_are_divided_each_query_head_is_with_one_rank_and_its_kv_head(num_kv_heads, group_size):
+    num_heads = num_kv_heads * group_size
+    q, kv = head_sections(num_heads, num_kv_heads, 1)
+    for num_ranks in range(1, num_heads + 1):
+        try:
+            shares = [(q.share(rank, num_ranks), kv.share(rank, num_ranks)) for rank in range(num_ranks)]
+        except UnsupportedModelError:
+            assert num_ranks > num_kv_heads and num_ranks % num_kv_heads  # some KV head has more ranks than queries
+            continue
+        owners = []
+        for (first, end, count), (first_kv, end_kv, _) in shares:
+            heads = range(first * num_heads // count, end * num_heads // count)
+            assert heads and {head // group_size for head in heads} == set(range(first_kv, end_kv))
+            owners += heads
+        assert sorted(owners) == list(range(num_heads))
+
+
+def test_widths_divide_evenly_in_the_largest_blocks_that_do():
+    assert [even(1536).share(rank, 4)[:2] for rank in range(2)] == [(0, 3), (3, 6)]  # of 12 blocks of 128
+    assert [even(1536).width(rank, 5) for rank in range(5)] == [256, 256, 256, 256, 512]
+    assert [even(99).width(rank, 2) for rank in range(2)] == [49, 50]
+    with pytest.raises(UnsupportedModelError, match="2 heads, columns or rows to divide"):
+        even(2).share(0, 3)
 
 
 def test_packed_tensors_divide_in_whole_packs_only():

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from tests.checkpoint.test_gguf_split import WEIGHTS, write
+from tests.frontend.test_sentencepiece_tokenizer import train
 from tests.security.conftest import check
 from tests.security.trial import Trial, refused
 
@@ -36,6 +38,8 @@ SHARDED = [
     "model-00002-of-00002.safetensors",
     "chat_template.json",
 ]
+# Where there is no tokenizer.json.
+SENTENCEPIECE = ["tokenizer.model", "added_tokens.json"]
 # Beside those, what is in folders and is never read.
 OTHERS = """
     README.md vocab.json merges.txt tokenizer.model added_tokens.json preprocessor_config.json adapter_config.json
@@ -162,6 +166,17 @@ def sharded(tmp_path_factory, folder) -> Path:
 
 
 @pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory, folder) -> Path:
+    made = tmp_path_factory.mktemp("sentencepiece")
+    for path in folder.iterdir():
+        if path.name not in ("tokenizer.json", *SENTENCEPIECE):
+            shutil.copy(path, made)
+    (made / "tokenizer.model").write_bytes(train(vocab_size=120, byte_fallback=False))
+    (made / "added_tokens.json").write_text('{"<|im_end|>": 120}')
+    return made
+
+
+@pytest.fixture(scope="module")
 def gguf(tmp_path_factory, smollm2) -> Path:
     made = tmp_path_factory.mktemp("gguf")
     (made / "model.gguf").symlink_to(smollm2)
@@ -178,20 +193,21 @@ def hostile(valid: Path, name: str, kind: Kind, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", ["folder", "sharded", "gguf"])
+@pytest.mark.parametrize("layout", ["folder", "sharded", "sentencepiece", "gguf"])
 def test_valid_folders_open(request, trial, layout):
     answer = trial.run(do="open_model", folder=str(request.getfixturevalue(layout)))
     check(answer["result"], answer)
 
 
-def test_every_file_that_is_looked_for_is_replaced_below(trial, folder, sharded):
+def test_every_file_that_is_looked_for_is_replaced_below(trial, folder, sharded, sentencepiece):
     """Fails when another kind of file is read: add it to the lists above."""
     trial.close()
     asked: set[str] = set()
-    for path in (folder, sharded):
+    for path in (folder, sharded, sentencepiece):
         check(trial.run(do="open_model", folder=str(path))["result"])
         asked.update(trial.run(do="asked_for", folder=str(path))["result"])
-    check(asked == {*SINGLE, *SHARDED}, asked ^ {*SINGLE, *SHARDED})
+    replaced = {*SINGLE, *SHARDED, *SENTENCEPIECE}
+    check(asked == replaced, asked ^ replaced)
 
 
 def test_files_are_opened_in_one_place():
@@ -213,7 +229,12 @@ def test_files_are_opened_in_one_place():
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize(
     ("layout", "name"),
-    [*(("folder", name) for name in SINGLE), *(("sharded", name) for name in SHARDED), ("gguf", "model.gguf")],
+    [
+        *(("folder", name) for name in SINGLE),
+        *(("sharded", name) for name in SHARDED),
+        *(("sentencepiece", name) for name in SENTENCEPIECE),
+        ("gguf", "model.gguf"),
+    ],
     ids=str,
 )
 def test_a_hostile_file_is_one_sentence(request, trial, tmp_path, layout, name, kind):
@@ -225,6 +246,21 @@ def test_a_hostile_file_is_one_sentence(request, trial, tmp_path, layout, name, 
         return
     said = refused(answer, "ModelError", "ConfigError")
     check(name in said or "GGUF" in said or "template" in said, said)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind is not terabyte_behind], ids=lambda kind: kind.__name__
+)
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_hostile_part_of_a_split_file_is_one_sentence(trial, tmp_path, kind, number):
+    write(tmp_path / "m.gguf", WEIGHTS, split_max_tensors=3)
+    replaced = tmp_path / f"m-{number:05}-of-00002.gguf"
+    content = replaced.read_bytes()
+    replaced.unlink()
+    kind(replaced, content)
+    for given in (1, 2):
+        said = refused(trial.run(do="open_tokenizer", path=str(tmp_path / f"m-{given:05}-of-00002.gguf")), "ModelError")
+        check(replaced.name in said, said)
 
 
 @pytest.mark.parametrize("kind", SPECIAL, ids=lambda kind: kind.__name__)

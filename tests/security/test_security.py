@@ -532,6 +532,10 @@ GRAMMARS = {
     "many choices": {"guided_choice": [str(idx) for idx in range(10_001)]},
     "left recursion": {"guided_grammar": 'root ::= root root | ""'},
     "nothing": {"guided_grammar": "root ::= root"},
+    "llama.cpp's, left recursion": {"grammar": 'root ::= root root | ""'},
+    "llama.cpp's, nothing": {"grammar": "root ::= root"},
+    "llama.cpp's, counted": {"grammar": "root ::= " + '("a"{9999}){9999} ' * 20},
+    "llama.cpp's, parentheses": {"grammar": "root ::= " + '(")" ' * 5000},
     "a file": {"guided_grammar": 'start: X\n%import "/etc/passwd"'},
     "tags": {"structured_outputs": {"structural_tag": NESTED}},
 }

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.json_schema_suite import Case, RandomSampler, judged
 
 from quire.errors import RequestError
+from quire.structured.engines.llguidance import LLGuidance
 from quire.structured.engines.xgrammar import XGrammar
 from quire.structured.grammars.json_grammar import json_grammar
 from quire.structured.spec import GrammarSpec
@@ -132,4 +133,27 @@ def test_properties_come_in_the_schemas_order_and_blanks_are_bounded(trial, voca
 
 
 def test_compact_json_has_no_blanks():
-    assert '" "' not in json_grammar('{"type": "object"}', compact=True)
+    assert '" "' not in json_grammar('{"type": "object"}', blanks="")
+
+
+@pytest.mark.parametrize(("engine", "pattern"), [(XGrammar, " {1,2}|\\r\\n"), (LLGuidance, "( {1,2}|\\r\\n)?")])
+def test_blanks_are_what_their_pattern_says(engine, pattern, vocabulary):
+    schema = json.dumps({"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]})
+    grammar = engine(vocabulary).compile(GrammarSpec("json", schema), pattern)
+    single = {token: token_id for token_id, token in enumerate(vocabulary.tokens) if len(token) == 1}
+
+    def fits(text: str) -> bool:
+        matcher = replayed(grammar, [single[bytes([byte])] for byte in text.encode()])
+        return matcher is not None and matcher.is_complete
+
+    assert fits('{ "a": []  }') and fits('{\r\n"a":  []\r\n}') and fits('{ "a": [ {}, "x" ] }')
+    assert not fits('{   "a": [] }') and not fits('{\n"a": [] }')
+    assert fits('{"a":[]}') is (engine is LLGuidance)  # where blanks may always be left out
+    with pytest.raises(RequestError, match="blanks only|match nothing, too"):
+        engine(vocabulary).compile(GrammarSpec("json", schema), " +" if engine is LLGuidance else " |,")
+
+
+@pytest.mark.parametrize("pattern", ["x", " |,", "[^a]*", "[a&&b]|(", "$^a"])
+def test_a_pattern_of_blanks_matches_nothing_else(pattern):
+    with pytest.raises(RequestError):
+        json_grammar("{}", blanks=pattern)

@@ -1,7 +1,7 @@
 """Beam search: of all continuations of a prompt, keeps the most likely few at every token.
 
-Called by `LLM.beam_search`. Every token is one call of `generate` with all beams of all prompts; what a beam has
-computed before is in the prefix cache. Knows tokens and logprobs, not text.
+Driven by `LLM.beam_search` and `server/beams.py`. Every beam is a request of one token; what it has computed before is
+in the prefix cache. Knows tokens and logprobs, not text.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -10,7 +10,6 @@ from quire.frontend.model import ModelInfo
 from quire.outputs import BeamSearchSequence, RequestOutput
 from quire.params import BeamSearchParams, SamplingParams
 
-Generate = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
 Score = Callable[[BeamSearchSequence], float]
 
 
@@ -45,26 +44,38 @@ class Search:
         return sorted([*self.completed, *self.beams], key=score, reverse=True)[:count]
 
 
-def beam_search(
-    generate: Generate, model: ModelInfo, prompts: Sequence[Sequence[int]], params: BeamSearchParams
-) -> list[list[BeamSearchSequence]]:
-    """The best sequences of each prompt."""
-    searches = [Search(prompt) for prompt in prompts]
-    end_ids = frozenset(() if params.ignore_eos else model.eos_ids)
-    # Twice as many as are kept: as many that are completed may be among them.
-    num_logprobs = min(2 * params.beam_width, model.vocab_size)
-    step = SamplingParams(logprobs=num_logprobs, max_tokens=1, temperature=0, detokenize=False)
+class BeamSearch:
+    """The searches of several prompts, token by token: what `asked` gives is to be answered with `step`'s parameters,
+    and the outputs go to `take`, until nothing is asked any more."""
 
-    def score(beam: BeamSearchSequence) -> float:
-        length = len(beam.tokens) - (beam.tokens[-1] in end_ids)
-        return beam.cum_logprob / max(length, 1) ** params.length_penalty
+    def __init__(self, model: ModelInfo, prompts: Sequence[Sequence[int]], params: BeamSearchParams) -> None:
+        self.model = model
+        self.params = params
+        self.searches = [Search(prompt) for prompt in prompts]
+        self.growing = self.searches
+        self.num_left = params.max_tokens
+        self.end_ids = frozenset(() if params.ignore_eos else model.eos_ids)
+        # Twice as many as are kept: as many that are completed may be among them.
+        num_logprobs = min(2 * params.beam_width, model.vocab_size)
+        self.step = SamplingParams(logprobs=num_logprobs, max_tokens=1, temperature=0, detokenize=False)
 
-    for _ in range(params.max_tokens):
-        growing = [search for search in searches if search.beams and len(search.beams[0].tokens) < model.max_model_len]
-        if not growing:
-            break
-        outputs = iter(generate([beam.tokens for search in growing for beam in search.beams], step))
-        for search in growing:
-            search.extend([next(outputs) for _ in search.beams], end_ids)
-            search.keep(params.beam_width, score)
-    return [search.best(params.beam_width, score) for search in searches]
+    def asked(self) -> list[list[int]]:
+        """The beams that still grow."""
+        limit = self.model.max_model_len if self.num_left else 0
+        self.growing = [search for search in self.searches if search.beams and len(search.beams[0].tokens) < limit]
+        return [beam.tokens for search in self.growing for beam in search.beams]
+
+    def take(self, outputs: Sequence[RequestOutput]) -> None:
+        self.num_left -= 1
+        each = iter(outputs)
+        for search in self.growing:
+            search.extend([next(each) for _ in search.beams], self.end_ids)
+            search.keep(self.params.beam_width, self._score)
+
+    def best(self) -> list[list[BeamSearchSequence]]:
+        """The best sequences of each prompt, best first."""
+        return [search.best(self.params.beam_width, self._score) for search in self.searches]
+
+    def _score(self, beam: BeamSearchSequence) -> float:
+        length = len(beam.tokens) - (beam.tokens[-1] in self.end_ids)
+        return beam.cum_logprob / max(length, 1) ** self.params.length_penalty

@@ -1,7 +1,7 @@
 """The `quire` command: finds the subcommand's file, builds its flags, turns errors into one line and an exit code.
 
 A file in `commands/` is a command: it has `HELP`, `OPTIONS` (classes whose fields become flags; `options_of(argv)`
-where they depend on what was typed) and `run(args)`.
+where they depend on what was typed) and `run(args)`; other names for it are its `ALIASES`.
 """
 
 import importlib
@@ -51,9 +51,11 @@ def parser(argv: list[str]) -> Parser:
     top.add_argument("--version", action="version", version=f"quire {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
     help_texts: Mapping[str, Any] = literals(COMMANDS, "HELP")
+    aliases: Mapping[str, Any] = literals(COMMANDS, "ALIASES")
     typed = next((word for word in argv if not word.startswith("-")), None)
+    typed = next((name for name, others in aliases.items() if typed in others), typed)
     for name, text in help_texts.items():
-        sub = commands.add_parser(name, help=text, description=text, add_help=True)
+        sub = commands.add_parser(name, aliases=aliases.get(name, ()), help=text, description=text, add_help=True)
         if name == typed:
             module = importlib.import_module(f"{COMMANDS}.{name}")
             if hasattr(module, "USAGE"):

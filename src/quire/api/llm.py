@@ -6,14 +6,14 @@ behind `frontend/`.
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from tqdm import tqdm
 
-from quire.api.beam_search import beam_search
+from quire.api.beam_search import BeamSearch
 from quire.config import EngineArgs, EngineConfig
 from quire.errors import RequestError
-from quire.frontend.chat import ChatTemplate, encode_chat
+from quire.frontend.chat import ChatTemplate, ContentFormat, encode_chat
 from quire.frontend.exchange import sleep_at
 from quire.frontend.hf_tokenizer import HFTokenizer
 from quire.frontend.inproc import InprocClient
@@ -81,7 +81,7 @@ class LLM:
         lora_request: None = None,
         priority: Priority = None,
         chat_template: str | None = None,
-        chat_template_content_format: str = "auto",
+        chat_template_content_format: ContentFormat = "auto",
         **template_options: Any,
     ) -> list[RequestOutput]:
         """One output per conversation. `chat_template`: a Jinja template instead of the model's own.
@@ -111,7 +111,7 @@ class LLM:
         lora_request: None = None,
         priority: Priority = None,
         chat_template: str | None = None,
-        chat_template_content_format: str = "auto",
+        chat_template_content_format: ContentFormat = "auto",
         use_tqdm: Progress = True,
         **template_options: Any,
     ) -> list[str]:
@@ -140,8 +140,10 @@ class LLM:
         with _bar(use_tqdm, len(all_ids), "Beam searches") as bar:
             for first in range(0, len(all_ids), at_once):
                 some_ids = all_ids[first : first + at_once]
-                found = beam_search(lambda each, step: self.generate(each, step, False), self.model, some_ids, params)
-                outputs += map(BeamSearchOutput, found)
+                search = BeamSearch(self.model, some_ids, params)
+                while asked := search.asked():
+                    search.take(self.generate(asked, search.step, False))
+                outputs += map(BeamSearchOutput, search.best())
                 bar.update(len(some_ids))
         for sequence in (sequence for output in outputs for sequence in output.sequences):
             if tokenizer is not None:
@@ -284,16 +286,18 @@ class LLM:
         self,
         messages: Messages | Sequence[Messages],
         chat_template: str | None,
-        content_format: str,
+        content_format: ContentFormat,
         template_options: dict[str, Any],
     ) -> list[Prompt]:
         """Conversations as token ids, with the text that they are."""
-        if content_format not in ("auto", "string"):
-            raise RequestError(
-                "templates always get the content of a message as text here: leave out chat_template_content_format"
-            )
+        if content_format not in get_args(ContentFormat):
+            message = f"chat_template_content_format must be auto, string or openai, not {content_format!r:.40}"
+            raise RequestError(message, "chat_template_content_format")
         tokenizer = self.model.need_tokenizer("a chat")
-        template = self.model.template if chat_template is None else ChatTemplate.of(tokenizer, chat_template)
+        template = self.model.template
+        if chat_template is not None or content_format != "auto":
+            source = chat_template if chat_template is not None else template.source
+            template = ChatTemplate.of(tokenizer, source, content_format)
         return [_chat_prompt(tokenizer, template, each, **template_options) for each in _as_conversations(messages)]
 
     def _finish(self, requests: list[RequestState], use_tqdm: Progress) -> list[RequestOutput]:

@@ -1,4 +1,4 @@
-"""Load on a server that speaks OpenAI's protocol, and what its clients see of it: streams, times, errors.
+"""Load on a server that speaks OpenAI's protocol or Anthropic's, and what its clients see: streams, times, errors.
 
 Called by `quire bench serve` and the serving benchmarks; `python -m quire.bench.loadgen` is one of its client
 processes, which gets a Load on standard input and answers with Reports on standard output, as lines of JSON. Knows
@@ -16,12 +16,12 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from quire.bench.http_client import Failure, HttpClient, HttpReply, StreamedReply
+from quire.bench.http_client import Failure, HttpClient, HttpReply, MessageReply, StreamedReply
 from quire.bench.summary import summary
 from quire.errors import ConfigError, QuireError
 
 MODULE = "quire.bench.loadgen"
-PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "messages": "/v1/messages"}
 PROGRESS_S = 0.2
 
 # Common enough to be one token each in almost every vocabulary; `measured_words` makes sure.
@@ -51,7 +51,7 @@ class Load(msgspec.Struct, frozen=True):
     output_len: int
     concurrency: int | None = None  # requests in flight at most
     request_rate: float | None = None  # Poisson arrivals per second; None: each client waits for its answer first
-    endpoint: Literal["chat", "completions"] = "completions"
+    endpoint: Literal["chat", "completions", "messages"] = "completions"
     api_key: str | None = None
     ignore_eos: bool = False
     seed: int = 0
@@ -69,17 +69,21 @@ class Load(msgspec.Struct, frozen=True):
             "max_tokens": self.output_len,
             "temperature": 0,
             "stream": True,
-            "stream_options": {"include_usage": True},
         }
-        if self.ignore_eos:
-            options["ignore_eos"] = True
+        if self.endpoint != "messages":  # Anthropic's protocol has no such fields
+            options["stream_options"] = {"include_usage": True}
+            if self.ignore_eos:
+                options["ignore_eos"] = True
         return msgspec.json.encode(self.prompt(text) | options | changes)
 
     def prompt(self, text: str) -> dict[str, Any]:
         """The fields of a request's body that hold its text."""
-        if self.endpoint == "chat":
+        if self.endpoint != "completions":
             return {"messages": [{"role": "user", "content": text}]}
         return {"prompt": text}
+
+    def reply(self) -> StreamedReply:
+        return MessageReply() if self.endpoint == "messages" else StreamedReply()
 
 
 class Shot(msgspec.Struct, array_like=True):
@@ -149,7 +153,7 @@ async def measured_words(client: HttpClient, load: Load) -> Load:
 
 async def shoot(client: HttpClient, load: Load, idx: int, due_s: float) -> Shot:
     """Sends request `idx` and watches its answer."""
-    answer = StreamedReply()
+    answer = load.reply()
     error: str | None = None
     try:
         async with asyncio.timeout(load.timeout_s):
@@ -273,7 +277,7 @@ async def prepared(client: HttpClient, load: Load) -> Load:
             raise Failure(f"http {reply.status}", reply.message())
         load = msgspec.structs.replace(load, model=msgspec.json.decode(reply.content)["data"][0]["id"])
     load = await measured_words(client, load)
-    trial = StreamedReply()
+    trial = load.reply()
     await client.post(PATHS[load.endpoint], load.body(-1, max_tokens=1), trial)
     trial.check()
     return load

@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file and hands out its tensors as views into the mapped file.
+"""Reads the header of a GGUF file, or of all parts of a split one, and hands out tensors as views into mapped files.
 
 Called by `hf_config` (sizes), the tokenizer (vocabulary) and the worker's loader (weights). Knows the container only:
 not what a key or a tensor means, and not torch. Every count and offset is checked against the file before it is used.
@@ -7,13 +7,15 @@ not what a key or a tensor means, and not torch. Every count and offset is check
 import math
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
+from quire.checkpoint.gguf_names import PartName, missing_parts
 from quire.checkpoint.mapped import MappedFile
-from quire.errors import BadModelFileError, UnsupportedModelError
+from quire.errors import BadModelFileError, ModelNotFoundError, UnsupportedModelError
+from quire.utils.files import is_there
 
 MAGIC = b"GGUF"
 
@@ -50,12 +52,13 @@ _TYPE_NAMES: dict[int, str] = {
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 
-# A file may be sparse and hundreds of gigabytes long, so its own length does not bound the work. These limits do, at
-# about ten times what real models have.
+# A file may be sparse and hundreds of gigabytes long, so its own length does not bound the work. These limits do, for
+# all parts of a model together, at about ten times what real models have.
 _MAX_HEADER_BYTES = 1 << 28
 _MAX_KEYS = 1 << 16
 _MAX_TENSORS = 1 << 17
-_MAX_ARRAY_ITEMS = 1 << 22  # all arrays of one file together
+_MAX_ARRAY_ITEMS = 1 << 22
+_MAX_PARTS = 512  # each stays open
 _MAX_DIMS = 4
 _MAX_ALIGNMENT = 1 << 20
 _DEFAULT_ALIGNMENT = 32
@@ -63,40 +66,47 @@ _DEFAULT_ALIGNMENT = 32
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """One tensor in the file: `shape` is row-major (the file's own order reversed), `offset` from the file's start."""
+    """One tensor: `shape` is row-major (the file's own order reversed), `offset` from the start of its file."""
 
     name: str
     type_name: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    part: int = 0  # of a split file, from 0
 
 
 class GGUFFile:
-    """An open GGUF file; a context manager. `metadata` and `tensors` stay usable after `close()`."""
+    """An open GGUF file, or the parts of a split one, of which `path` may be any; a context manager.
+
+    `metadata` (a split file has it in its first part) and `tensors` stay usable after `close()`.
+    """
 
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._file = MappedFile(self.path)
+        self._parts: list[_Part] = []
         try:
-            self._read_header()
+            self._parts = self._open()
+            self.metadata = self._parts[0].metadata
+            self.tensors = self._joined()
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
     def data(self, tensor: GGUFTensor) -> memoryview:
         """The tensor's bytes in the mapped file: read-only and not copied."""
-        return self._file.view(tensor.offset, tensor.nbytes)
+        return self._parts[tensor.part].file.view(tensor.offset, tensor.nbytes)
 
     def forget(self, tensor: GGUFTensor) -> None:
         """Once the tensor was read: its pages no longer count as this process's memory."""
-        self._file.forget(tensor.offset, tensor.nbytes)
+        self._parts[tensor.part].file.forget(tensor.offset, tensor.nbytes)
 
     def close(self) -> None:
-        self._file.close()
+        for part in self._parts:
+            part.file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -106,19 +116,110 @@ class GGUFFile:
     ) -> None:
         self.close()
 
-    def _read_header(self) -> None:
-        cursor = _Cursor(self._file.raw, self.path.name)
+    def _open(self) -> list["_Part"]:
+        """All parts, in order."""
+        budget = _Budget()
+        given = self._add(self.path, budget)
+        num_parts = given.whole("split.count", default=1)
+        if num_parts <= 1:
+            return [given]
+        if num_parts > _MAX_PARTS:
+            raise _bad(given.name, f"it says that it is one of {num_parts} parts, the limit is {_MAX_PARTS}")
+        own = PartName.of(given.name)
+        if own is None:
+            raise ModelNotFoundError(
+                f"{given.name} is one of {num_parts} parts of a split file and its name does not say which: "
+                f"give all parts in one folder names such as model-00001-of-{num_parts:05}.gguf."
+            )
+        if own.count != num_parts or not 1 <= own.number <= num_parts:
+            raise _bad(given.name, f"it says that it is one of {num_parts} parts, which is not what its name says")
+        self._check_all_there(own)
+        parts = []
+        for idx in range(num_parts):
+            is_given = idx == own.number - 1
+            part = given if is_given else self._add(self.path.with_name(own.sibling(idx + 1)), budget)
+            parts.append(part)
+            part.check_is(idx, given)
+        return parts
+
+    def _add(self, path: Path, budget: "_Budget") -> "_Part":
+        """Opens one part; kept at once, so that it is closed whatever its header holds."""
+        part = _Part(path)
+        self._parts.append(part)
+        part.read_header(budget)
+        return part
+
+    def _check_all_there(self, own: PartName) -> None:
+        names = [own.sibling(number) for number in range(1, own.count + 1)]
+        missing = missing_parts([name for name in names if is_there(self.path.with_name(name))])
+        if missing:
+            others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            are = "are" if others else "is"
+            raise ModelNotFoundError(
+                f"{self.path.name} is one of {own.count} parts, of which {missing[0]}{others} {are} not there: "
+                "put all parts into one folder."
+            )
+
+    def _joined(self) -> dict[str, GGUFTensor]:
+        """The tensors of all parts; each knows its part."""
+        tensors = self._parts[0].tensors
+        for idx, part in enumerate(self._parts[1:], 1):
+            for name, tensor in part.tensors.items():
+                if name in tensors:
+                    other = self._parts[tensors[name].part].name
+                    raise _bad(part.name, f"it holds the tensor {name!r:.80}, which {other} holds as well")
+                tensors[name] = replace(tensor, part=idx)
+        claimed = self._parts[0].whole("split.tensors.count", default=len(tensors))
+        if len(self._parts) > 1 and len(tensors) != claimed:
+            raise _bad(
+                self._parts[0].name,
+                f"it says that all parts have {claimed} tensors, and they have {len(tensors)}: "
+                "one of them is of another model",
+            )
+        return tensors
+
+
+class _Part:
+    """One file, mapped, with what its own header says."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.name
+        self.file = MappedFile(path)
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, GGUFTensor] = {}
+
+    def whole(self, key: str, default: int) -> int:
+        """The whole number under a key."""
+        value = self.metadata.get(key, default)
+        if type(value) is not int or value < 0:
+            raise _bad(self.name, f"its {key} is not a whole number")
+        return value
+
+    def check_is(self, idx: int, given: "_Part") -> None:
+        """BadModelFileError unless this is the part its name says, of the same model as the given one."""
+        num_parts = given.whole("split.count", 1)
+        if self.whole("split.count", 1) != num_parts:
+            raise _bad(self.name, f"it is not one of {num_parts} parts: it belongs to another model than {given.name}")
+        number = self.whole("split.no", 0)
+        if number != idx:
+            raise _bad(self.name, f"it is part {number + 1} under the name of part {idx + 1}")
+        for key in ("split.tensors.count", "general.architecture"):
+            own, others = self.metadata.get(key), given.metadata.get(key)
+            if own is not None and others is not None and own != others:
+                raise _bad(self.name, f"it belongs to another model than {given.name} (its {key} differs)")
+
+    def read_header(self, budget: "_Budget") -> None:
+        cursor = _Cursor(self.file.raw, self.name, budget)
         if cursor.read_bytes(4) != MAGIC:
             cursor.fail("it does not begin with the letters GGUF")
         version = cursor.integer("I")
         if version not in (2, 3):
             is_big_endian = version & 0xFFFF == 0
             kind = "big-endian GGUF file" if is_big_endian else f"GGUF file of version {version}"
-            raise UnsupportedModelError(f"{self.path.name} is a {kind}: convert it to little-endian GGUF version 3.")
+            raise UnsupportedModelError(f"{self.name} is a {kind}: convert it to little-endian GGUF version 3.")
         # The smallest tensor record takes 8 + 4 + 8 + 4 + 8 bytes, the smallest key-value 8 + 1 + 4 + 1.
-        num_tensors = cursor.count("Q", "tensors", least_bytes=32, limit=_MAX_TENSORS)
-        num_keys = cursor.count("Q", "keys", least_bytes=14, limit=_MAX_KEYS)
-        self.metadata = {}
+        num_tensors = cursor.count("Q", "tensors", least_bytes=32, limit=budget.tensors)
+        num_keys = cursor.count("Q", "keys", least_bytes=14, limit=budget.keys)
         for _ in range(num_keys):
             key = cursor.string()
             if not key or key in self.metadata:
@@ -130,6 +231,9 @@ class GGUFFile:
         if len(self.tensors) != num_tensors:
             cursor.fail("two tensors have the same name")
         self._check_no_overlap(cursor)
+        budget.tensors -= num_tensors
+        budget.keys -= num_keys
+        budget.header_bytes -= cursor.position
 
     def _alignment(self, cursor: "_Cursor") -> int:
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
@@ -146,7 +250,7 @@ class GGUFFile:
             cursor.fail(f"{label} has the unknown type number {record.type_id}")
         if type_name not in BLOCK:
             raise UnsupportedModelError(
-                f"{self.path.name} holds {type_name} weights: use a file of the types Quire reads, {', '.join(BLOCK)}."
+                f"{self.name} holds {type_name} weights: use a file of the types Quire reads, {', '.join(BLOCK)}."
             )
         block_elements, block_bytes = BLOCK[type_name]
         if record.dims[0] % block_elements:
@@ -155,8 +259,8 @@ class GGUFFile:
         offset = data_start + record.offset
         if record.offset % self._alignment(cursor):
             cursor.fail(f"{label} is not aligned")
-        if offset + nbytes > len(self._file.raw):
-            cursor.fail(f"{label} ends at byte {offset + nbytes}, the file at byte {len(self._file.raw)}")
+        if offset + nbytes > len(self.file.raw):
+            cursor.fail(f"{label} ends at byte {offset + nbytes}, the file at byte {len(self.file.raw)}")
         return GGUFTensor(record.name, type_name, record.dims[::-1], offset, nbytes)
 
     def _check_no_overlap(self, cursor: "_Cursor") -> None:
@@ -177,18 +281,28 @@ class _Record:
     offset: int
 
 
+@dataclass(slots=True)
+class _Budget:
+    """What the headers of a model's parts may still hold."""
+
+    header_bytes: int = _MAX_HEADER_BYTES
+    keys: int = _MAX_KEYS
+    tensors: int = _MAX_TENSORS
+    array_items: int = _MAX_ARRAY_ITEMS
+
+
 class _Cursor:
     """Reads the header front to back and fails before reading past its end."""
 
-    def __init__(self, buffer: mmap.mmap, file_name: str) -> None:
+    def __init__(self, buffer: mmap.mmap, file_name: str, budget: _Budget) -> None:
         self._buffer = buffer
         self._file_name = file_name
-        self._end = min(len(buffer), _MAX_HEADER_BYTES)
-        self._items_left = _MAX_ARRAY_ITEMS
+        self._end = min(len(buffer), budget.header_bytes)
+        self._budget = budget
         self.position = 0
 
     def fail(self, why: str) -> NoReturn:
-        raise BadModelFileError(f"{self._file_name} is not usable: {why}; fetch it again or use another GGUF file.")
+        raise _bad(self._file_name, why)
 
     def fail_truncated(self) -> NoReturn:
         self.fail("it ends in the middle of its header (truncated?)")
@@ -244,8 +358,8 @@ class _Cursor:
             self.fail("it nests arrays in arrays")
         code = _SCALARS.get(kind, "B")
         item_bytes = 8 if kind == _STRING else struct.calcsize("<" + code)
-        count = self.count("Q", "array items", least_bytes=item_bytes, limit=self._items_left)
-        self._items_left -= count
+        count = self.count("Q", "array items", least_bytes=item_bytes, limit=self._budget.array_items)
+        self._budget.array_items -= count
         if kind == _STRING:
             return self._strings(count)
         if kind == _BOOL:
@@ -279,6 +393,10 @@ class _Cursor:
         if raw.strip(b"\0\1"):
             self.fail("a boolean is neither 0 nor 1")
         return [byte == 1 for byte in raw]
+
+
+def _bad(file_name: str, why: str) -> BadModelFileError:
+    return BadModelFileError(f"{file_name} is not usable: {why}; fetch it again or use another GGUF file.")
 
 
 def _round_up(number: int, multiple: int) -> int:

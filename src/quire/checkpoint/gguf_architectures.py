@@ -429,7 +429,5 @@ def gguf_architecture(gguf: GGUFFile) -> GGUFArchitecture:
         raise UnsupportedModelError(
             f"{gguf.path.name} has the architecture {name!r:.80}: Quire reads GGUF files of {known}."
         )
-    if gguf.metadata.get("split.count", 0) not in (0, 1):
-        raise UnsupportedModelError(f"{gguf.path.name} is one of several parts: join them, `llama-gguf-split --merge`.")
     row = GGUF_ARCHITECTURES[name]
     return next((variant for holds, variant in row.variants if holds(gguf)), row)

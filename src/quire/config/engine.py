@@ -67,6 +67,9 @@ class ModelConfig:
     )
     seed: int = knob(0, "seed for requests that bring none, and for dummy weights", low=0)
     chat_template: str | None = knob(None, "a Jinja template, or a file with one, instead of the model's own")
+    chat_template_content_format: Literal["auto", "string", "openai"] = knob(
+        "auto", "how the template gets the content of messages: as text, or (openai) as a list of parts; auto finds out"
+    )
     skip_tokenizer_init: bool = knob(False, "load no tokenizer: prompts and answers are token ids only")
     default_chat_template_kwargs: dict = knob(
         {}, 'arguments of the chat template where requests bring none, e.g. {"enable_thinking": false}', metavar="JSON"
@@ -121,7 +124,10 @@ class SchedulerConfig:
     )
     scheduling_policy: Literal["fcfs", "priority"] = knob("fcfs", "order of requests: by arrival, or by priority first")
     pipeline_depth: int | None = knob(
-        None, "steps in flight: 1 waits for each, 2 plans ahead (default: by device)", low=1, high=2
+        None,
+        "steps in flight: 1 waits for each, 2 plans ahead; a pipeline has as many as stages (default: by device)",
+        low=1,
+        high=1024,
     )
 
     def __post_init__(self) -> None:
@@ -144,11 +150,6 @@ class DeviceConfig:
     num_threads: int | None = knob(
         None, "threads for CPU kernels (default: the cores this process may use, when serving one less)", low=1
     )
-    executor: str = knob(
-        "inproc",
-        "how the engine reaches its workers: inproc; echo repeats prompts (echo:50: so many steps a second); "
-        "or the dotted path of a module",
-    )
     attention_backend: str = knob(
         "auto", "how attention is computed: triton, native, reference, flash_attn or flashinfer; auto: by device"
     )
@@ -156,6 +157,41 @@ class DeviceConfig:
 
     def __post_init__(self) -> None:
         check(self)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Several devices"""
+
+    tensor_parallel_size: int = knob(1, "devices that divide every layer among them", low=1, high=1024)
+    pipeline_parallel_size: int = knob(
+        1, "stages that divide the layers among them, one after the other", low=1, high=1024
+    )
+    enable_expert_parallel: bool = knob(
+        False, "divide the experts among the devices of a stage, instead of dividing each expert"
+    )
+    distributed_executor_backend: str | None = knob(
+        None,
+        "how the engine reaches its workers: inproc (uni), one in its own process; mp, a process each; echo repeats "
+        "prompts (echo:50: so many steps a second); or the dotted path of a module (default: mp for several workers)",
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.executor == "inproc" and self.num_workers > 1:
+            raise ConfigError(
+                f"{self.num_workers} workers need processes of their own: "
+                "leave --distributed-executor-backend out, or say mp"
+            )
+
+    @property
+    def num_workers(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def executor(self) -> str:
+        """The file of executor/, and what it is told after a colon; or a dotted path."""
+        return self.distributed_executor_backend or ("multiproc" if self.num_workers > 1 else "inproc")
 
 
 @dataclass(frozen=True)
@@ -170,13 +206,14 @@ class StructuredConfig:
     )
     tool_call_parser: str = knob(
         "auto",
-        "format of tool calls: deepseek_v3, generic_json, glm4, granite, harmony, hermes, llama3_json, llama_pythonic, "
-        "mistral or phi4; auto: by the chat template; none: they stay text",
+        "format of tool calls: deepseek_v3, deepseek_v31, ernie45, gemma4, generic_json, glm4, granite, harmony, "
+        "hermes, hunyuan, hy_v3, kimi_k2, llama3_json, llama_pythonic, longcat, minimax_m2, mistral, olmo3, phi4, "
+        "qwen3_coder, seed_oss or xlam; auto: by the chat template; none: they stay text",
     )
     reasoning_parser: str = knob(
         "auto",
-        "how thinking is told from the answer: granite, harmony, mistral or think; auto: by the chat template; "
-        "none: it is not",
+        "how thinking is told from the answer: ernie45, gemma4, granite, harmony, hunyuan, hy_v3, kimi_k2, mistral, "
+        "seed_oss or think; auto: by the chat template; none: it is not",
     )
     logits_processors: list[str] = knob([], "your own processors of logits, as package.module:Class", metavar="CLASS")
 
@@ -222,8 +259,14 @@ class EngineConfig:
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     device: DeviceConfig = DeviceConfig()
+    parallel: ParallelConfig = ParallelConfig()
     structured: StructuredConfig = StructuredConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
+
+    def __post_init__(self) -> None:
+        depth, num_stages = self.scheduler.pipeline_depth, self.parallel.pipeline_parallel_size
+        if depth is not None and depth > max(2, num_stages):
+            raise ConfigError(f"pipeline_depth must be at most {max(2, num_stages)}, not {depth}")
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":

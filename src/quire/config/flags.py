@@ -61,13 +61,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def rewritten(words: Sequence[str], actions: Mapping[str, argparse.Action]) -> list[str]:
-    """The words of a command line as argparse reads them.
+    """The words of a command line as argparse reads them: flags first, then the others.
 
     Underscores in names become dashes, `--name.key VALUE` becomes a part of the JSON of `--name`, and of a flag that
     takes several values each gets its own: all that follow if MODEL came before, else the first, so that a MODEL that
     follows is never taken for a value.
     """
     found: list[str] = []
+    others: list[str] = []  # together: argparse gives MODEL and PROMPT nothing more once a flag was between them
     parts: dict[str, dict[str, Any]] = {}  # flag -> its JSON
     model_came = False
     waiting = deque(words)
@@ -75,9 +76,12 @@ def rewritten(words: Sequence[str], actions: Mapping[str, argparse.Action]) -> l
         word = waiting.popleft()
         if re.fullmatch(r"-O\d", word):
             word = f"--optimization-level={word[2:]}"
-        if word == "--" or not re.match(r"--?[A-Za-z]", word):
+        if word == "--":
+            others += [word, *waiting]
+            break
+        if not re.match(r"--?[A-Za-z]", word):
             model_came = True
-            found.append(word)
+            others.append(word)
             continue
         name, equals, value = word.partition("=")
         if name.startswith("--"):
@@ -96,7 +100,7 @@ def rewritten(words: Sequence[str], actions: Mapping[str, argparse.Action]) -> l
             found.append(name + equals + value)
             if action is not None and action.nargs is None and not equals and waiting:
                 found.append(waiting.popleft())
-    return found + [f"{name}={json.dumps(content)}" for name, content in parts.items()]
+    return found + [f"{name}={json.dumps(content)}" for name, content in parts.items()] + others
 
 
 def _put(content: dict[str, Any], keys: list[str], text: str) -> None:
@@ -200,7 +204,7 @@ def _add_flag(section: Any, field: dataclasses.Field, hint: Any) -> None:
         return
     name = "--" + field.name.replace("_", "-")
     if kind is bool:
-        _add_switch(section, name, field.name, bool(default), common)
+        _add_switch(section, [name, *_short(field)], bool(default), common)
         return
     common["metavar"] = field.metadata.get("metavar") or _metavar(kind)
     common["type"] = reader(kind, field.name)
@@ -208,21 +212,22 @@ def _add_flag(section: Any, field: dataclasses.Field, hint: Any) -> None:
         common |= {"choices": choices, "metavar": "{" + ",".join(choices) + "}"}
     elif typing.get_origin(kind) is list:
         common |= {"action": _EachOwn, "type": reader(typing.get_args(kind)[0], field.name)}
-    short = [
-        field.metadata.get("short"),
-        *field.metadata.get("names", ()),
-        *(flag for flag, own in SHORT.items() if own == field.name),
-    ]
-    section.add_argument(name, *filter(None, short), **common)
+    section.add_argument(name, *_short(field), **common)
 
 
-def _add_switch(section: Any, name: str, dest: str, default: bool, common: dict[str, Any]) -> None:
+def _short(field: dataclasses.Field) -> list[str]:
+    """Its other flags."""
+    own = [field.metadata["short"]] if field.metadata.get("short") else []
+    return [*own, *field.metadata.get("names", ()), *(flag for flag, name in SHORT.items() if name == field.name)]
+
+
+def _add_switch(section: Any, names: list[str], default: bool, common: dict[str, Any]) -> None:
     if default:
-        section.add_argument(name, action=argparse.BooleanOptionalAction, **common)
+        section.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
         return
-    section.add_argument(name, action="store_true", **common)
+    action = section.add_argument(*names, action="store_true", **common)
     hidden = {**common, "help": argparse.SUPPRESS}
-    section.add_argument("--no-" + name[2:], dest=dest, action="store_false", **hidden)
+    section.add_argument("--no-" + names[0][2:], dest=action.dest, action="store_false", **hidden)
 
 
 def _metavar(kind: Any) -> str:

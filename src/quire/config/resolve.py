@@ -53,7 +53,9 @@ def resolve(
 ) -> EngineConfig:
     """`path` and `kind` ("gguf" or "hf") of the model's files, its config in Hugging Face's words."""
     model, scheduler = config.model, config.scheduler
+    num_workers = config.parallel.num_workers
     device = choose_device(config.device.device, machine)
+    _check_devices(config, device, machine)
     dtype = _auto_dtype(device, hf_config) if model.dtype == "auto" else model.dtype
     cache_dtype = _kv_cache_dtype(config.cache.kv_cache_dtype, dtype, hf_config)
     # A value's tokens lie side by side there: so many fill what the memory reads at once.
@@ -67,6 +69,11 @@ def resolve(
         )
     if speculation is not None and speculation.chances and model.load_format != "dummy":
         raise ConfigError("synthetic acceptance makes text meaningless: it needs --load-format dummy")
+    if speculation is not None and not speculation.is_of_core and config.parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"the method {speculation.method} guesses in the worker that chooses tokens, which is not the one that "
+            "reads them if --pipeline-parallel-size is over 1: use the method suffix"
+        )
     if draft is not None and speculation is not None:
         config = _with_draft(config, speculation, draft, device, max_model_len)
     return config.replace(
@@ -78,11 +85,25 @@ def resolve(
         max_model_len=max_model_len,
         device=device,
         # The process that serves HTTP needs a core of its own.
-        num_threads=config.device.num_threads or max(1, machine.num_cores - serving),
+        num_threads=config.device.num_threads or max(1, (machine.num_cores - serving) // num_workers),
         max_num_batched_tokens=scheduler.max_num_batched_tokens or max(step_tokens, scheduler.max_num_seqs),
-        # On a CPU, submit() returns when the step is computed: planning ahead gains nothing.
-        pipeline_depth=scheduler.pipeline_depth or (2 if device == "cuda" else 1),
+        pipeline_depth=_depth(config, device),
     )
+
+
+def _depth(config: EngineConfig, device: str) -> int:
+    """Steps in flight. On a CPU, submit() returns when the step is computed: planning ahead gains nothing."""
+    num_stages = config.parallel.pipeline_parallel_size
+    return config.scheduler.pipeline_depth or max(num_stages, 2 if device == "cuda" else 1)
+
+
+def _check_devices(config: EngineConfig, device: str, machine: Machine) -> None:
+    num_workers = config.parallel.num_workers
+    if device == "cuda" and num_workers > machine.num_gpus and config.parallel.executor == "multiproc":
+        raise ConfigError(
+            f"{num_workers} workers need a GPU each, and there are {machine.num_gpus}: lower --tensor-parallel-size "
+            "or --pipeline-parallel-size"
+        )
 
 
 def _with_draft(

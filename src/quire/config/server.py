@@ -7,6 +7,7 @@ import ipaddress
 import re
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
 from quire.config.fields import check, knob
 from quire.errors import ConfigError
@@ -14,6 +15,7 @@ from quire.errors import ConfigError
 _ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.\-\[\]:]+")
 _KEY = re.compile(r"[\x21-\x7e]+")  # what a header can carry
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
+_COLLECTOR = re.compile(r"(https?|grpcs?)://[A-Za-z0-9.\-\[\]:]+(/[A-Za-z0-9._~/-]*)?")
 _METRICS_PREFIX = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)?")
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -64,6 +66,10 @@ class ServerConfig:
     metrics_prefix: str = knob("quire:", "what the names of metrics begin with; vllm: for dashboards made for vLLM")
     metrics_port: int | None = knob(None, "serve /metrics there, and nothing else, without a key", low=0, high=65535)
     metrics_host: str = knob("127.0.0.1", "address that --metrics-port listens on")
+    otlp_traces_endpoint: str | None = knob(
+        None, "send traces to this OpenTelemetry collector, as http://host:4318 or grpc://host:4317", metavar="URL"
+    )
+    otlp_traces_content: bool = knob(False, "put prompts and answers into traces")
     log_level: LogLevel | None = knob(
         None, "least level that is logged (default: QUIRE_LOG_LEVEL, else info here and warning elsewhere)"
     )
@@ -90,6 +96,7 @@ class ServerConfig:
             raise ConfigError("--root-path must be a path such as /llm")
         if not _METRICS_PREFIX.fullmatch(self.metrics_prefix):
             raise ConfigError("--metrics-prefix must be letters, digits, _ and :, such as vllm:")
+        self._check_traces()
 
     def _check_tls(self) -> None:
         given = {
@@ -103,6 +110,13 @@ class ServerConfig:
                 raise ConfigError(f"{flag} needs --ssl-certfile")
         if self.ssl_cert_reqs and not self.ssl_ca_certs:
             raise ConfigError("--ssl-cert-reqs needs --ssl-ca-certs, which says whose certificates are good")
+
+    def _check_traces(self) -> None:
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not _is_collector(endpoint):
+            raise ConfigError("--otlp-traces-endpoint must be a URL such as http://127.0.0.1:4318 or grpc://host:4317")
+        if self.otlp_traces_content and endpoint is None:
+            raise ConfigError("--otlp-traces-content needs --otlp-traces-endpoint")
 
     def open_doors(self) -> list[str]:
         """Warnings for the log: what anybody who reaches the server may do, although it may not be meant so."""
@@ -120,6 +134,14 @@ class ServerConfig:
         if not self.uds and not _is_loopback(self.host):
             found.append(f"anybody who reaches {self.host} may use this server: give --api-key, or listen on 127.0.0.1")
         return found
+
+
+def _is_collector(url: str) -> bool:
+    """A key for a collector is no part of its URL, which process lists show: see OTEL_EXPORTER_OTLP_HEADERS."""
+    try:
+        return bool(_COLLECTOR.fullmatch(url)) and urlsplit(url).port != 0 and bool(urlsplit(url).hostname)
+    except ValueError:
+        return False
 
 
 def _is_loopback(host: str) -> bool:

@@ -72,13 +72,13 @@ WITHOUT_EFFECT = {
     "the tokenizer is always the fast one": "tokenizer_mode=auto|fast|slow|hf tokenizer_pool_size renderer_num_workers",
     "tool calls are read wherever the model's format is known": "enable_auto_tool_choice?",
     "thinking is told apart wherever the model's format is known": "enable_reasoning?",
-    "the template's own way to write messages is found by itself": "chat_template_content_format",
     "this is always so": (
         "enable_prompt_tokens_details? enable_request_id_headers? enable_server_load_tracking? "
         "enable_tokenizer_info_endpoint? enable_sleep_mode? disable_frontend_multiprocessing? "
         "enable_cumem_allocator? enable_offline_docs? aggregate_engine_logging? fail_on_environ_validation?"
     ),
     "prompts are never logged unless --log-requests says so": "disable_log_requests? max_log_len enable_log_deltas?",
+    "traces always tell queue, prefill, decode and parsing apart": "collect_detailed_traces*",
     "the status line and /metrics cost nothing worth saving": "disable_log_stats?",
     "/docs and /openapi.json need a key wherever other paths do": "disable_fastapi_docs?",
     "a reader that keeps up gets every token at once, for others events merge": "stream_interval",
@@ -109,9 +109,9 @@ WITHOUT_EFFECT = {
 
 # What would change what happens: accepted only with the value that changes nothing, else refused with these words.
 REFUSED = {
-    "one device is used so far: leave it out": (
-        "tensor_parallel_size=1 pipeline_parallel_size=1 data_parallel_size=1 decode_context_parallel_size=1 "
-        "prefill_context_parallel_size=1 enable_expert_parallel? data_parallel_rank data_parallel_start_rank "
+    "devices divide layers so far, not requests or contexts: use -tp and -pp": (
+        "data_parallel_size=1 decode_context_parallel_size=1 "
+        "prefill_context_parallel_size=1 data_parallel_rank data_parallel_start_rank "
         "data_parallel_size_local=1 data_parallel_address data_parallel_rpc_port data_parallel_backend=mp "
         "data_parallel_hybrid_lb? data_parallel_external_lb? data_parallel_multi_port_external_lb? dcp_comm_backend "
         "dcp_q_replicate? dcp_kv_cache_interleave_size=1 cp_kv_cache_interleave_size=1 enable_hc_sp? "
@@ -121,7 +121,7 @@ REFUSED = {
         "expert_placement_strategy=linear enable_nccl_comm_suspend? distributed_timeout_seconds "
         "cpu_distributed_timeout_seconds enable_shm_tensor_arena?"
     ),
-    "one machine is used so far: leave it out": (
+    "one machine is used so far, with -tp and -pp: leave it out": (
         "nnodes=1 node_rank=0 master_addr=127.0.0.1 master_port=29501 headless? ray_workers_use_nsight? "
         "enable_fault_tolerance? fault_tolerance_config"
     ),
@@ -172,8 +172,8 @@ REFUSED = {
     "put a proxy in front of the server": "middleware* allow_credentials? sse_keep_alive_interval=0 ssl_ciphers",
     "the fingerprint tells version and model": "fingerprint_mode=full|hash fingerprint_value",
     "only HTTP is spoken": "grpc? grpc_port tokens_only? enable_scale_out?",
-    "traces and profiles are not written: use /metrics, or benchmarks/gpu_profile.py": (
-        "otlp_traces_endpoint collect_detailed_traces* profiler_config enable_layerwise_nvtx_tracing? "
+    "profiles are not written: use /metrics, or benchmarks/gpu_profile.py": (
+        "profiler_config enable_layerwise_nvtx_tracing? "
         "enable_mfu_metrics? enable_logging_iteration_details? kv_cache_metrics? kv_cache_metrics_sample "
         "show_hidden_metrics_for_version custom_histogram_buckets enable_trace_replay?"
     ),
@@ -193,7 +193,7 @@ REFUSED = {
 # Other names of options of ours. A switch gives the value that stands there.
 ALIASES: dict[str, tuple[str, Any]] = {
     "device_memory_utilization": ("gpu_memory_utilization", None),
-    "distributed_executor_backend": ("executor", None),
+    "executor": ("distributed_executor_backend", None),
     "guided_decoding_backend": ("structured_outputs_backend", None),
     "max_num_queued_reqs": ("max_queued_requests", None),
     "uvicorn_log_level": ("log_level", None),
@@ -221,19 +221,20 @@ VALUES: dict[str, dict[Any, Any]] = {
     ),
     "max_model_len": {-1: None, "-1": None, "auto": None},
     "endpoint": {"/v1/completions": "completions", "/v1/chat/completions": "chat"},
-    "executor": {"uni": "inproc", "mp": "inproc"},
+    "distributed_executor_backend": {"uni": "inproc", "mp": "multiproc"},
     "log_level": {"critical": "error", "trace": "debug"},
     "structured_outputs_backend": {"guidance": "llguidance", "outlines": "auto", "lm-format-enforcer": "auto"},
     "tool_call_parser": {
         "openai": "harmony", "pythonic": "llama_pythonic", "llama4_pythonic": "llama_pythonic",
         "llama4_json": "llama3_json", "phi4_mini_json": "phi4", "glm45": "glm4", "glm47": "glm4",
-        "qwen3_json": "hermes",
+        "qwen3_json": "hermes", "granite4": "hermes", "qwen3_xml": "qwen3_coder", "step3p5": "qwen3_coder",
+        "lfm2": "llama_pythonic", "hunyuan_a13b": "hunyuan",
     },
     "reasoning_parser": {
-        "openai_gptoss": "harmony", "granite_thinking_parser": "granite",
+        "openai_gptoss": "harmony", "granite_thinking_parser": "granite", "hunyuan_a13b": "hunyuan",
         **dict.fromkeys(
-            ("deepseek_r1", "deepseek_v3", "deepseek_v31", "qwen3", "glm45", "glm47", "ernie45", "hunyuan_a13b",
-             "kimi_k2", "minimax_m2", "minimax_m2_append_think", "nemotron_v3", "olmo3", "step3", "mimo", "holo2"),
+            ("deepseek_r1", "deepseek_v3", "deepseek_v31", "qwen3", "glm45", "glm47", "minimax_m2",
+             "minimax_m2_append_think", "nemotron_v3", "olmo3", "step3", "mimo", "holo2"),
             "think",
         ),
     },

@@ -19,7 +19,7 @@ from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.errors import EngineError
 from quire.executor.base import Executor
-from quire.kv.groups import check_capacity, form_layout, num_blocks_for, with_blocks
+from quire.kv.groups import check_capacity, form_layout, with_blocks
 from quire.kv.manager import KVManager
 from quire.kv.specs import KVLayout
 from quire.kv.tier import NoTier
@@ -32,6 +32,7 @@ from quire.messages import (
     Constraint,
     EngineStats,
     FromCore,
+    Hold,
     ResetPrefixCache,
     Sleep,
     StepOutputs,
@@ -88,9 +89,13 @@ class Engine:
     ) -> None:
         self.config = config
         self.max_model_len = resolved(config.model.max_model_len)
-        self.executor = executor or executor_module(config.device.executor).EXECUTOR(config)
-        layout = self._layout(tier)
-        self.executor.allocate(layout)
+        self.executor = executor or executor_module(config.parallel.executor).EXECUTOR(config)
+        try:
+            layout = self._layout(tier)
+            self.executor.allocate(layout)
+        except BaseException:
+            self.executor.close()
+            raise
         self.pipeline = Pipeline(self.executor, resolved(config.scheduler.pipeline_depth), recorder)
         self.kv = KVManager(layout, config.cache.enable_prefix_caching, tier)
         drafting = Drafting(
@@ -100,12 +105,14 @@ class Engine:
             num_ahead=self.executor.num_ahead,
             draft_cost=self.executor.draft_cost,
         )
-        self.scheduler = Scheduler(config.scheduler, self.kv, self.pipeline, drafting)
+        num_stages = config.parallel.pipeline_parallel_size
+        self.scheduler = Scheduler(config.scheduler, self.kv, self.pipeline, drafting, num_stages)
         # An operator's own logits processors look at the one token of a request that is next.
         self.can_propose = self.kv.can_rewind and not config.structured.logits_processors
         self.guides: NoGuides | Guides = NoGuides()
         self.unsent: list[ChoiceDelta] = []  # for the next step's outputs: requests that will never run, and others
         self.is_asleep = False
+        self.is_held = False  # nothing is computed: the operator has paused everything
 
     def handle(self, message: ToCore) -> FromCore | None:
         """Acts on a message; returns the answer, if it has one."""
@@ -128,6 +135,10 @@ class Engine:
             case WakeUp():
                 self._wake_up()
                 return Answer()
+            case Hold():
+                self._finish_steps()
+                self.is_held = message.is_held
+                return Answer()
         return None
 
     def step(self) -> StepOutputs:
@@ -136,7 +147,7 @@ class Engine:
         Threads fill grammars' masks from the moment a step's tokens arrive until the next step is planned.
         """
         unsent, self.unsent = self.unsent, []
-        if self.is_asleep:
+        if self.is_asleep or self.is_held:
             return StepOutputs(unsent, self.stats())
         self._admit_guided()
         while self.pipeline.has_room and (step := self.scheduler.plan()) is not None:
@@ -219,11 +230,14 @@ class Engine:
         """Gives the device's memory back; running requests will compute their tokens again."""
         if self.is_asleep:
             return
-        while self.pipeline.steps:
-            self.unsent += self.scheduler.apply(*self.pipeline.wait())
+        self._finish_steps()
         self._reset_prefix_cache(reset_running_requests=True)
         self.executor.sleep(keep_weights)
         self.is_asleep = True
+
+    def _finish_steps(self) -> None:
+        while self.pipeline.steps:
+            self.unsent += self.scheduler.apply(*self.pipeline.wait())
 
     def _wake_up(self) -> None:
         if self.is_asleep:
@@ -232,7 +246,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        if self.is_asleep:
+        if self.is_asleep or self.is_held:
             return bool(self.unsent)
         return self.scheduler.has_work or self.guides.has_work or bool(self.unsent)
 
@@ -259,8 +273,7 @@ class Engine:
         if cache.num_gpu_blocks_override is not None:
             num_blocks = [cache.num_gpu_blocks_override] * len(layout.pools)
         else:
-            memory_bytes = cache.kv_cache_memory_bytes or self.executor.kv_memory_bytes()
-            num_blocks = num_blocks_for(layout, memory_bytes, scheduler.max_num_seqs)
+            num_blocks = self.executor.num_blocks(layout)
         layout = with_blocks(layout, num_blocks, tier.num_places)
         check_capacity(layout, self.max_model_len, resolved(scheduler.max_num_batched_tokens))
         log.info("KV cache: %d blocks, %.2f GiB", num_blocks[0], layout.total_bytes / 2**30)

@@ -6,34 +6,24 @@ so no core outlives its frontend. Knows nothing of clients.
 """
 
 import contextlib
-import ctypes
-import faulthandler
-import gc
-import importlib
 import logging
-import os
-import signal
 import sys
-import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import zmq
 
-from quire import env
 from quire.core.engine import Engine, executor_module
-from quire.errors import QuireError
+from quire.errors import QuireError, WorkerDied
 from quire.messages import AddRequest, Answer, CoreSetup, EngineStats, Failed, FromCore, Ready, StepOutputs, ToCore
+from quire.utils import child
 from quire.utils.flight import FlightRecorder
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_MS = 1000  # how often an idle core says that it is alive
-GC_THRESHOLD = 50_000  # a step makes thousands of objects and no cycles
-DUMP_SIGNAL = signal.SIGUSR1  # dumps the stack of each thread; sent before a core that hangs is killed
-
-_PR_SET_PDEATHSIG = 1
 
 
 class CoreProcess:
@@ -54,13 +44,23 @@ class CoreProcess:
             self._send(Failed(type(error).__name__, str(error)))
             self.socket.close(linger=1000)
             return error.exit_code
-        gc.freeze()  # what is loaded now stays for good: the collector need not look at it again
-        gc.set_threshold(GC_THRESHOLD)
+        child.freeze_memory()
         self._send(Ready(self.engine.kv.num_tokens))
         if self.setup.is_asleep:
             self._send(Answer())  # to the question that woke it up
+        try:
+            self._serve()
+        except WorkerDied as error:
+            log.error("%s", error)
+            if error.signal is not None:
+                child.end_by(error.signal)  # the frontend judges by that
+            return error.exit_code
+
+    def _serve(self) -> NoReturn:
         while True:
             self._read(0 if self.engine.has_work else HEARTBEAT_MS)
+            if not self.engine.has_work:
+                self.engine.executor.check()
             started = time.perf_counter()
             outputs = self.engine.step()
             if outputs.stats.step_tokens:
@@ -101,38 +101,18 @@ class CoreProcess:
         self.socket.send(self.encode(message), zmq.NOBLOCK)
 
 
-def _exit_with_frontend() -> None:
-    """Standard input ends when the frontend does. The kernel's signal works even if no thread of ours can run."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    def watch() -> None:
-        while os.read(0, 1):
-            pass
-        os._exit(0)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the frontend decides what it means
-    faulthandler.enable()
-    faulthandler.register(DUMP_SIGNAL)
-    logging.basicConfig(
-        level=env.log_level(), format="%(asctime)s %(levelname).1s core %(name)s: %(message)s", datefmt="%H:%M:%S"
-    )
+    child.prepare()
+    child.log_as("core")
     with contextlib.suppress(QuireError):  # an unknown executor is reported later, by `CoreProcess.run`
-        for module in getattr(executor_module(sys.argv[1]), "PRELOAD", ()):
-            importlib.import_module(module)
-    stdin = sys.stdin.fileno()
-    size = int.from_bytes(os.read(stdin, 4), "little")
-    data = b""
-    while len(data) < size and (part := os.read(stdin, size - len(data))):
-        data += part
+        prepare = getattr(executor_module(sys.argv[1]), "prepare", None)
+        if prepare is not None:
+            prepare(int(sys.argv[2]))
+    data, _ = child.read_setup()
     if not data:
         return 0  # a standby process that was never needed
     setup = msgspec.msgpack.decode(data, type=CoreSetup)
-    _exit_with_frontend()
+    child.end_with_input()
     return CoreProcess(setup).run()
 
 

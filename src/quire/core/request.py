@@ -97,7 +97,7 @@ class Request:
 
         self.num_computed = 0  # tokens that are in the cache, by steps that were applied
         self.guide: RequestGuide | None = None  # follows the grammar of its answer
-        self.forced_from: int | None = None  # position of the first forced token that the worker does not know yet
+        self.forced_from: int | None = None  # position of the first token that the worker is still to be told
         self.num_forced = 0  # how often it got forced tokens
 
         self.num_in_flight = 0  # tokens given to steps not applied yet, drafts included
@@ -131,7 +131,8 @@ class Request:
 
     def force(self, token_ids: list[int]) -> tuple[str | None, int | str | None]:
         """`extend`, with forced tokens: what steps in flight choose in their place is dropped."""
-        self.forced_from = len(self.token_ids)
+        if self.forced_from is None:
+            self.forced_from = len(self.token_ids)
         self.num_sampling = 0
         self.num_forced += 1
         return self.extend(token_ids)

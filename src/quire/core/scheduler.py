@@ -28,11 +28,18 @@ OVERFLOW = "float16 is too small for this model's numbers: start with --dtype bf
 
 class Scheduler:
     def __init__(
-        self, config: SchedulerConfig, kv: KVManager, pipeline: Pipeline, drafting: Drafting = Drafting()
+        self,
+        config: SchedulerConfig,
+        kv: KVManager,
+        pipeline: Pipeline,
+        drafting: Drafting = Drafting(),
+        num_stages: int = 1,
     ) -> None:
+        """`num_stages`: of workers, of which only the last knows the tokens that it chooses; the first is told."""
         self.kv = kv
         self.drafting = drafting if kv.can_rewind else Drafting()
         self.pipeline = pipeline
+        self.num_stages = num_stages
         self.max_tokens = resolved(config.max_num_batched_tokens)
         self.max_samples = max_samples(config.max_num_seqs, drafting.num_drafts)
         self.line_key = POLICIES[config.scheduling_policy]
@@ -95,9 +102,14 @@ class Scheduler:
         most = self.drafting.most(len(running)), self.drafting.most_proposed(len(running))
         # Places for drafts of the core, after one for each request that may be part of the step.
         num_places = self.max_samples - min(len(self.requests), len(running) + len(self.free_rows))
+        # Every stage is to have a step: each gets its share of the requests that are ready.
+        rows_left = -(-len(running) // self.num_stages)
         idx = 0
-        while idx < len(running):
+        while idx < len(running) and rows_left:
             request = running[idx]
+            if self.num_stages > 1 and request.num_sampling:
+                idx += 1
+                continue  # the first stage does not know its next token yet
             room = budget - (len(running) - idx - 1)  # one token of the budget is reserved for each request behind
             start = request.num_computed + request.num_in_flight
             num_tokens = min(request.num_known - start, room)
@@ -118,6 +130,7 @@ class Scheduler:
                 if new_blocks is not None:
                     self._give(step, request, start, num_tokens, new_blocks, proposed)
                     budget -= num_tokens
+                    rows_left -= 1
                 elif request.status is not Status.RUNNING:
                     continue  # the request itself was preempted: the next one is at idx now
             idx += 1
@@ -357,6 +370,8 @@ class Scheduler:
             delta.vector = result.vectors[idx]
             delta.finish_reason = "stop"
             return delta
+        if self.num_stages > 1 and request.forced_from is None:
+            request.forced_from = len(request.token_ids)
         delta.finish_reason, delta.stop_reason = request.extend(token_ids)
         if idx in result.logprobs:
             delta.logprobs = result.logprobs[idx][: len(token_ids)]

@@ -2,6 +2,9 @@
 
 Implemented by the files of this folder, used by `core/`. Steps are launched in order and their results come in order;
 a launch does not wait for the step to finish.
+
+A file has EXECUTOR, the class, and may have `prepare(num_workers)`: what can be done before a model is known. A core
+process that stands by has called it.
 """
 
 from abc import ABC, abstractmethod
@@ -45,8 +48,8 @@ class Executor(ABC):
         """What layers cache, in order, by "path of the layer:name of the cache"."""
 
     @abstractmethod
-    def kv_memory_bytes(self) -> int:
-        """Bytes that may be given to KV blocks, now that the weights are in."""
+    def num_blocks(self, layout: KVLayout) -> list[int]:
+        """How many blocks of each pool there is memory for, now that the weights are in."""
 
     @abstractmethod
     def allocate(self, layout: KVLayout) -> None:
@@ -66,6 +69,10 @@ class Executor(ABC):
         `is_new`: it must not be memory that was given before.
         """
         return None
+
+    def check(self) -> None:
+        """Raises if the workers cannot be used any more. Called now and then while there is nothing to do."""
+        return
 
     def sleep(self, keep_weights: bool) -> None:
         """Gives the device's memory back; no step is in flight. `keep_weights`: in the host's memory, if that helps."""

@@ -12,10 +12,13 @@ from quire.executor.base import Executor
 from quire.kv.specs import CacheSpec, Full, KVLayout
 from quire.step import TOKEN, VECTOR, Masks, StepPlan, StepResult
 
+KV_BYTES = 64 << 20  # as if there were so much memory
+
 
 class EchoExecutor(Executor):
     def __init__(self, config: EngineConfig) -> None:
-        pace = config.device.executor.partition(":")[2] or "0"
+        self.memory_bytes = config.cache.kv_cache_memory_bytes or KV_BYTES
+        pace = config.parallel.executor.partition(":")[2] or "0"
         try:
             steps_per_s = float(pace)
         except ValueError:
@@ -27,8 +30,8 @@ class EchoExecutor(Executor):
     def kv_specs(self) -> dict[str, CacheSpec]:
         return {"echo:kv": Full(num_kv_heads=1, head_size=1, dtype="bfloat16")}
 
-    def kv_memory_bytes(self) -> int:
-        return 64 << 20
+    def num_blocks(self, layout: KVLayout) -> list[int]:
+        return [self.memory_bytes // pool.block_bytes for pool in layout.pools]
 
     def allocate(self, layout: KVLayout) -> None:
         pass

@@ -11,7 +11,10 @@ from quire.kv.specs import CacheSpec, KVLayout
 from quire.step import Masks, StepPlan
 
 WORKER = "quire.worker.worker"
-PRELOAD = (WORKER,)  # what a core process may import before it knows its model
+
+
+def prepare(num_workers: int) -> None:
+    importlib.import_module(WORKER)
 
 
 class InprocExecutor(Executor):
@@ -33,8 +36,8 @@ class InprocExecutor(Executor):
     def kv_specs(self) -> dict[str, CacheSpec]:
         return self.worker.kv_specs()
 
-    def kv_memory_bytes(self) -> int:
-        return self.worker.kv_memory_bytes()
+    def num_blocks(self, layout: KVLayout) -> list[int]:
+        return self.worker.num_blocks(layout)
 
     def allocate(self, layout: KVLayout) -> None:
         self.worker.allocate(layout)

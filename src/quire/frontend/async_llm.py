@@ -22,7 +22,7 @@ from quire.frontend.hf_tokenizer import HFTokenizer
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.model import ModelInfo
 from quire.frontend.stream import Stream
-from quire.frontend.supervisor import SleepMode, Supervisor
+from quire.frontend.supervisor import Mode, Supervisor
 from quire.messages import Check, EngineStats, ResetPrefixCache
 from quire.metrics.serving import ServingMetrics
 from quire.outputs import RequestOutput
@@ -164,7 +164,7 @@ class AsyncLLM:
         supervisor = await self._started()
         return not await supervisor.ask(ResetPrefixCache(reset_running_requests))
 
-    async def sleep(self, level: int = 1, mode: SleepMode = "abort") -> None:
+    async def sleep(self, level: int = 1, mode: Mode = "abort") -> None:
         """Gives the device's memory back until `wake_up`; meanwhile requests are turned away.
 
         Level 1 keeps weights in the host's memory, where the device has its own; level 2 forgets them, and they are
@@ -175,6 +175,19 @@ class AsyncLLM:
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """`tags` has no effect: weights and cache come back together."""
         await (await self._started()).wake_up()
+
+    async def pause_generation(self, *, mode: Mode = "abort", clear_cache: bool = True) -> None:
+        """Lets new requests wait until `resume_generation`. Those that run are aborted, waited for, or kept as they
+        are; unless they are kept, cached prompts are forgotten then."""
+        await (await self._started()).pause(mode)
+        if clear_cache and mode != "keep":
+            await self.reset_prefix_cache()
+
+    async def resume_generation(self) -> None:
+        await (await self._started()).resume()
+
+    async def is_paused(self) -> bool:
+        return self.supervisor is not None and self.supervisor.paused
 
     async def is_sleeping(self) -> bool:
         return self.supervisor is not None and self.supervisor.state != "awake"

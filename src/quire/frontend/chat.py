@@ -10,7 +10,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NoReturn
+from functools import cached_property
+from typing import Any, Literal, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -22,6 +23,8 @@ from quire.frontend.sandbox import Sandbox, TooMuchError, check_pattern
 from quire.frontend.tokenizer import MAX_TEMPLATE_BYTES, Tokenizer
 
 Message = Mapping[str, Any]
+# How a template wants the content of a message: as text, or as a list of parts; auto: whichever it shows.
+ContentFormat = Literal["auto", "string", "openai"]
 
 # What a template finds under these names is ours to say; some are arguments of other engines' template functions.
 RESERVED_NAMES = frozenset(
@@ -42,12 +45,19 @@ _SENTINELS = re.compile("[\U00100000-\U0010fffd]")  # a private-use plane: texts
 class ChatTemplate:
     """A compiled template; `source` is None for a model that has none. Safe to share between threads."""
 
-    def __init__(self, source: str | None, bos_token: str = "", eos_token: str = "", **special_tokens: str) -> None:
+    def __init__(
+        self,
+        source: str | None,
+        bos_token: str = "",
+        eos_token: str = "",
+        content_format: ContentFormat = "auto",
+        **special_tokens: str,
+    ) -> None:
+        self.content_format = content_format
         self._special_tokens = {**special_tokens, "bos_token": bos_token, "eos_token": eos_token}
         self.source = source
         self._template = None
         self._own_sentinels = set(_SENTINELS.findall(source or ""))
-        self._knows_calls = "tool_calls" in (source or "")
         if source is None:
             return
         if len(source) > MAX_TEMPLATE_BYTES:
@@ -64,9 +74,66 @@ class ChatTemplate:
             ) from None
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, source: str | None = None) -> "ChatTemplate":
+    def of(
+        cls, tokenizer: Tokenizer, source: str | None = None, content_format: ContentFormat = "auto"
+    ) -> "ChatTemplate":
         """The tokenizer's own template, or `source` with the tokenizer's special tokens."""
-        return cls(source if source is not None else tokenizer.chat_template, **tokenizer.special_tokens)
+        source = source if source is not None else tokenizer.chat_template
+        return cls(source, content_format=content_format, **tokenizer.special_tokens)
+
+    @cached_property
+    def _takes(self) -> frozenset[type]:
+        """What the content of a message may be: text, a list of parts, or either."""
+        if self.content_format != "auto":
+            return frozenset([str if self.content_format == "string" else list])
+        as_text, as_part = self._try_content("word"), self._try_content(_as_parts("word"))
+        if "word" in as_text:
+            return frozenset([str, list] if as_part == as_text else [str])
+        return frozenset([list if "word" in as_part else str])
+
+    @property
+    def shows_content(self) -> bool:
+        """Whether what a message says is in the prompt, if its content comes in the form that was chosen."""
+        return "word" in self._try_content("word" if str in self._takes else _as_parts("word"))
+
+    def _try_content(self, content: Any) -> str:
+        variables = {**self._special_tokens, "messages": [{"role": "user", "content": content}], "tools": None}
+        try:
+            return self._run({**variables, "add_generation_prompt": False}, len("word"))
+        except RequestError:
+            return ""
+
+    @cached_property
+    def _takes_no_content(self) -> bool:
+        """Whether a message which is only a call may be without content. Some templates know it by that; others
+        expect a text, if an empty one, because they know no calls or since they look for something in it."""
+        if "tool_calls" not in (self.source or ""):
+            return False
+        return self._try_call(None) or not self._try_call("")
+
+    def _try_call(self, content: str | None) -> bool:
+        """Whether a call with this content can be rendered, with and without thinking before it."""
+        call = {"id": "call00001", "type": "function", "function": {"name": "name", "arguments": {}}}
+        answer = {"role": "assistant", "content": content, "tool_calls": [call]}
+        result = {"role": "tool", "content": "word", "name": "name", "tool_call_id": "call00001"}
+        try:
+            for thoughts in ({}, {"reasoning": "word", "reasoning_content": "word"}):
+                messages = [{"role": "user", "content": "word"}, {**answer, **thoughts}, result]
+                self._run({**self._special_tokens, "messages": messages, "tools": None}, len("word"))
+        except RequestError:
+            return False
+        return True
+
+    @cached_property
+    def takes_late_system(self) -> bool:
+        """Whether system messages may come later than at the beginning, and are then shown."""
+        words = ["first", "asked", "later", "again"]
+        roles = ["system", "user", "system", "user"]
+        try:
+            text = self.render([{"role": role, "content": word} for role, word in zip(roles, words)])
+        except RequestError:
+            return False
+        return all(word in text for word in words)
 
     def render(
         self,
@@ -90,7 +157,7 @@ class ChatTemplate:
         variables = {
             **conversation.template_kwargs,
             **self._special_tokens,
-            "messages": conversation.messages if self._knows_calls else _with_content(conversation.messages),
+            "messages": [self._shown(message) for message in conversation.messages],
             "tools": conversation.tools,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -100,6 +167,15 @@ class ChatTemplate:
         if end not in text:
             raise RequestError("the chat template leaves out the final message, so it cannot be continued.")
         return text[: text.rindex(end)]
+
+    def _shown(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message as the template takes it."""
+        content = message.get("content")
+        if content is None:
+            return message if self._takes_no_content else {**message, "content": ""}
+        if type(content) in self._takes:
+            return message
+        return {**message, "content": _as_parts(content) if isinstance(content, str) else _as_text(content)}
 
     def _run(self, variables: dict[str, Any], conversation_chars: int) -> str:
         if self._template is None:
@@ -272,9 +348,13 @@ class _Conversation:
     def with_end(self, mark: str) -> "_Conversation":
         """With a mark after the final message, so that its end is found in the rendered text."""
         content = self.messages[-1].get("content")
-        if not isinstance(content, str):
+        if content is None:
             raise RequestError("continue_final_message needs a final message with text in it.")
-        messages = [*self.messages[:-1], {**self.messages[-1], "content": content + mark}]
+        if isinstance(content, list):
+            marked: Any = [*content[:-1], *_as_parts(content[-1]["text"] + mark)]
+        else:
+            marked = content + mark
+        messages = [*self.messages[:-1], {**self.messages[-1], "content": marked}]
         return _Conversation(messages, self.tools, self.template_kwargs, self.texts)
 
     def unused_sentinels(self, count: int, taken: set[str]) -> list[str]:
@@ -305,11 +385,6 @@ def _message(idx: int, message: Any) -> dict[str, Any]:
     return checked
 
 
-def _with_content(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For a template that knows no calls: a message which is only a call has no content, where it expects a text."""
-    return [message if message.get("content") is not None else {**message, "content": ""} for message in messages]
-
-
 def _thoughts(idx: int, message: Message) -> str | None:
     """An earlier answer's thinking. It has two names; templates know either, and are given both."""
     found = next((message[name] for name in ("reasoning", "reasoning_content") if message.get(name) is not None), None)
@@ -318,7 +393,8 @@ def _thoughts(idx: int, message: Message) -> str | None:
     return found
 
 
-def _content(idx: int, content: Any) -> str:
+def _content(idx: int, content: Any) -> str | list[dict[str, str]]:
+    """Text, or a list of parts of text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
@@ -330,7 +406,15 @@ def _content(idx: int, content: Any) -> str:
             raise RequestError(
                 f"message {idx} has a part of type {kind!r:.80}: only text parts with a text are supported."
             )
-    return "\n".join(part["text"] for part in content)
+    return [part for each in content for part in _as_parts(each["text"])] or ""
+
+
+def _as_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def _as_text(parts: list[dict[str, str]]) -> str:
+    return "\n".join(part["text"] for part in parts)
 
 
 def _tool_calls(idx: int, calls: Any) -> list[dict[str, Any]]:

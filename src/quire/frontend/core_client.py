@@ -6,6 +6,7 @@ requests.
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -19,10 +20,13 @@ import zmq.asyncio
 from quire.config import EngineConfig
 from quire.frontend.exchange import Client
 from quire.messages import CoreSetup, FromCore, ToCore
+from quire.utils.child import DUMP_SIGNAL, framed
 from quire.utils.flight import FlightRecorder
 
 CORE = "quire.core.process"
 DUMP_GRACE_S = 0.3  # for a core that stands still to write what it is doing
+GROUP_TICK_S = 0.01
+WORKERS_GRACE_S = 5.0  # for the kernel to take a dead core's workers down, and their device's memory back
 
 # A core never sends these to itself: it was killed from outside.
 OUTSIDE_SIGNALS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
@@ -36,8 +40,10 @@ async def start_process(config: EngineConfig) -> Process:
 
     It has a session of its own, so that the terminal's Ctrl-C reaches this process alone.
     """
+    parallel = config.parallel
+    arguments = parallel.executor, str(parallel.num_workers)
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", CORE, config.device.executor, stdin=PIPE, start_new_session=True
+        sys.executable, "-m", CORE, *arguments, stdin=PIPE, start_new_session=True
     )
 
 
@@ -48,6 +54,19 @@ async def end_process(process: Process) -> None:
     await process.wait()
     if process.stdin is not None:
         process.stdin.close()
+    await _group_ended(process.pid)
+
+
+async def _group_ended(pid: int) -> None:
+    """Waits for the processes that a dead core had started, which die with it: the next one needs their memory."""
+    for _ in range(int(WORKERS_GRACE_S / GROUP_TICK_S)):
+        with contextlib.suppress(ChildProcessError):  # the first process of a container inherits them
+            os.waitpid(-pid, os.WNOHANG)
+        try:
+            os.killpg(pid, 0)
+        except OSError:
+            return
+        await asyncio.sleep(GROUP_TICK_S)
 
 
 class CoreClient(Client):
@@ -83,7 +102,7 @@ class CoreClient(Client):
         # An error here means that the process is dead (uvloop raises RuntimeError then): `exited` will tell.
         with contextlib.suppress(ConnectionError, RuntimeError):
             if stdin is not None:
-                stdin.write(len(setup).to_bytes(4, "little") + setup)
+                stdin.write(framed(setup))
                 await stdin.drain()
 
     def send(self, message: ToCore) -> None:
@@ -112,9 +131,9 @@ class CoreClient(Client):
         return self.recorder.read()
 
     async def dump_and_kill(self) -> None:
-        """For a core that stands still: it writes what its threads are doing to the log, if it can."""
+        """For a core that stands still: it and its workers log what their threads are doing, if they can."""
         with contextlib.suppress(ProcessLookupError):
-            self._require_process().send_signal(signal.SIGUSR1)
+            os.killpg(self.pid, DUMP_SIGNAL)
             await asyncio.sleep(DUMP_GRACE_S)
         self.kill()
 

@@ -25,7 +25,7 @@ BYTE = 6
 _MAX_TOKEN_CHARS = 1 << 12
 _MAX_VOCABULARY_CHARS = 1 << 24
 
-_SPACE = "▁"  # how SentencePiece vocabularies write a space
+SPACE = "▁"  # how SentencePiece vocabularies write a space
 
 # GGUF files carry no generation_config.json, and many name only one of the tokens that end a turn.
 _TURN_ENDS = frozenset(
@@ -289,9 +289,9 @@ def _text_bpe(fields: _Fields, merges: list[tuple[str, str]], *, add_space_prefi
     unknown_id = fields.token_id("unknown")
     unknown = fields.tokens[unknown_id] if unknown_id is not None else None
     tokenizer = Tokenizer(models.BPE(fields.vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    steps: list[normalizers.Normalizer] = [normalizers.Prepend(_SPACE)] if add_space_prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
-    back = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps: list[normalizers.Normalizer] = [normalizers.Prepend(SPACE)] if add_space_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    back = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if add_space_prefix else back)
     return tokenizer
 

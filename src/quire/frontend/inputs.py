@@ -226,12 +226,13 @@ def grammar_spec(asked: StructuredOutputs) -> GrammarSpec:
     try:
         if asked.disable_additional_properties and kind == "json":
             value = _closed(json.loads(value) if isinstance(value, str) else value)
-        is_text = kind in ("regex", "grammar") or (kind != "choice" and isinstance(value, str))
+        is_text = kind in ("regex", "grammar", "gbnf") or (kind != "choice" and isinstance(value, str))
         text = value if is_text else json.dumps(value, ensure_ascii=False)
         text.encode()
     except (ValueError, TypeError, RecursionError, AttributeError):  # ValueError: also lone surrogates
         raise RequestError(f"the {kind} of structured_outputs is no valid text or JSON", "structured_outputs") from None
-    spec = GrammarSpec("json" if kind == "json_object" else kind, text, asked.disable_any_whitespace)
+    blanks = "" if asked.disable_any_whitespace else asked.whitespace_pattern
+    spec = GrammarSpec("json" if kind == "json_object" else kind, text, blanks)
     check(spec)
     return spec
 

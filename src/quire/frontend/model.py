@@ -63,7 +63,13 @@ class ModelInfo:
         template = ChatTemplate(None)
         if not options.skip_tokenizer_init:
             tokenizer = Tokenizer.from_path(options.tokenizer) if options.tokenizer else Tokenizer.from_files(files)
-            template = ChatTemplate.of(tokenizer, _template_source(options.chat_template))
+            template = ChatTemplate.of(
+                tokenizer, _template_source(options.chat_template), options.chat_template_content_format
+            )
+            if options.chat_template_content_format != "auto" and template.source and not template.shows_content:
+                log.warning(
+                    "the chat template does not take messages in the form --chat-template-content-format asks for"
+                )
             # A folder of weights alone is taken at its word.
             if draft_files is not None and (
                 draft_files.kind == "gguf" or (draft_files.path / "tokenizer.json").exists()

@@ -38,6 +38,7 @@ from quire.messages import (
     EngineStats,
     Failed,
     FromCore,
+    Hold,
     Question,
     Ready,
     Sleep,
@@ -61,7 +62,7 @@ MAX_SOCKET_PATH = 90  # bytes; the system's limit is 107
 MAX_REQUEST_BYTES = 16 << 20  # of a request as it is sent to the core
 
 
-SleepMode = Literal["abort", "wait", "keep"]
+Mode = Literal["abort", "wait", "keep"]  # what becomes of requests that run when it sleeps or pauses
 State = Literal["awake", "falling asleep", "asleep", "waking up"]
 
 
@@ -87,6 +88,7 @@ class Supervisor:
         self.stats = EngineStats()
         self.num_restarts = 0
         self.paused = False  # requests that the core has not seen wait
+        self.held = False  # the others, too
         self.failure: QuireError | None = None  # why there is no core and will be none
         self.silent_s = 0.0  # since the core's last message
         self.longest_step_s = 0.0  # decays
@@ -160,7 +162,7 @@ class Supervisor:
         core.send(question)
         return await answer
 
-    async def sleep(self, question: Sleep, mode: SleepMode) -> None:
+    async def sleep(self, question: Sleep, mode: Mode) -> None:
         """Has the core give the device's memory back; does nothing if it has already.
 
         `mode`: what becomes of live requests: they are aborted, waited for, or kept, and go on when it wakes up.
@@ -246,12 +248,25 @@ class Supervisor:
         if self.blame.forget(request_id):
             self._unsent.set()
 
-    def pause(self) -> None:
-        """Requests that come from now on wait for `resume`; those that were sent to the core go on."""
+    async def pause(self, mode: Mode) -> None:
+        """Requests that come from now on wait for `resume`. Those that the core has are aborted, waited for, or kept
+        as they are until then."""
         self.paused = True
+        await self._hold(mode == "keep")
+        if mode == "abort":
+            for stream in self.running():
+                stream.abort()
+        while mode == "wait" and self.paused and self.running():
+            await asyncio.sleep(DRAIN_TICK_S)
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         self.paused = False
+        await self._hold(False)
+
+    async def _hold(self, is_held: bool) -> None:
+        if self.held != is_held:
+            self.held = is_held
+            await self.ask(Hold(is_held))
         self._unsent.set()
 
     def running(self) -> list[Stream]:
@@ -270,7 +285,7 @@ class Supervisor:
         """
         core, request = self._ready_core, stream.request
         is_sent = stream.epoch == self.epoch
-        is_held = self.state != "awake" or (self.paused and stream.epoch < 0)
+        is_held = self.state != "awake" or self.held or (self.paused and stream.epoch < 0)
         if core is None or is_sent or is_held:
             return
         if not self.blame.may_run(request.request_id):

@@ -16,9 +16,16 @@ from tokenizers import Tokenizer as Backend
 
 from quire.checkpoint.find import ModelFiles
 from quire.checkpoint.gguf import GGUFFile
-from quire.errors import BadModelFileError, ModelNotFoundError, RequestError, TooLongError
-from quire.frontend import gguf_tokenizer, tokenizer_json
+from quire.errors import (
+    BadModelFileError,
+    ModelNotFoundError,
+    RequestError,
+    TooLongError,
+    UnsupportedModelError,
+)
+from quire.frontend import gguf_tokenizer, sentencepiece_tokenizer, tokenizer_json
 from quire.frontend.detokenize import Detokenizer, Pieces
+from quire.frontend.gguf_tokenizer import GGUFVocabulary
 from quire.utils.files import is_there, read_file
 
 MAX_TEMPLATE_BYTES = 1 << 20  # thirty times the longest we know
@@ -65,11 +72,12 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, path: Path | str) -> "Tokenizer":
-        """From a folder with tokenizer.json, a tokenizer.json by itself or a GGUF file."""
+        """From a folder with tokenizer.json or tokenizer.model, one of these by itself, or a GGUF file."""
         path = Path(path).expanduser()
         if path.is_dir():
-            return cls._from_folder(path, path / "tokenizer.json")
-        if path.suffix == ".json":
+            is_new = is_there(path / "tokenizer.json") or not is_there(path / "tokenizer.model")
+            return cls._from_folder(path, path / ("tokenizer.json" if is_new else "tokenizer.model"))
+        if path.suffix in (".json", ".model"):
             return cls._from_folder(path.parent, path)
         with GGUFFile(path) as file:
             return cls.from_gguf(file.metadata)
@@ -77,32 +85,50 @@ class Tokenizer:
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
         """From the key-value pairs of a GGUF file."""
-        vocabulary = gguf_tokenizer.build(metadata)
         chat_template = metadata.get("tokenizer.chat_template")
+        template = chat_template if isinstance(chat_template, str) else None
+        return cls._from_vocabulary(gguf_tokenizer.build(metadata), {}, template)
+
+    @classmethod
+    def _from_vocabulary(
+        cls, vocabulary: GGUFVocabulary, special_tokens: Mapping[str, str], template: str | None
+    ) -> "Tokenizer":
         return cls(
             vocabulary.tokenizer,
-            special_tokens=vocabulary.special_tokens,
+            special_tokens={**vocabulary.special_tokens, **special_tokens},
             eos_token_ids=sorted(vocabulary.turn_end_ids),
             prefix_ids=vocabulary.prefix_ids,
             suffix_ids=vocabulary.suffix_ids,
-            chat_template=chat_template if isinstance(chat_template, str) else None,
+            chat_template=template,
         )
 
     @classmethod
     def _from_folder(cls, folder: Path, tokenizer_file: Path) -> "Tokenizer":
         if not is_there(tokenizer_file):
-            raise ModelNotFoundError(f"{folder.name} holds no tokenizer.json: name a tokenizer with --tokenizer.")
+            raise ModelNotFoundError(
+                f"{folder.name} holds neither tokenizer.json nor tokenizer.model: name a tokenizer with --tokenizer."
+            )
+        config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+        special_tokens = {name: spelling for name in _NAMED_TOKENS if (spelling := _spelling(config.get(name)))}
         try:
-            backend = tokenizer_json.load(read_file(tokenizer_file, _MAX_TOKENIZER_BYTES))
-        except (OSError, BadModelFileError) as error:
+            raw = read_file(tokenizer_file, _MAX_TOKENIZER_BYTES)
+            if tokenizer_file.suffix == ".model":
+                vocabulary = sentencepiece_tokenizer.build(raw, config)
+                backend = vocabulary.tokenizer
+            else:
+                vocabulary, backend = None, tokenizer_json.load(raw)
+        except (OSError, BadModelFileError, UnsupportedModelError) as error:
             why = getattr(error, "strerror", None) or error
-            raise BadModelFileError(
+            kind = UnsupportedModelError if isinstance(error, UnsupportedModelError) else BadModelFileError
+            raise kind(
                 f"{tokenizer_file.name} of {folder.name} cannot be used ({why}): name another with --tokenizer."
             ) from None
-        config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
         _add_missing_tokens(backend, config.get("added_tokens_decoder"))
-        special_tokens = {name: spelling for name in _NAMED_TOKENS if (spelling := _spelling(config.get(name)))}
-        return cls(backend, special_tokens=special_tokens, chat_template=_chat_template(folder, config))
+        template = _chat_template(folder, config)
+        if vocabulary is None:
+            return cls(backend, special_tokens=special_tokens, chat_template=template)
+        _add_missing_tokens(backend, _numbered(_read_json(folder / "added_tokens.json"), special_tokens))
+        return cls._from_vocabulary(vocabulary, special_tokens, template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a raw prompt or of a rendered template: spellings of special tokens become those tokens."""
@@ -190,12 +216,14 @@ def too_long(
 ) -> TooLongError:
     """In OpenAI's words, by which clients know that another model may do. `at_least`: the prompt may have more."""
     total = f"{'at least ' if at_least else ''}{num_prompt_tokens + num_answer_tokens}"
-    return TooLongError(
+    error = TooLongError(
         f"This model's maximum context length is {limit} tokens. However, you requested {total} tokens "
         f"({num_prompt_tokens} in the prompt, {num_answer_tokens} in the completion). "
         "Please reduce the length of the prompt or the completion.",
         param,
     )
+    error.num_prompt_tokens, error.limit = num_prompt_tokens, limit
+    return error
 
 
 _LONG_CHARS = 512
@@ -252,6 +280,15 @@ def _add_missing_tokens(backend: Backend, listed: Any) -> None:
             missing[spelling] = AddedToken(spelling, **{flag: bool(token.get(flag)) for flag in _TOKEN_FLAGS})
             next_id += 1
     backend.add_tokens(list(missing.values()))  # at once: each call goes through all there are
+
+
+def _numbered(added: Mapping[str, Any], special_tokens: Mapping[str, str]) -> dict[str, Any]:
+    """added_tokens.json, which has ids by spelling, in the form of tokenizer_config.json."""
+    return {
+        str(token_id): {"content": spelling, "special": spelling in special_tokens.values(), "normalized": False}
+        for spelling, token_id in added.items()
+        if type(token_id) is int
+    }
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:

@@ -19,6 +19,7 @@ from quire.kv.specs import CacheSpec, Group, KVLayout, PoolLayout
 SHORT_TOKENS, MAX_UNUSED = 2_048, 0.10
 LONG_TOKENS, MAX_UNUSED_OF_LONG = 131_072, 0.05
 MAX_GROUPS = 16  # each has a block table, which a step reads and extends
+NO_LIMIT = 1 << 31  # blocks of a pool of which a worker has no cache
 STATE_BLOCKS_PER_ROW = 4  # held by a running request, and cached of others
 
 
@@ -103,6 +104,24 @@ def _multiple(ratio: float) -> int:
     return power if power >= (1 - MAX_UNUSED) * ratio else int(ratio + 1e-9)
 
 
+def narrowed(layout: KVLayout, specs: dict[str, CacheSpec]) -> KVLayout:
+    """What a worker allocates that has only some of the caches, or only some heads of them (`specs`).
+
+    Groups stay the same, so that block tables mean the same to all workers; some may have no cache here.
+    """
+    groups = []
+    for group in layout.groups:
+        caches = tuple(cache for cache in group.caches if cache in specs)
+        groups.append(msgspec.structs.replace(group, caches=caches, spec=specs[caches[0]] if caches else group.spec))
+    pools = []
+    for idx, pool in enumerate(layout.pools):
+        own = [group for group in groups if group.pool_idx == idx and group.caches]
+        num_planes = max((len(group.caches) for group in own), default=0)
+        plane_bytes = max((group.spec.block_bytes(group.block_size) for group in own), default=0)
+        pools.append(msgspec.structs.replace(pool, num_planes=num_planes, plane_bytes=plane_bytes))
+    return KVLayout(tuple(groups), tuple(pools))
+
+
 def num_blocks_for(layout: KVLayout, memory_bytes: int, num_rows: int) -> list[int]:
     """Blocks of each pool.
 
@@ -116,7 +135,7 @@ def num_blocks_for(layout: KVLayout, memory_bytes: int, num_rows: int) -> list[i
         num_state_blocks = memory_bytes // 2 // state_bytes
     remaining = memory_bytes - num_state_blocks * state_bytes
     return [
-        num_state_blocks if idx in state_pools else remaining // pool.block_bytes
+        num_state_blocks if idx in state_pools else remaining // pool.block_bytes if pool.block_bytes else NO_LIMIT
         for idx, pool in enumerate(layout.pools)
     ]
 

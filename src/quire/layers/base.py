@@ -13,8 +13,9 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
+from quire.distributed.base import ALONE, Ranks
 from quire.ops.attention.reference import AttentionTables
-from quire.quant.base import AXES, Joined, Method, MethodMaker, Part, RawTensor, Split, Use, Weight
+from quire.quant.base import AXES, Joined, Method, MethodMaker, Part, RawTensor, Section, Split, Use, Weight
 
 
 @dataclass
@@ -25,6 +26,7 @@ class StepContext:
     slots_T: list[Tensor] = field(default_factory=list)
     # Tokens whose final hidden states are wanted: after the last layer's attention only these are computed. None: all.
     output_tokens: Tensor | None = None
+    received: Tensor | None = None  # what the stage before computed, in a pipeline's later stages
 
     def select_outputs(self, x_TD: Tensor) -> Tensor:
         return x_TD if self.output_tokens is None else x_TD.index_select(0, self.output_tokens)
@@ -46,8 +48,8 @@ class Runtime:
     context: StepContext
     # Weights that several layers use, such as an embedding and the head that is tied to it.
     kept: dict[tuple[str, MethodMaker], Method] = field(default_factory=dict)
-    rank: int = 0  # in a group of `num_ranks` that share the model's layers
-    num_ranks: int = 1
+    ranks: Ranks = ALONE  # which part of the model's layers this process has
+    splits_experts: bool = True  # every rank has a part of each expert; else each has some experts whole
 
 
 class Layer(nn.Module):
@@ -56,6 +58,7 @@ class Layer(nn.Module):
     def attach(self, runtime: Runtime, path: str) -> None:
         """Called once, before weights are loaded; layers inside this one are already attached. `path`: in the model."""
         self.runtime = runtime
+        self.group = runtime.ranks.group
         self.path = path
         self.kernels = runtime.kernels
         self.context = runtime.context
@@ -68,6 +71,7 @@ class Layer(nn.Module):
         A weight that another layer keeps in the same way is not kept twice.
         """
         runtime = self.runtime
+        parts = [part._replace(rank=self.group.rank, num_ranks=self.group.size) for part in parts]
         runs = [(make, list(run)) for make, run in groupby(parts, lambda part: runtime.find_method(part.path, use))]
         key = parts[0].path, runs[0][0]
         if len(parts) == 1 and key in runtime.kept:
@@ -109,7 +113,12 @@ class Layer(nn.Module):
             split = None if part.split is None or part.split.axis == "inputs" else part.split
             load = partial(self._load_bias, attribute, start)
             yield Weight(name, part.shape[:-1], load, split, AXES[len(part.shape)][:-1])
-            start += part.num_rows
+            kept = self.own_part(part)
+            start += 0 if kept is None else kept.num_rows
+
+    def own_part(self, part: Part) -> Part | None:
+        """What this rank has of it."""
+        return part._replace(rank=self.group.rank, num_ranks=self.group.size).kept()
 
     def _load_bias(self, attribute: str, start: int, tensor: RawTensor) -> None:
         """`start`: of this part's outputs among those of all parts."""
@@ -136,7 +145,8 @@ def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def head_units(num_heads: int, num_kv_heads: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """How queries, and how keys and values, are divided over ranks (`Section.units`): queries stay with the KV head
-    they read. With more ranks than KV heads, several ranks have the same KV head."""
-    return (num_kv_heads, num_heads), (num_kv_heads,)
+def head_sections(num_heads: int, num_kv_heads: int, head_size: int) -> tuple[Section, Section]:
+    """How queries, and how keys and values, are divided over ranks: queries stay with the KV head they read. With more
+    ranks than KV heads, several ranks have the same KV head, and divide its queries."""
+    q = Section(num_heads * head_size, (num_kv_heads, num_heads), "nested")
+    return q, Section(num_kv_heads * head_size, (num_kv_heads,), "repeated")

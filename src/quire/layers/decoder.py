@@ -111,7 +111,13 @@ class ParallelLayer(nn.Module):
         return attended_TD + self.mlp(x_TD), residual_TD
 
 
+class Elsewhere(nn.Module):
+    """A part of the model that another stage of the pipeline has."""
+
+
 class Decoder(Layer):
+    """In a pipeline each stage has a range of the layers; what goes from one to the next is the residual stream."""
+
     def __init__(
         self, embed_tokens: Embedding, layers: Iterable[nn.Module], norm: nn.Module, embed_scale: float
     ) -> None:
@@ -122,13 +128,30 @@ class Decoder(Layer):
         self.embed_scale = embed_scale
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        x_TD = self.embed(token_ids_T, positions_T)
+        x_TD = self.begin(token_ids_T, positions_T)
         residual_TD = None
-        *layers, last = self.layers
+        *layers, last = self.own_layers
         for layer in layers:
             x_TD, residual_TD = layer(x_TD, residual_TD, positions_T)
+        if not self.is_last:
+            x_TD, residual_TD = last(x_TD, residual_TD, positions_T)
+            return x_TD + residual_TD
         x_TD, residual_TD = last(x_TD, residual_TD, positions_T, self.context)
         return self.norm(x_TD, residual_TD)[0]
+
+    @property
+    def own_layers(self) -> list[nn.Module]:
+        return [layer for layer in self.layers if not isinstance(layer, Elsewhere)]
+
+    @property
+    def is_last(self) -> bool:
+        """This stage has the model's last layer."""
+        return not isinstance(self.norm, Elsewhere)
+
+    def begin(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """What the first of its layers reads."""
+        received = self.context.received
+        return self.embed(token_ids_T, positions_T) if received is None else received
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         return scaled(self.embed_tokens(token_ids_T), self.embed_scale)
@@ -145,6 +168,7 @@ class CausalLM(Layer):
     unused: tuple[str, ...] = ()  # tensors of checkpoints whose names end so are not needed
     has_drafts = False  # checkpoints have layers past the last that predict further tokens; they are not used here
     decoder: type[Decoder] = Decoder
+    lm_head: LMHead | Elsewhere
 
     def __init__(
         self,
@@ -167,8 +191,31 @@ class CausalLM(Layer):
         self.logit_scale = logit_scale
         self.logit_softcap = logit_softcap
 
+    @property
+    def stream_size(self) -> int:
+        """How many numbers of each token go from one stage of a pipeline to the next."""
+        return self.config.hidden_size
+
+    def take_stage(self, first: int, end: int) -> None:
+        """Keeps layers `first` to `end`, and at either end of the model what belongs there."""
+        decoder = self.model
+        is_first, is_last = first == 0, end == len(decoder.layers)
+        for idx in range(len(decoder.layers)):
+            if not first <= idx < end:
+                decoder.layers[idx] = Elsewhere()
+        if not is_first:
+            for name, _ in list(decoder.named_children()):
+                if name not in ("layers", "norm"):  # embeddings: what they give is part of the stream
+                    setattr(decoder, name, Elsewhere())
+        if not is_last:
+            decoder.norm = Elsewhere()
+            self.lm_head = Elsewhere()
+            if is_first:  # it may have left the keeping of the table to the head
+                decoder.embed_tokens.methods = [decoder.embed_tokens.method]
+
     def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Final hidden states of the tokens that the step's context selects, for the runner to give to `logits`."""
+        """Final hidden states of the tokens that the step's context selects, for the runner to give to `logits`; in an
+        earlier stage of a pipeline, what the next one begins with."""
         return self.model(token_ids_T, positions_T)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
@@ -182,7 +229,7 @@ class CausalLM(Layer):
         for theirs, ours in self.renames:
             name = name.replace(theirs, ours)
         layer = name.removeprefix("model.layers.").split(".")[0]
-        is_copy = name == "lm_head.weight" and self.lm_head.tied_to is not None
+        is_copy = name == "lm_head.weight" and self.config.tie_word_embeddings
         is_past_last = layer.isdigit() and int(layer) >= self.config.num_hidden_layers
         is_draft = self.has_drafts and is_past_last
         is_unused = is_draft or is_copy or name.endswith(self.unused)

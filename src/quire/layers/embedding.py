@@ -3,20 +3,25 @@
 from torch import Tensor
 
 from quire.layers.base import Layer, Runtime
-from quire.quant.base import Part, Section, Split, Use
+from quire.ops.elementwise.reference import embedding
+from quire.quant.base import Part, Split, Use, even
 
 
 class Embedding(Layer):
-    def __init__(self, vocab_size: int, hidden_size: int, is_tied: bool = False) -> None:
-        """`is_tied`: the table is the head's weight too."""
+    def __init__(self, vocab_size: int, hidden_size: int, is_tied: bool = False, wide_ids: bool = False) -> None:
+        """`is_tied`: the table is the head's weight too. `wide_ids`: they are 64-bit, which only torch looks up."""
         super().__init__()
         self.shape = vocab_size, hidden_size
         self.use = Use.TIED_ROWS if is_tied else Use.ROWS
+        self.wide_ids = wide_ids
 
     def attach(self, runtime: Runtime, path: str) -> None:
         super().attach(runtime, path)
-        rows = Split("outputs", (Section(self.shape[0], (self.shape[0],)),))
-        self.method = self.keep([Part(path, self.shape, rows)], self.use)
+        section = even(self.shape[0])
+        self.method = self.keep([Part(path, self.shape, Split("outputs", (section,)))], self.use)
+        first, _, count = section.share(self.group.rank, self.group.size)
+        self.first_id = section.size * first // count
 
-    def forward(self, token_ids_T: Tensor) -> Tensor:
-        return self.method.rows(token_ids_T, self.kernels.embedding)
+    def forward(self, ids_T: Tensor) -> Tensor:
+        lookup = embedding if self.wide_ids else self.kernels.embedding
+        return self.group.sum(self.method.rows(ids_T, lookup, self.first_id))

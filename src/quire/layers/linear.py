@@ -10,18 +10,19 @@ from torch import Tensor
 
 from quire.layers.activation import activation
 from quire.layers.base import Layer, Runtime, frozen, join
-from quire.quant.base import Part, Section, Split, Use
+from quire.quant.base import Part, Section, Split, Use, even
 
 
 class Linear(Layer):
     """y = x W^T + b. Several out_features are sections of one fused product, stacked in order.
 
     `parts`: the sections' names in checkpoints; None: checkpoints have them as one tensor. `split`: whether ranks
-    divide the "outputs" or the "inputs"; "nowhere": every rank has everything. `units`, one of each section, or of the
-    inputs: how they may be cut (`Section.units`).
+    divide the "outputs" or the "inputs"; "nowhere": every rank has everything. `sections`: how the outputs, or the
+    inputs, may be cut.
     """
 
     use = Use.PRODUCT
+    sums = True  # where ranks divide the inputs, what they compute is added up here; else by whoever calls
     tied_to: str | None = None  # path of an embedding whose weight this is
 
     def __init__(
@@ -31,7 +32,7 @@ class Linear(Layer):
         bias: bool = False,
         parts: Sequence[str] | None = None,
         split: str = "outputs",
-        units: Sequence[tuple[int, ...]] | None = None,
+        sections: Sequence[Section] | None = None,
     ) -> None:
         super().__init__()
         if not all(isinstance(size, int) and size > 0 for size in (in_features, *out_features)):
@@ -40,8 +41,7 @@ class Linear(Layer):
         self.out_features = out_features
         self.part_names = parts
         self.split = split
-        sizes = (in_features,) if split == "inputs" else out_features
-        self.sections = tuple(map(Section, sizes, units or [(size,) for size in sizes]))
+        self.sections = tuple(sections or map(even, (in_features,) if split == "inputs" else out_features))
         self.bias = frozen(torch.empty(sum(out_features))) if bias else None
 
     def attach(self, runtime: Runtime, path: str) -> None:
@@ -50,6 +50,20 @@ class Linear(Layer):
         self.method = self.keep([part._replace(path=self.tied_to or part.path) for part in parts], self.use)
         if self.bias is not None:
             self.biases["bias"] = parts
+        self._narrow()
+
+    def _narrow(self) -> None:
+        """From here on, sizes are those of this rank."""
+        self.is_partial = self.split == "inputs" and self.group.size > 1
+        if self.split == "nowhere" or self.group.size == 1:
+            return
+        widths = [section.width(self.group.rank, self.group.size) for section in self.sections]
+        if self.split == "inputs":
+            self.in_features = widths[0]
+            return
+        self.out_features = tuple(widths)
+        if self.bias is not None:
+            self.bias = frozen(self.bias.new_empty(sum(widths)))
 
     def parts(self) -> list[Part]:
         if self.part_names is None:
@@ -64,7 +78,10 @@ class Linear(Layer):
         return None if self.split == "nowhere" else Split(self.split, sections)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.method.apply(x, self.bias)
+        if not self.is_partial:
+            return self.method.apply(x, self.bias)
+        y = self.method.apply(x, self.bias if self.group.rank == 0 else None)
+        return self.group.sum(y) if self.sums else y
 
 
 class GatedLinear(Linear):
@@ -99,4 +116,8 @@ class LMHead(Linear):
         self.tied_to = tied_to
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.method.apply(x, self.bias, self.runtime.logits_dtype)
+        logits = self.method.apply(x, self.bias, self.runtime.logits_dtype)
+        if self.group.size == 1:
+            return logits
+        (section,) = self.sections
+        return self.group.gather(logits, [section.width(rank, self.group.size) for rank in range(self.group.size)])

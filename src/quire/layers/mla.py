@@ -83,22 +83,23 @@ class MLA(CacheLayer):
         self.scale = softmax_scale(self.head_size, rope.scaling)
         q_size = self.num_heads * self.head_size
         by_head = (self.num_heads,)
+        self.q_section = q_section = Section(q_size, by_head)
         # Queries (or what they are made of) and latents are one product. Down-projections are whole on every rank.
         q_part = "q_proj" if q_rank is None else "q_a_proj"
-        q_units = by_head if q_rank is None else ()
         self.qkv_a_proj = Linear(
             hidden_size,
             q_rank or q_size,
             self.latent_size + self.rope_size,
             bias=bias,
             parts=(q_part, "kv_a_proj_with_mqa"),
-            units=(q_units, ()),
+            sections=(q_section if q_rank is None else Section(q_rank), Section(self.latent_size + self.rope_size)),
         )
         self.q_a_layernorm = None if q_rank is None else RMSNorm(q_rank, EPS)
-        self.q_b_proj = None if q_rank is None else Linear(q_rank, q_size, units=(by_head,))
+        self.q_b_proj = None if q_rank is None else Linear(q_rank, q_size, sections=(q_section,))
         self.kv_a_layernorm = RMSNorm(self.latent_size, EPS)
         self.kv_b_proj = UpProjection(self.latent_size, self.num_heads, self.nope_size + self.value_size)
-        self.o_proj = Linear(self.num_heads * self.value_size, hidden_size, bias=bias, split="inputs", units=(by_head,))
+        values = Section(self.num_heads * self.value_size, by_head)
+        self.o_proj = Linear(values.size, hidden_size, bias=bias, split="inputs", sections=(values,))
 
     def cache_specs(self, dtype: str) -> dict[str, CacheSpec]:
         return {"latent": Latent(self.latent_size, self.rope_size, dtype)}
@@ -108,6 +109,7 @@ class MLA(CacheLayer):
 
     def attach(self, runtime: Runtime, path: str) -> None:
         super().attach(runtime, path)
+        self.num_heads = self.q_section.width(self.group.rank, self.group.size) // self.head_size
         sizes = {"latent_size": self.latent_size, "rope_size": self.rope_size, "block_size": runtime.block_size}
         backend = runtime.choose("latent attention", **sizes, cache_dtype=runtime.cache_dtype)
         self.backend_class = backend.BACKEND

@@ -20,7 +20,7 @@ from quire.layers.config import DecoderConfig
 from quire.layers.mlp import GatedMLP
 from quire.ops.moe.reference import ACTIVATIONS
 from quire.ops.routing.reference import Routing
-from quire.quant.base import Part, Section, Split, Use, Weight
+from quire.quant.base import Part, Section, Split, Use, Weight, even
 
 __all__ = ["BalancedExpertsConfig", "Experts", "MoE", "Routing", "SharedExpertsConfig"]
 
@@ -55,35 +55,70 @@ class Experts(Layer):
     def attach(self, runtime: Runtime, path: str) -> None:
         super().attach(runtime, path)
         self.backend = runtime.choose("experts")
+        self.first_expert, self.num_own = 0, self.num_experts
+        if not runtime.splits_experts:
+            self.first_expert, end, _ = self._all_experts.share(self.group.rank, self.group.size)
+            self.num_own = end - self.first_expert
+        self._narrow_biases()
         for bias, parts in zip(("gate_up_bias", "down_bias"), self.parts()):
             self.keep(parts, Use.EXPERTS)
             if self.gate_up_bias is not None:
                 self.biases[bias] = parts
 
+    @property
+    def _all_experts(self) -> Section:
+        return Section(self.num_experts, (self.num_experts,))
+
+    def _narrow_biases(self) -> None:
+        """To what this rank has of them."""
+        if self.gate_up_bias is not None and self.down_bias is not None and self.group.size > 1:
+            widths = 2 * even(self.expert_size).width(self.group.rank, self.group.size), self.hidden_size
+            if not self.runtime.splits_experts:
+                widths = 2 * self.expert_size, self.hidden_size
+            self.gate_up_bias, self.down_bias = (
+                frozen(torch.empty(self.num_own, width, device="meta")) for width in widths
+            )
+
     def parts(self) -> tuple[list[Part], list[Part]]:
         """The parts of `gate_up`, an expert's gate before its up, and those of `down`."""
         E, D, F = self.num_experts, self.hidden_size, self.expert_size
-        experts = (Section(E, (E,)),)
         if len(self.names) == 2:
             gate_up, down = (f"{self.path}.{name}" for name in self.names)
-            split = Split("experts", experts)
-            return [Part(gate_up, (E, 2 * F, D), split, end="")], [Part(down, (E, D, F), split, end="")]
+            return (
+                [Part(gate_up, (E, 2 * F, D), self._split("outputs", 2), end="")],
+                [Part(down, (E, D, F), self._split("inputs", 1), end="")],
+            )
         *gate_and_up, down = self.names
         gate_up_parts: list[Part] = []
         down_parts: list[Part] = []
         for i in range(E):
-            split = Split("experts", experts, expert_idx=i)
+            split = self._split("outputs", 1, i)
             gate_up_parts.extend(Part(f"{self.path}.{i}.{name}", (F, D), split) for name in gate_and_up)
-            down_parts.append(Part(f"{self.path}.{i}.{down}", (D, F), split))
+            down_parts.append(Part(f"{self.path}.{i}.{down}", (D, F), self._split("inputs", 1, i)))
         return gate_up_parts, down_parts
 
+    def _split(self, axis: str, count: int, expert_idx: int | None = None) -> Split:
+        """How a tensor is divided: by experts, or along an axis that has the width of an expert `count` times."""
+        if self.runtime.splits_experts:
+            return Split(axis, (even(self.expert_size),) * count)
+        return Split("experts", (self._all_experts,), expert_idx)
+
     def loaded(self) -> None:
-        self.gate_up, self.down = (method.experts(self.num_experts) for method in self.methods)
+        self.gate_up, self.down = (method.experts(self.num_own) for method in self.methods)
 
     def forward(
         self, x_TD: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor, added_TD: Tensor | None = None
     ) -> Tensor:
-        return self.backend.run(
+        """`added_TD`: what this rank adds to the sum of all ranks, which is returned."""
+        if self.num_own < self.num_experts:
+            expert_ids_TK = expert_ids_TK - self.first_expert
+            is_own_TK = (expert_ids_TK >= 0) & (expert_ids_TK < self.num_own)
+            # Experts of other ranks: any of its own, which then counts for nothing.
+            expert_ids_TK = expert_ids_TK.where(is_own_TK, 0)
+            weights_TK = weights_TK * is_own_TK
+        # With a part of each expert, one rank adds the bias.
+        adds_bias = self.group.rank == 0 or not self.runtime.splits_experts
+        out_TD = self.backend.run(
             x_TD,
             weights_TK,
             expert_ids_TK,
@@ -91,9 +126,10 @@ class Experts(Layer):
             self.down,
             activation=self.activation,
             gate_up_bias_E2F=self.gate_up_bias,
-            down_bias_ED=self.down_bias,
+            down_bias_ED=self.down_bias if adds_bias else None,
             added_TD=added_TD,
         )
+        return self.group.sum(out_TD)
 
 
 class Router(Layer):
@@ -108,7 +144,7 @@ class Router(Layer):
 class MoE(Layer):
     """`bias`: the router and the experts have biases. `correction_bias`: the checkpoint's name of a bias that counts
     where experts are chosen, but not in their weights; it stays in float32. `shared`: an MLP that all tokens go through
-    as well, `shared_experts` in checkpoints."""
+    as well, `shared_experts` in checkpoints; its outputs are added up over ranks with those of the experts."""
 
     def __init__(
         self,
@@ -121,7 +157,7 @@ class MoE(Layer):
         bias: bool = False,
         correction_bias: str | None = None,
         names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
-        shared: nn.Module | None = None,
+        shared: GatedMLP | None = None,
     ) -> None:
         super().__init__()
         num_chosen = routing.num_experts_per_token
@@ -136,6 +172,8 @@ class MoE(Layer):
         self.correction_bias = frozen(torch.empty(num_experts)) if correction_bias else None
         self.experts = Experts(num_experts, hidden_size, expert_size, activation, bias, names)
         self.shared_experts = shared
+        if shared is not None:
+            shared.down_proj.sums = False
 
     def forward(self, x_TD: Tensor) -> Tensor:
         backend = self.experts.backend

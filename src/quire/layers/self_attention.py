@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from quire.layers.attention import Attention
-from quire.layers.base import Layer, head_units
+from quire.layers.base import Layer, head_sections
 from quire.layers.config import DecoderConfig
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
-from quire.quant.base import Split
 
 
 class SelfAttention(Layer):
@@ -36,14 +35,12 @@ class SelfAttention(Layer):
         num_heads = config.num_attention_heads
         num_kv_heads = config.num_kv_heads
         head_size = config.head_size
-        q_size = num_heads * head_size
-        kv_size = num_kv_heads * head_size
-        q_units, kv_units = head_units(num_heads, num_kv_heads)
+        q, kv = head_sections(num_heads, num_kv_heads, head_size)
         parts = None if fused else ("q_proj", "k_proj", "v_proj")
         self.qkv_proj = Linear(
-            config.hidden_size, q_size, kv_size, kv_size, bias=bias, parts=parts, units=(q_units, kv_units, kv_units)
+            config.hidden_size, q.size, kv.size, kv.size, bias=bias, parts=parts, sections=(q, kv, kv)
         )
-        self.o_proj = Linear(q_size, config.hidden_size, bias=out_bias, split="inputs", units=(q_units,))
+        self.o_proj = Linear(q.size, config.hidden_size, bias=out_bias, split="inputs", sections=(q,))
         self.q_norm = RMSNorm(head_size, config.rms_norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(head_size, config.rms_norm_eps) if qk_norm else None
         self.attn = Attention(
@@ -73,8 +70,8 @@ class JointNormAttention(SelfAttention):
     def __init__(self, config: DecoderConfig, rope: Rope | None, **options: Any) -> None:
         super().__init__(config, rope, **options)
         q, k, _ = self.qkv_proj.sections
-        self.q_norm = RMSNorm(q.size, config.rms_norm_eps, Split("outputs", (q,)))
-        self.k_norm = RMSNorm(k.size, config.rms_norm_eps, Split("outputs", (k,)))
+        self.q_norm = RMSNorm(q.size, config.rms_norm_eps, q)
+        self.k_norm = RMSNorm(k.size, config.rms_norm_eps, k)
 
     def forward(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
         return self.o_proj(self.attn(self.qkv(x_TD), positions_T))

@@ -3,7 +3,6 @@ whole context have larger heads; values are normed; every layer gets a small vec
 models have experts next to the MLP. So attention, feed-forward and the frame are all written here."""
 
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +13,9 @@ from torch.nn import functional
 from quire.errors import UnsupportedModelError
 from quire.layers.activation import activation
 from quire.layers.attention import Attention, StepContext
-from quire.layers.base import Layer, frozen, head_units
+from quire.layers.base import Layer, frozen, head_sections
 from quire.layers.config import DecoderConfig
-from quire.layers.decoder import CausalLM, Decoder, select_outputs
+from quire.layers.decoder import CausalLM, Decoder, Elsewhere, select_outputs
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
@@ -117,9 +116,7 @@ class Gemma4Attention(nn.Module):
         owner = config.owner(layer_idx)
         bias = config.attention_bias
         num_heads, num_kv_heads, head_size = config.num_attention_heads, sizes.num_kv_heads, sizes.head_size
-        q_size = num_heads * head_size
-        kv_size = num_kv_heads * head_size
-        q_units, kv_units = head_units(num_heads, num_kv_heads)
+        q, kv = head_sections(num_heads, num_kv_heads, head_size)
         parts = ["q_proj"]
         if owner is None:
             parts.append("k_proj")
@@ -128,16 +125,15 @@ class Gemma4Attention(nn.Module):
         num_kv = len(parts) - 1  # how many of k and v are projected
         self.qkv_proj = Linear(
             config.hidden_size,
-            q_size,
-            *[kv_size] * num_kv,
+            q.size,
+            *[kv.size] * num_kv,
             bias=bias,
             parts=parts,
-            units=[q_units, *[kv_units] * num_kv],
+            sections=[q, *[kv] * num_kv],
         )
-        self.o_proj = Linear(q_size, config.hidden_size, bias=bias, split="inputs", units=(q_units,))
+        self.o_proj = Linear(q.size, config.hidden_size, bias=bias, split="inputs", sections=(q,))
         self.q_norm = RMSNorm(head_size, config.rms_norm_eps)
         self.k_norm = RMSNorm(head_size, config.rms_norm_eps) if owner is None else None
-        self.kv_size = kv_size
         self.attn = Attention(
             num_heads,
             num_kv_heads,
@@ -152,9 +148,10 @@ class Gemma4Attention(nn.Module):
         qkv_TX = self.qkv_proj(x_TD)
         if self.k_norm is not None:
             q_size, head_size = self.o_proj.in_features, self.attn.head_size
-            v_TKH = qkv_TX[:, -self.kv_size :].unflatten(1, (-1, head_size))
+            kv_size = self.attn.num_kv_heads * head_size
+            v_TKH = qkv_TX[:, -kv_size:].unflatten(1, (-1, head_size))
             v_TX = functional.rms_norm(v_TKH, (head_size,), eps=self.k_norm.eps).flatten(1)
-            qkv_TX = torch.cat((qkv_TX[:, : q_size + self.kv_size], v_TX), 1)
+            qkv_TX = torch.cat((qkv_TX[:, : q_size + kv_size], v_TX), 1)
         return self.o_proj(self.attn(qkv_TX, positions_T, self.q_norm, self.k_norm))
 
 
@@ -206,8 +203,8 @@ class Gemma4Layer(Layer):
             self.pre_feedforward_layernorm_2 = config.norm()
         input_size = config.hidden_size_per_layer_input
         if input_size:
-            self.per_layer_input_gate = Linear(config.hidden_size, input_size)
-            self.per_layer_projection = Linear(input_size, config.hidden_size, split="inputs")
+            self.per_layer_input_gate = Linear(config.hidden_size, input_size, split="nowhere")
+            self.per_layer_projection = Linear(input_size, config.hidden_size, split="nowhere")
             self.post_per_layer_input_norm = config.norm()
         self.act = activation(config.hidden_activation)
         self.layer_scalar = frozen(torch.empty(1))
@@ -239,31 +236,38 @@ class LayerInputs(nn.Module):
         self.size = config.hidden_size_per_layer_input
         all_layers = config.num_hidden_layers * self.size
         self.embed_tokens = Embedding(config.vocab_size_per_layer_input, all_layers)
-        self.projection = Linear(config.hidden_size, all_layers)
+        self.projection = Linear(config.hidden_size, all_layers, split="nowhere")
         self.norm = RMSNorm(self.size, config.rms_norm_eps)
         self.projection_scale = config.hidden_size**-0.5
 
-    def forward(self, token_ids_T: Tensor, x_TD: Tensor) -> Iterable[Tensor]:
+    def forward(self, token_ids_T: Tensor, x_TD: Tensor) -> Tensor:
         embedded_TX = self.embed_tokens(token_ids_T) * self.size**0.5
         projected_TX = self.projection(x_TD) * self.projection_scale
         normed_TX = self.norm(projected_TX.view(-1, self.size))[0].view(embedded_TX.shape)
-        return ((normed_TX + embedded_TX) * 2**-0.5).split(self.size, 1)
+        return (normed_TX + embedded_TX) * 2**-0.5
 
 
 class Gemma4Decoder(Decoder):
-    inputs: LayerInputs | None  # set by the model
+    inputs: LayerInputs | None  # set by the model, as is:
+    hidden_size: int
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        x_TD = self.embed(token_ids_T, positions_T)
+        x_TD = self.begin(token_ids_T, positions_T)
+        if self.context.received is not None:  # behind the stream is what layers are given of each token
+            inputs_TX = x_TD[:, self.hidden_size :]
+            x_TD = x_TD[:, : self.hidden_size].contiguous()
+        else:
+            inputs_TX = x_TD[:, :0] if self.inputs is None else self.inputs(token_ids_T, x_TD)
+        inputs = inputs_TX.chunk(len(self.layers), 1) if inputs_TX.shape[1] else [None] * len(self.layers)
         last = self.layers[-1]
-        inputs = [None] * len(self.layers) if self.inputs is None else self.inputs(token_ids_T, x_TD)
         for layer, input_TP in zip(self.layers, inputs):
-            context = self.context if layer is last else None
-            x_TD = layer(x_TD, input_TP, positions_T, context)
-        return self.norm(x_TD)[0]
+            if not isinstance(layer, Elsewhere):
+                x_TD = layer(x_TD, input_TP, positions_T, self.context if layer is last else None)
+        return self.norm(x_TD)[0] if self.is_last else torch.cat((x_TD, inputs_TX), 1)
 
 
 class Gemma4(CausalLM):
+    config: Config
     model: Gemma4Decoder
     decoder = Gemma4Decoder
     renames = (
@@ -296,11 +300,16 @@ class Gemma4(CausalLM):
             embed_scale=config.hidden_size**0.5,
             logit_softcap=config.final_logit_softcapping,
         )
+        self.model.hidden_size = config.hidden_size
         self.model.inputs = LayerInputs(config) if config.hidden_size_per_layer_input else None
         # Checkpoints hold projections of keys and values even of layers that read another layer's cache.
         sharing = [layer_idx for layer_idx in range(config.num_hidden_layers) if config.owner(layer_idx) is not None]
         names = ("k_proj", "v_proj", "k_norm")
         self.unused = tuple(f".{layer_idx}.self_attn.{name}.weight" for layer_idx in sharing for name in names)
+
+    @property
+    def stream_size(self) -> int:
+        return self.config.hidden_size + self.config.num_hidden_layers * self.config.hidden_size_per_layer_input
 
 
 MODEL = Gemma4

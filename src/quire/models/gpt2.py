@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
-from torch.nn import functional
 
 from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, Decoder, PreNormLayer
@@ -39,15 +38,8 @@ class Config(DecoderConfig):
         return scale / (layer_idx + 1) if self.scale_attn_by_inverse_layer_idx else scale
 
 
-class PositionEmbedding(Embedding):
-    """Looked up by torch: our kernels take 32-bit ids, and positions are 64-bit."""
-
-    def forward(self, positions_T: Tensor) -> Tensor:
-        return self.method.rows(positions_T, functional.embedding)
-
-
 class PositionedDecoder(Decoder):
-    embed_positions: PositionEmbedding  # set by the model
+    embed_positions: Embedding  # set by the model
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         return super().embed(token_ids_T, positions_T) + self.embed_positions(positions_T)
@@ -82,7 +74,7 @@ class GPT2(CausalLM):
             for layer_idx in range(config.num_hidden_layers)
         ]
         super().__init__(config, layers, norm())
-        self.model.embed_positions = PositionEmbedding(config.max_position_embeddings, config.hidden_size)
+        self.model.embed_positions = Embedding(config.max_position_embeddings, config.hidden_size, wide_ids=True)
 
     def translate(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, RawTensor]]:
         if name.startswith(("h.", "wte.", "wpe.", "ln_f.")):

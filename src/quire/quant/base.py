@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ CODES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.uint8,
 }  # fmt: skip
 Fill = float | Callable[[], Tensor]  # one value everywhere, or what makes all of them
+MAX_SHOWN_RANKS = 16  # numbers of ranks that an error suggests
 # What the dimensions of a plain tensor are, by their number.
 AXES: dict[int, tuple[str, ...]] = {
     0: (),
@@ -63,6 +64,35 @@ class RawTensor:
         """As the checkpoint holds them, not copied; a power of two (E8M0) as its exponent's byte."""
         return self.raw.view((PLAIN | CODES)[self.type_name]).view(self.shape)
 
+    def cut(self, pieces: Sequence[tuple[slice, ...]]) -> "RawTensor":
+        """Pieces of it (`Weight.pieces`), joined along the dimension in which they lie; not copied if they need not."""
+        dim = max(map(len, pieces)) - 1
+        if dim < 0:
+            return self
+        self.check_cut(pieces)
+        block, block_bytes = self._block
+        bytes_X = self.raw.view(*self.shape[:-1], -1)  # the last dimension in bytes
+        parts = []
+        for *before, piece in pieces:
+            if dim == len(self.shape) - 1:
+                piece = slice(piece.start // block * block_bytes, piece.stop // block * block_bytes)
+            parts.append(bytes_X[(*before, piece)])
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        length = sum(piece[dim].stop - piece[dim].start for piece in pieces)
+        return RawTensor(self.type_name, joined.reshape(-1), (*self.shape[:dim], length, *self.shape[dim + 1 :]))
+
+    def check_cut(self, pieces: Sequence[tuple[slice, ...]]) -> None:
+        """Raises if pieces begin or end within a block of numbers that are packed together."""
+        block, _ = self._block
+        last = [piece[-1] for piece in pieces if len(piece) == len(self.shape)]
+        if any(piece.start % block or piece.stop % block for piece in last):
+            raise UnsupportedModelError(f"blocks of {block}")
+
+    @property
+    def _block(self) -> tuple[int, int]:
+        """How many numbers are packed together, and in how many bytes."""
+        return BLOCK[self.type_name] if self.type_name in BLOCK else (1, CODES[self.type_name].itemsize)
+
     def _dense(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type == "cpu":
             return dequantize(self.type_name, self.raw, self.shape, dtype)
@@ -74,6 +104,10 @@ class RawTensor:
 # ---- what a layer wants of a checkpoint, and how it is divided over ranks --------------------------------------------
 
 
+class DivisionError(UnsupportedModelError):
+    """There are more ranks than parts."""
+
+
 class Section(NamedTuple):
     """A stretch of an axis, such as q, k or v of a fused projection.
 
@@ -81,17 +115,70 @@ class Section(NamedTuple):
     """
 
     size: int
-    # Numbers of units to choose from: the first that is at least the number of ranks, else the last, and then several
-    # ranks have the same unit. (): every rank has the whole section.
+    # Numbers of units that it may be divided into, the coarsest first. (): every rank has the whole section.
     units: tuple[int, ...] = ()
+    # With fewer coarse units than ranks, several ranks share one: they have the same ("repeated"), or divide its finer
+    # units ("nested"). "even": no unit is shared, and finer ones are taken if they divide evenly.
+    rule: Literal["even", "nested", "repeated"] = "even"
 
     def share(self, rank: int, num_ranks: int) -> tuple[int, int, int]:
         """(first unit of a rank, the one after its last, units in all)."""
         if not self.units:
             return 0, 1, 1
-        count = next((count for count in self.units if count >= num_ranks), self.units[-1])
-        first = count * rank // num_ranks
-        return first, max(first + 1, count * (rank + 1) // num_ranks), count
+        coarse, finest = self.units[0], self.units[-1]
+        if finest < num_ranks and self.rule != "repeated":
+            raise DivisionError(f"{finest} heads, columns or rows to divide")
+        if self.rule == "even":
+            enough = [count for count in self.units if count >= num_ranks]
+            coarse = next((count for count in enough if count % num_ranks == 0), enough[0])
+        elif coarse < num_ranks:
+            unit = coarse * rank // num_ranks
+            if self.rule == "repeated":
+                return unit, unit + 1, coarse
+            sharing = [other for other in range(num_ranks) if coarse * other // num_ranks == unit]
+            finer, place = finest // coarse, rank - sharing[0]
+            bounds = [unit * finer + finer * idx // len(sharing) for idx in (place, place + 1)]
+            if bounds[0] == bounds[1]:
+                raise DivisionError(f"{coarse} KV heads, with {finer} query heads each, to divide")
+            return bounds[0], bounds[1], finest
+        return coarse * rank // num_ranks, coarse * (rank + 1) // num_ranks, coarse
+
+    def width(self, rank: int, num_ranks: int) -> int:
+        """How much of it a rank has."""
+        first, end, count = self.share(rank, num_ranks)
+        return self.size * (end - first) // count
+
+    def num_sharing(self, rank: int, num_ranks: int) -> int:
+        """How many ranks before this one have the same part."""
+        own = self.share(rank, num_ranks)
+        return sum(self.share(other, num_ranks) == own for other in range(rank))
+
+
+def check_division(num_ranks: int, check: Callable[[int, int], None]) -> None:
+    """`check(rank, num_ranks)` raises where weights that are packed together would be cut; then tells what would do."""
+    if num_ranks == 1:
+        return
+
+    def problem(num_ranks: int) -> str:
+        try:
+            for rank in range(num_ranks):
+                check(rank, num_ranks)
+        except UnsupportedModelError as error:
+            return str(error)
+        return ""
+
+    if why := problem(num_ranks):
+        *sizes, last = (size for size in range(1, MAX_SHOWN_RANKS + 1) if not problem(size))
+        would_do = f"{', '.join(map(str, sizes))} or {last}" if sizes else str(last)
+        raise UnsupportedModelError(
+            f"--tensor-parallel-size {num_ranks} would cut packed weights ({why}): {would_do} would do"
+        )
+
+
+def even(size: int) -> Section:
+    """A section that may be cut anywhere: if possible between the blocks of any quantization."""
+    blocks = [block for block in (256, 128, 64, 32, 16, 8) if size % block == 0]
+    return Section(size, (*(size // block for block in blocks), size))
 
 
 @dataclass(frozen=True)
@@ -116,7 +203,7 @@ class Split:
             places = [(start * count + section.size * bound) * length for bound in bounds]
             if any(place % (whole * count) for place in places):
                 raise UnsupportedModelError(
-                    f"weights of {whole} {self.axis} in packs of {whole // length} do not divide over {num_ranks} ranks"
+                    f"{whole} {self.axis} in packs of {-(-whole // length)} do not divide over {num_ranks} ranks"
                 )
             found.append(slice(*(place // (whole * count) for place in places)))
             start += section.size
@@ -175,10 +262,23 @@ class Part(NamedTuple):
     shape: tuple[int, ...]  # [outputs, inputs] or [experts, outputs, inputs]
     split: Split | None = None
     end: str = ".weight"  # of the plain tensor's name; "" if the path is the whole name
+    rank: int = 0  # which part of it is kept here
+    num_ranks: int = 1
 
     @property
     def num_rows(self) -> int:
         return math.prod(self.shape[:-1])
+
+    def kept(self) -> "Part | None":
+        """What this rank keeps, as a part of its own; None: other ranks have all of it."""
+        pieces = Weight(self.path, self.shape, _ignore, self.split).pieces(self.rank, self.num_ranks)
+        if not pieces:
+            return None
+        shape = list(self.shape)
+        if pieces[0]:
+            dim = len(pieces[0]) - 1
+            shape[dim] = sum(piece[dim].stop - piece[dim].start for piece in pieces)
+        return Part(self.path, tuple(shape), end=self.end)
 
 
 class Method(ABC):
@@ -187,13 +287,17 @@ class Method(ABC):
     stays_packed = False  # its tensors stay as the file packs them
 
     def __init__(self, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> None:
-        self.parts = parts
+        self.declared = parts
+        self.parts = [kept for part in parts if (kept := part.kept()) is not None]  # what this rank has of them
         self.dtype = dtype
         self.device = device
 
     def weights(self) -> Iterator[Weight]:
-        for part_idx, part in enumerate(self.parts):
+        """Of all ranks' parts; the loader leaves out what this one does not have."""
+        part_idx = 0
+        for part in self.declared:
             yield from self.declare(part_idx, part)
+            part_idx += part.kept() is not None
 
     def declare(self, part_idx: int, part: Part) -> Iterator[Weight]:
         """The tensors that a part consists of: here the plain one."""
@@ -229,9 +333,12 @@ class Method(ABC):
         """The same for a norm's outputs."""
         return plain
 
-    def rows(self, ids: Tensor, lookup: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """The rows with these ids; `lookup(ids, table)` takes them from a plain table."""
-        return lookup(ids, self.numbers())
+    def rows(self, ids: Tensor, lookup: Callable[[Tensor, Tensor, int], Tensor], first: int = 0) -> Tensor:
+        """The rows with these ids, of which the first has the id `first`; those that are not kept here are zero.
+
+        `lookup(ids, table, first)` takes them from a plain table.
+        """
+        return lookup(ids, self.numbers(), first)
 
     def experts(self, num_experts: int) -> Any:
         """The weight of each expert, as the backend at hand takes them (layers/experts)."""
@@ -301,6 +408,7 @@ class Quantized(Method):
 
     def declare(self, part_idx: int, part: Part) -> Iterator[Weight]:
         stored = list(self.reader.stored(part))
+        check_division(part.num_ranks, lambda rank, num_ranks: self._check_share(part, rank, num_ranks))
         needed = {tensor.end for tensor in stored if not tensor.unused}
         is_kept = self.reader.form in self.keeps
         for tensor in stored:
@@ -325,6 +433,11 @@ class Quantized(Method):
         arrived[end] = tensor
         if len(arrived) == len(needed):
             self.put_form(part_idx, self.reader.read_raw(self.parts[part_idx], self.arrived.pop(part_idx)))
+
+    def _check_share(self, part: Part, rank: int, num_ranks: int) -> None:
+        kept = part._replace(rank=rank, num_ranks=num_ranks).kept()
+        if kept is not None:
+            list(self.reader.stored(kept))
 
     @abstractmethod
     def put_form(self, part_idx: int, form: Form) -> None:

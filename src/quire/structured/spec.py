@@ -19,7 +19,7 @@ MAX_DEPTH = 64  # of JSON
 MAX_GROUPS = 100  # of nested parentheses in a grammar or regular expression
 MAX_DIGITS = 40  # of any number, before and after the point
 MAX_COUNT = 10_000  # in a regular expression, and items, characters or properties a schema asks for
-KINDS = ("json", "regex", "choice", "grammar", "structural_tag")
+KINDS = ("json", "regex", "choice", "grammar", "gbnf", "structural_tag")
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _COUNT = re.compile(r"\{\s*(\d+)?\s*,?\s*(\d+)?\s*\}")
@@ -40,9 +40,10 @@ REFUSED_FORMATS = {
 
 class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
     kind: str  # one of KINDS
-    # json: the schema; choice: a JSON list of strings; grammar: GBNF or Lark; structural_tag: xgrammar's JSON
+    # json: the schema; choice: a JSON list of strings; grammar: EBNF as xgrammar reads it, or Lark; gbnf: a grammar as
+    # llama.cpp reads it; structural_tag: xgrammar's JSON
     text: str
-    compact: bool = False  # JSON without blanks between its parts
+    blanks: str | None = None  # between the parts of JSON: a pattern of them; empty: none; None: as always
 
 
 def check(spec: GrammarSpec) -> None:
@@ -56,9 +57,11 @@ def check(spec: GrammarSpec) -> None:
     if not spec.text.strip():
         raise RequestError(f"the {spec.kind} must not be empty.")
     try:
-        spec.text.encode()
+        (spec.text + (spec.blanks or "")).encode()
     except UnicodeEncodeError:
         raise RequestError(f"the {spec.kind} holds a lone surrogate (half of a UTF-16 pair).") from None
+    if spec.blanks:
+        _check_pattern(GrammarSpec("whitespace_pattern", spec.blanks))
     check_text = {"json": _check_schema, "choice": _check_choices, "structural_tag": _check_tag}
     check_text.get(spec.kind, _check_pattern)(spec)
 

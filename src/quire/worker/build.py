@@ -16,9 +16,10 @@ from torch import nn
 
 from quire import registry
 from quire.config import EngineConfig, quantization_file, resolved
+from quire.distributed.base import ALONE, Ranks
 from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.layers.base import Layer, Runtime, StepContext
-from quire.quant.base import Choice, Method, MethodMaker, Quantized, Use
+from quire.quant.base import Choice, DivisionError, Method, MethodMaker, Quantized, Use
 from quire.quant.kept.numbers import Numbers
 from quire.quant.plain.dense import Dense
 from quire.worker.choose import Chooser
@@ -45,10 +46,17 @@ def model_module(hf_config: dict[str, Any]) -> ModuleType:
     return importlib.import_module(FALLBACK)
 
 
-def build(config: EngineConfig, hf_config: dict[str, Any], choose: Chooser | None = None) -> Model:
+def build(
+    config: EngineConfig, hf_config: dict[str, Any], choose: Chooser | None = None, ranks: Ranks = ALONE
+) -> Model:
     """The model on `meta`, its layers attached; only weights and KV tensors are missing."""
     model = empty(hf_config, config.model.dtype)
-    attach(model, make_runtime(config, hf_config, model.checkpoint_path, choose))
+    if model_module(hf_config).__name__ == FALLBACK and (ranks.group.size, ranks.num_stages) != (1, 1):
+        raise UnsupportedModelError(
+            f"{hf_config['architectures'][0]:.80} has no file of its own here, and is computed by transformers on one "
+            "device: leave out --tensor-parallel-size and --pipeline-parallel-size"
+        )
+    attach(model, make_runtime(config, hf_config, model.checkpoint_path, choose, ranks))
     return model
 
 
@@ -85,6 +93,7 @@ def make_runtime(
     hf_config: dict[str, Any],
     checkpoint_path: Callable[[str], str],
     choose: Chooser | None = None,
+    ranks: Ranks = ALONE,
 ) -> Runtime:
     """`checkpoint_path`: from a module's path in the model to its path in checkpoints."""
     choose = choose or Chooser(config)
@@ -112,6 +121,8 @@ def make_runtime(
         choose=choose,
         find_method=lambda path, use: find_method(checkpoint_path(path), Choice(use, *methods[use], is_gpu)),
         context=StepContext(),
+        ranks=ranks,
+        splits_experts=not config.parallel.enable_expert_parallel or ranks.group.size == 1,
     )
 
 
@@ -128,8 +139,44 @@ def _quantization(config: EngineConfig, hf_config: dict[str, Any]) -> Callable[[
     return registry.load("quire.quant", name).quantization(settings)
 
 
+def stage_layers(model: "CausalLM", num_stages: int) -> list[tuple[int, int]]:
+    """The first layer of each stage of a pipeline, and the one after its last; as even as can be.
+
+    Layers that share a cache stay in one stage.
+    """
+    num_layers = len(model.model.layers)
+    owners = {
+        int(path.split(".")[2]): layer.shares for path, layer in model.named_modules() if getattr(layer, "shares", None)
+    }
+    shared = [(int(owner.split(".")[2]), reader) for reader, owner in owners.items()]
+    cuts = [cut for cut in range(1, num_layers) if not any(owner < cut <= reader for owner, reader in shared)]
+    if len(cuts) < num_stages - 1:
+        why = f"has {num_layers} layers"
+        if len(cuts) < num_layers - 1:
+            why += ", some of which read the caches of others and stay with them"
+        raise UnsupportedModelError(f"the model {why}: --pipeline-parallel-size can be at most {len(cuts) + 1}")
+    # Of all ways to cut, from the end: (layers of the longest stage, cuts).
+    best: dict[int, tuple[int, tuple[int, ...]]] = {start: (num_layers - start, ()) for start in (0, *cuts)}
+    for _ in range(num_stages - 1):
+        ways = {
+            start: min(
+                (max(cut - start, longest), (cut, *later)) for cut, (longest, later) in best.items() if cut > start
+            )
+            for start in (0, *cuts)
+            if any(cut > start for cut in best)
+        }
+        best = ways
+    bounds = (0, *best[0][1], num_layers)
+    return list(zip(bounds, bounds[1:]))
+
+
 def attach(model: nn.Module, runtime: Runtime) -> None:
     """Attaches inner layers first: a layer may rely on those inside it."""
     for path, module in reversed(list(model.named_modules())):
         if isinstance(module, Layer):
-            module.attach(runtime, path)
+            try:
+                module.attach(runtime, path)
+            except DivisionError as error:
+                raise UnsupportedModelError(
+                    f"--tensor-parallel-size {runtime.ranks.group.size} is too many for this model: {path} has {error}"
+                ) from None

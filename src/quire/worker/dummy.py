@@ -3,6 +3,7 @@
 Called by the worker, before `load_weights`. Drawn on the device that will hold them, one tensor at a time.
 """
 
+import hashlib
 import math
 from collections.abc import Iterator
 
@@ -20,10 +21,12 @@ ROUTER_BIASES = (".gate.bias", ".router.bias", "correction_bias")
 
 
 def dummy_tensors(model: nn.Module, seed: int, device: torch.device) -> Iterator[tuple[str, RawTensor]]:
-    generator = torch.Generator(device).manual_seed(seed)
+    """A tensor depends on its name and the seed alone: ranks and stages draw the same, whatever part they keep."""
+    generator = torch.Generator(device)
     for name, (weight, *_) in declared_weights(model).items():
         if not weight.optional:
-            yield name, _drawn(weight, generator)
+            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+            yield name, _drawn(weight, generator.manual_seed(int.from_bytes(digest[:7], "little")))
 
 
 def _drawn(weight: Weight, generator: torch.Generator) -> RawTensor:

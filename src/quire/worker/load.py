@@ -7,7 +7,7 @@ be there, and shapes must agree. `checkpoint/` reads the formats, quantization m
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -16,31 +16,52 @@ from torch import Tensor, nn
 from quire.checkpoint.find import ModelFiles
 from quire.checkpoint.gguf_architectures import gguf_architecture
 from quire.checkpoint.safetensors import SafetensorsFolder
+from quire.distributed.base import ALONE, Group
 from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.layers.base import Layer
 from quire.ops.transfer import Upload
-from quire.quant.base import ANY, CODES, PLAIN, RawTensor, Weight
+from quire.quant.base import ANY, CODES, PLAIN, RawTensor, Weight, check_division
 from quire.worker.build import Model
 
 
-def load_weights(model: nn.Module, tensors: Iterator[tuple[str, RawTensor]]) -> None:
-    """`tensors`: with the model's own names, as `translated` returns them."""
+def load_weights(
+    model: nn.Module,
+    tensors: Iterator[tuple[str, RawTensor]],
+    group: Group = ALONE.group,
+    elsewhere: Collection[str] = (),
+) -> int:
+    """Loads this rank's part of every tensor; returns how many bytes that was.
+
+    `tensors`: with the model's own names, as `translated` returns them. `elsewhere`: names of those that only other
+    stages of a pipeline want.
+    """
     declared = declared_weights(model)
     pending = {name for name, (weight, *_) in declared.items() if not weight.optional}
+    num_bytes = 0
     for name, tensor in tensors:
+        if name in elsewhere:
+            continue
         if name not in declared:
             raise BadModelFileError(f"the checkpoint holds {name!r:.100}, which this architecture does not have")
-        if len(declared[name]) > 1:
-            tensor = dataclasses.replace(tensor, shared={})
-        for weight in declared[name]:
-            _load(weight, tensor)
+        first, *others = declared[name]
+        _check(first, tensor)
+        own = _own_part(first, tensor, group)
         pending.discard(name)
+        if own is None:
+            continue
+        num_bytes += own.raw.numel()
+        if others:
+            own = dataclasses.replace(own, shared={})
+        for weight in declared[name]:
+            _check(weight, tensor)
+            weight.load(own)
     if pending:
         raise BadModelFileError(
             f"the checkpoint lacks {min(pending)} and {len(pending) - 1} other tensors: it is incomplete"
         )
     for layer in layers(model):
         layer.loaded()
+    return num_bytes
 
 
 def layers(model: nn.Module) -> list[Layer]:
@@ -62,14 +83,26 @@ def declared_weights(model: nn.Module) -> dict[str, list[Weight]]:
     return declared
 
 
-def _load(weight: Weight, tensor: RawTensor) -> None:
+def _own_part(weight: Weight, tensor: RawTensor, group: Group) -> RawTensor | None:
+    """What this rank has of a tensor; None: other ranks have all of it."""
+    if group.size == 1:
+        return tensor
+
+    def check(rank: int, num_ranks: int) -> None:
+        tensor.check_cut(weight.pieces(rank, num_ranks))
+
+    check_division(group.size, check)
+    pieces = weight.pieces(group.rank, group.size)
+    return tensor.cut(pieces) if pieces else None
+
+
+def _check(weight: Weight, tensor: RawTensor) -> None:
     if tensor.type_name not in weight.types:
         raise UnsupportedModelError(f"{weight.name} has type {tensor.type_name}, which is not supported yet")
     if not _has_shape(tensor, weight.shape):
         raise BadModelFileError(
             f"{weight.name} has shape {list(tensor.shape)}, its config says {list(weight.shape)}: files do not match"
         )
-    weight.load(tensor)
 
 
 def _has_shape(tensor: RawTensor, shape: tuple[int, ...]) -> bool:

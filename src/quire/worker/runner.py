@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quire.distributed.base import ALONE, Ranks
 from quire.errors import EngineError
 from quire.kv.specs import CacheSpec, Group
 from quire.layers.attention import CacheLayer
 from quire.layers.attention.base import AttentionBackend, Limits, StepShape
+from quire.layers.decoder import CausalLM
 from quire.ops.transfer import ToHost, on_device
 from quire.sampling.logprobs import LogprobColumns, token_logprobs
 from quire.sampling.sampler import Sampler
@@ -48,6 +50,7 @@ class Runner:
         vocab_size: int,
         drafter: NoDrafter,
         batch: Batch | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`limits.hidden_like`: an empty tensor [0, D] with the dtype and device of hidden states.
 
@@ -58,6 +61,7 @@ class Runner:
         self.device = device
         self.limits = limits
         self.drafter = drafter
+        self.ranks = ranks
         num_rows, num_samples = limits.num_rows, limits.num_samples
         where = limits.hidden_like.device
         if batch is None:
@@ -77,6 +81,9 @@ class Runner:
             self.shifts = torch.zeros(num_rows, dtype=torch.int32, device=where)
         self.inputs = StepInputs(group_backends(model, self.groups, limits), self.tables, limits, self.shifts)
         self.last_hidden = limits.hidden_like.new_zeros(num_samples, limits.hidden_like.shape[1])
+        self.received: Tensor | None = None  # where the stage before writes what this one begins with
+        if ranks.before is not None and isinstance(model, CausalLM):
+            self.received = limits.hidden_like.new_zeros(limits.max_tokens, model.stream_size)
         self.out_ids = torch.zeros(num_samples, dtype=torch.int32, device=where)
         # Of each sample, whether its logits are numbers. Only float16 is so small that they may not be.
         is_small = limits.hidden_like.dtype == torch.float16
@@ -102,6 +109,8 @@ class Runner:
         for shape in (mixed_shape(self.limits, self.limits.max_tokens), decode_shape(num_rows), decode_shape(1)):
             self.inputs.fill(StepPlan(-1, [], [], [], [], [], []), shape)
             self.compute(shape)
+        if not self.ranks.is_last:
+            return
         for random in (True, False):
             self.choose(SampleShape(num_samples, random))
         logits_SV = self.model.logits(self.last_hidden)
@@ -127,7 +136,7 @@ class Runner:
         context = self.model.context
         context.tables.clear()
         context.slots_T.clear()
-        context.output_tokens = None
+        context.output_tokens = context.received = None
         for layer in cache_layers(self.model).values():
             del layer.backend  # it holds the memory of the batch and of the inputs
         del self.recordings, self.model, self.memory
@@ -154,10 +163,23 @@ class Runner:
 
     def compute(self, shape: StepShape) -> Tensor:
         """Computes hidden states from the step's inputs on the device, and keeps those that choose tokens."""
-        self.place(shape)
+        self.begin(shape)
         hidden_TD = self.run_model(shape)
-        self.keep(hidden_TD, shape)
+        self.end(hidden_TD, shape)
         return hidden_TD
+
+    def begin(self, shape: StepShape) -> None:
+        """All that the model reads is in its place."""
+        self.place(shape)
+        if self.ranks.before is not None and self.received is not None:
+            self.ranks.before.receive(self.received[: shape.num_tokens])
+
+    def end(self, hidden_TD: Tensor, shape: StepShape) -> None:
+        """Hands on what the model computed: to the next stage, or to the choice of tokens."""
+        if self.ranks.after is not None:
+            self.ranks.after.send(hidden_TD)
+        else:
+            self.keep(hidden_TD, shape)
 
     def place(self, shape: StepShape) -> None:
         """Computes the id, position and slots of each token."""
@@ -182,6 +204,7 @@ class Runner:
         context = self.model.context
         context.slots_T[:] = [slots[:count] for slots in inputs.slots]
         context.tables[:] = [backend.tables(shape) for backend in inputs.backends]
+        context.received = None if self.received is None else self.received[:count]
         context.output_tokens = None if shape.decode or shape.wants_all else inputs.sample_at[: shape.num_samples]
         return self.model(inputs.token_ids[:count], inputs.positions[:count])
 
@@ -197,7 +220,7 @@ class Runner:
 
     @explain_gpu_errors
     @torch.inference_mode()
-    def sample(self, masks: Masks | None = None) -> "Pending":
+    def sample(self, masks: Masks | None = None) -> "Pending | Elsewhere":
         """Chooses tokens for the rows of the last forward pass that produce any, and appends them on the device."""
         launched = self.launched
         if launched is None:
@@ -206,6 +229,8 @@ class Runner:
         plan = launched.plan
         sampling = self.batch.sampling
         num_samples = plan.num_samples
+        if not self.ranks.is_last:
+            return Elsewhere(plan)
         pending = Pending(plan)
         if self.batch.owes_prompt_logprobs(plan):
             self._prompt_logprobs(launched, pending)
@@ -334,6 +359,16 @@ def group_backends(model: nn.Module, groups: Sequence[Group], limits: Limits) ->
             layer.backend = backend
         backends.append(backend)
     return backends
+
+
+class Elsewhere:
+    """A step whose tokens the last stage of a pipeline chooses."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+
+    def result(self) -> StepResult:
+        return StepResult(self.plan.step_id, [[] for _ in self.plan.rows])
 
 
 class Pending:

@@ -14,21 +14,30 @@ from quire import registry
 from quire.checkpoint.find import ModelFiles, find
 from quire.checkpoint.hf_config import read_config
 from quire.config import EngineConfig, resolved
+from quire.distributed.base import ALONE, Ranks
 from quire.errors import ConfigError
-from quire.kv.groups import form_layout
+from quire.kv.groups import form_layout, narrowed, num_blocks_for
 from quire.kv.specs import CacheSpec, KVLayout
 from quire.layers.attention.base import Limits
+from quire.layers.decoder import CausalLM
 from quire.layers.linear import LMHead
 from quire.sampling.custom import load as load_processors
 from quire.spec import draft_model, synthetic
 from quire.spec.base import NoDrafter
-from quire.worker.build import Model, build
+from quire.worker.build import Model, build, stage_layers
 from quire.worker.choose import DTYPES, cache_dtype, runs_on_triton
 from quire.worker.device import Device
 from quire.worker.dummy import dummy_tensors
 from quire.worker.host_copies import HostCopies
 from quire.worker.kv_cache import KVMemory, kv_specs
-from quire.worker.load import checkpoint_tensors, layers, load_weights, translated, uploaded
+from quire.worker.load import (
+    checkpoint_tensors,
+    declared_weights,
+    layers,
+    load_weights,
+    translated,
+    uploaded,
+)
 from quire.worker.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -59,8 +68,9 @@ def weight_bytes(model: Model) -> int:
 
 
 class Worker:
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, ranks: Ranks = ALONE) -> None:
         self.config = config
+        self.ranks = ranks
         self.dtype = DTYPES[config.model.dtype]
         self.device = torch.device(config.device.device)
         torch.set_num_threads(resolved(config.device.num_threads))
@@ -102,7 +112,8 @@ class Worker:
         return draft_model.Drafter(speculation.num_tokens, cost, resolved(config.model.max_model_len), max_tokens)
 
     def _load(self, config: EngineConfig, files: ModelFiles, hf_config: dict[str, Any]) -> Model:
-        model = build(config, hf_config)
+        model = build(config, hf_config, ranks=self.ranks)
+        elsewhere = self._take_stage(model)
         if config.model.load_format == "dummy":
             tensors = dummy_tensors(model, config.model.seed, self.device)
         else:
@@ -112,8 +123,16 @@ class Worker:
             if files.kind == "hf":  # GGUF files are read with the model's own names
                 tensors = translated(model, tensors)
         with self.module.capacity("loading the weights"):
-            load_weights(model, tensors)
+            self.bytes_read = load_weights(model, tensors, self.ranks.group, elsewhere)
         return model
+
+    def _take_stage(self, model: Model) -> set[str]:
+        """Leaves only this stage's layers in the model; returns the names of the tensors that only others want."""
+        if self.ranks.num_stages == 1 or not isinstance(model, CausalLM):
+            return set()
+        everything = set(declared_weights(model))
+        model.take_stage(*stage_layers(model, self.ranks.num_stages)[self.ranks.stage])
+        return everything - set(declared_weights(model))
 
     @property
     def weight_bytes(self) -> int:
@@ -123,7 +142,12 @@ class Worker:
         specs = kv_specs(self.model, cache_dtype(self.config))
         return specs if self.draft is None else specs | kv_specs(self.draft, cache_dtype(self.config), DRAFT)
 
-    def kv_memory_bytes(self) -> int:
+    def num_blocks(self, layout: KVLayout) -> list[int]:
+        """How many blocks of each pool there is memory for."""
+        memory_bytes = self.config.cache.kv_cache_memory_bytes or self._kv_memory_bytes()
+        return num_blocks_for(narrowed(layout, self.kv_specs()), memory_bytes, self.config.scheduler.max_num_seqs)
+
+    def _kv_memory_bytes(self) -> int:
         self.is_rehearsed = True
         layout = form_layout(self.kv_specs(), resolved(self.config.cache.block_size), num_blocks=2)
         with self.module.capacity("running the largest step"):
@@ -141,10 +165,10 @@ class Worker:
         log.info("runner ready in %.2f s", time.monotonic() - started)
 
     def _runner(self, layout: KVLayout) -> Runner:
-        memory = KVMemory(layout, self.device, self.module.copy_blocks)
+        memory = KVMemory(narrowed(layout, self.kv_specs()), self.device, self.module.copy_blocks)
         memory.attach(self.model)
         limits = self._limits(self.model, self.drafter.num_drafts)
-        runner = Runner(self.model, memory, self.module, limits, self.vocab_size, self.drafter)
+        runner = Runner(self.model, memory, self.module, limits, self.vocab_size, self.drafter, ranks=self.ranks)
         if self.draft is not None and isinstance(self.drafter, draft_model.Drafter):
             memory.attach(self.draft, DRAFT)
             limits = self._limits(self.draft, 1)
@@ -154,7 +178,10 @@ class Worker:
 
     def _limits(self, model: Model, num_drafts: int) -> Limits:
         scheduler = self.config.scheduler
-        hidden_size = next(layer.in_features for layer in layers(model) if isinstance(layer, LMHead))
+        if isinstance(model, CausalLM):
+            hidden_size = model.config.hidden_size
+        else:
+            hidden_size = next(layer.in_features for layer in layers(model) if isinstance(layer, LMHead))
         return Limits(
             num_rows=scheduler.max_num_seqs,
             max_tokens=resolved(scheduler.max_num_batched_tokens),

@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 from tokenizers.processors import TemplateProcessing
 
-from quire.api.server.app import build_app, policy_of
+from quire.api.server.app import build_app, errors_of, policy_of
 from quire.api.server.guard import Guard
 from quire.config import ServingConfig
 from quire.config.server import ServerConfig
@@ -46,7 +46,7 @@ def serving(model: str, config: ServerConfig = ServerConfig(), **options) -> Ite
         try:
             llm = AsyncLLM(model, **options)
             async with llm:
-                app = Guard(build_app(llm, NAMES), policy_of, config)
+                app = Guard(build_app(llm, NAMES), policy_of, config, errors_of=errors_of)
                 http = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="none"))
                 http.found = llm, asyncio.get_running_loop()
                 http.install_signal_handlers = lambda: None

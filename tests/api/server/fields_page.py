@@ -45,7 +45,8 @@ def tables() -> str:
         parts += ["", f"## {', '.join(f'`{endpoint.path}`' for endpoint in endpoints)}", ""]
         if body.__doc__:
             parts += [" ".join(body.__doc__.split()), ""]
-        own = [row for row in field_rows(body, schemas[body.__name__]) if row not in shared]
+        above = shared if issubclass(body, SamplingFields) else []
+        own = [row for row in field_rows(body, schemas[body.__name__]) if row not in above]
         parts += rows(["field", "takes", ""], own)
         for kind in structs_in(body):
             nested[kind.__name__] = kind

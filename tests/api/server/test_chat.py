@@ -25,7 +25,8 @@ def ask(client, messages=QUESTION, **options):
 
 
 EXTRA = """
-    top_k min_p repetition_penalty min_tokens stop_token_ids include_stop_str_in_output ignore_eos bad_words
+    top_k min_p repetition_penalty repeat_penalty n_predict min_tokens stop_token_ids include_stop_str_in_output
+    ignore_eos bad_words
     allowed_token_ids prompt_logprobs priority cache_salt chat_template_kwargs continue_final_message
     add_generation_prompt return_token_ids skip_special_tokens timeout_s chat_template zzz
 """.split()
@@ -176,7 +177,7 @@ def test_n_answers_are_numbered(client):
 # -- ending ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])
 def test_an_answer_has_a_longest_length(client, name):
     answer = ask(client, **{"max_tokens": openai.omit, name: 3})
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (3, "length")
@@ -186,6 +187,13 @@ def test_without_a_longest_length_an_answer_may_fill_the_context(client):
     long = [{"role": "user", "content": "word " * 460}]
     answer = ask(client, long, max_tokens=openai.omit, ignore_eos=True)
     assert answer.usage.total_tokens == 512 and answer.choices[0].finish_reason == "length"
+
+
+def test_names_of_llama_cpp_mean_the_same(client):
+    assert text(client, repeat_penalty=1.7) == text(client, repetition_penalty=1.7) != text(client)
+    for twin in ("max_tokens", "max_completion_tokens"):
+        with pytest.raises(openai.BadRequestError, match=f"n_predict and {twin} exclude each other"):
+            ask(client, **{"max_tokens": openai.omit, "n_predict": 3, twin: 3})
 
 
 def test_min_tokens_and_ignore_eos_go_past_the_end(client):
@@ -382,7 +390,7 @@ REFUSED = [
     {"audio": {"voice": "alloy", "format": "wav"}},
     {"modalities": ["text", "audio"]},
     {"chat_template": "{{ 1 }}"},
-    {"use_beam_search": True},
+    {"watermarking": {"scheme": "x"}},
     {"thinking_token_budget": 9},  # this model does not think
 ]
 WRONG = [

@@ -67,6 +67,13 @@ def test_an_answer_has_sixteen_tokens_unless_told_otherwise(client):
     assert (answer.usage.completion_tokens, answer.object, answer.id[:5]) == (16, "text_completion", "cmpl-")
 
 
+def test_llama_cpps_name_for_the_number_of_tokens_has_no_limit_at_minus_one(client):
+    for n_predict, num_tokens in ((3, 3), (-1, 512 - 470)):
+        extra = {"ignore_eos": True, "n_predict": n_predict}
+        answer = complete(client, [5] * 470, max_tokens=openai.omit, extra_body=extra)
+        assert answer.usage.completion_tokens == num_tokens
+
+
 def test_echo_begins_with_the_prompt(smol, client, sea):
     assert complete(client, echo=True).choices[0].text == SEA + sea
     assert complete(client, tokens(smol, SEA), echo=True).choices[0].text == SEA + sea

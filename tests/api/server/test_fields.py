@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from quire.api.server import chat, completions, fields, tokens
+from quire.api.server.anthropic.body import CountTokensRequest, MessagesRequest
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.frontend.model import ModelInfo
@@ -18,6 +19,8 @@ VLLM = json.loads((Path(__file__).parents[2] / "data" / "vllm_fields.json").read
 OURS = {
     "ChatCompletionRequest": chat.ChatRequest,
     "CompletionRequest": completions.CompletionRequest,
+    "AnthropicMessagesRequest": MessagesRequest,
+    "AnthropicCountTokensRequest": CountTokensRequest,
     "TokenizeCompletionRequest": tokens.TokenizeRequest,
     "TokenizeChatRequest": tokens.TokenizeRequest,
     "DetokenizeRequest": tokens.DetokenizeRequest,
@@ -224,6 +227,15 @@ def test_what_just_fits_is_served(smol):
     assert answer["usage"]["completion_tokens"] == 7
 
 
+@pytest.mark.parametrize("value", [3.0, "3"])
+def test_a_number_may_be_written_as_a_fraction_or_a_text(smol, value):
+    """Some clients know no other way, and vLLM takes both."""
+    answer = complete(smol, max_tokens=value, ignore_eos=True, temperature="0", stream="false", return_token_ids=1)
+    assert answer["usage"]["completion_tokens"] == 3 and len(answer["choices"][0]["token_ids"]) == 3
+    same = complete(smol, prompt="3", max_tokens=1, return_token_ids=True)  # what is a text stays one
+    assert same["choices"][0]["prompt_token_ids"] == ids(smol, "3")
+
+
 CODES = [
     ({}, "messages", "missing_required_parameter"),
     ({"messages": QUESTION, "n": "two"}, "n", "invalid_type"),
@@ -233,7 +245,11 @@ CODES = [
     ({"messages": QUESTION, "stop": ["a"] * 50}, "stop", "array_above_max_length"),
     ({"messages": QUESTION, "temperature": -1}, "temperature", "invalid_value"),
     ({"messages": QUESTION, "tool_choice": "maybe"}, "tool_choice", "invalid_value"),
-    ({"messages": QUESTION, "use_beam_search": True}, "use_beam_search", "unsupported_parameter"),
+    ({"messages": QUESTION, "use_beam_search": True, "stream": True}, "stream", "invalid_value"),
+    ({"messages": QUESTION, "watermarking": True}, "watermarking", "unsupported_parameter"),
+    ({"messages": QUESTION, "max_tokens": 2.5}, "max_tokens", "invalid_type"),
+    ({"messages": QUESTION, "max_tokens": True}, "max_tokens", "invalid_type"),
+    ({"messages": QUESTION, "temperature": "nan"}, "temperature", "invalid_value"),
     ({"messages": QUESTION, "kv_transfer_params": {"a": 1}}, "kv_transfer_params", "unsupported_parameter"),
     ({"messages": QUESTION, "prediction": {"type": "content"}}, "prediction.content", "missing_required_parameter"),
 ]

@@ -149,6 +149,30 @@ def test_the_scheme_may_be_written_in_any_case():
     assert post(headers=[("authorization", "bearer k1"), JSON], api_key=["k1"]).status == 200
 
 
+def test_a_key_may_come_as_anthropics_clients_send_it():
+    keys = {"api_key": ["k1", "k2"], "admin_api_key": "root"}
+    for path, key in (("/echo", "k1"), ("/echo", "root"), ("/reload", "root"), ("/echo", " k2 ")):
+        assert post(path=path, headers=[("x-api-key", key), JSON], **keys).status == 200
+    for path, key in (("/echo", "k3"), ("/echo", ""), ("/echo", "Bearer k1"), ("/reload", "k1"), ("/unknown", "k3")):
+        assert post(path=path, headers=[("x-api-key", key), JSON], **keys).status == 401
+
+
+def test_of_two_keys_one_must_be_valid():
+    def asked(token: str, key: str) -> int:
+        return post(headers=[*bearer(token), ("x-api-key", key)], api_key=["k1"]).status
+
+    assert (asked("k1", "other"), asked("other", "k1"), asked("other", "another")) == (200, 200, 401)
+
+
+def test_a_call_with_two_keys_is_of_the_bearers(tmp_path, caplog):
+    file = tmp_path / "keys"
+    file.write_text("k1 label=one\nk2 label=two\n")
+    with caplog.at_level(logging.INFO, logger="quire.server"):
+        post(headers=[*bearer("k1"), ("x-api-key", "k2")], api_key_file=str(file))
+        post(headers=[*bearer("none"), ("x-api-key", "k2")], api_key_file=str(file))
+    assert [record.fields["key"] for record in caplog.records] == ["one", "two"]
+
+
 def test_every_key_is_compared_in_constant_time(monkeypatch):
     compared = []
     real = keys_module.hmac.compare_digest

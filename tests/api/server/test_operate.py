@@ -152,11 +152,13 @@ def test_requests_wait_while_the_server_is_paused(operated):
     assert admin(operated, "POST", "/pause", params={"mode": "keep"}) == {"status": "paused"}
     assert admin(operated, "GET", "/is_paused") == {"is_paused": True}
     waiting = Asking(operated, max_tokens=5)
-    assert running.result()["usage"]["completion_tokens"] == 60  # it goes on
-    time.sleep(0.3)
-    assert waiting.thread.is_alive() and load(operated) == 1
+    time.sleep(0.8)  # longer than either of them takes
+    assert waiting.thread.is_alive() and running.thread.is_alive() and load(operated) == 2
     assert admin(operated, "POST", "/resume") == {"status": "resumed"}
     assert waiting.result()["usage"]["completion_tokens"] == 5
+    answer = running.result()  # nothing of it is lost or comes twice
+    assert answer["usage"]["completion_tokens"] == 60
+    assert answer["choices"][0]["text"] == Asking(operated, max_tokens=60).result()["choices"][0]["text"]
     assert admin(operated, "GET", "/is_paused") == {"is_paused": False}
 
 
@@ -173,6 +175,34 @@ def test_pausing_can_end_what_runs_or_wait_for_it(operated):
     admin(operated, "POST", "/pause?mode=wait")
     assert load(operated) == 0 and running.result()["usage"]["completion_tokens"] == 50
     admin(operated, "POST", "/resume")
+
+
+def test_a_request_that_was_kept_can_be_ended_or_waited_for(operated):
+    running = Asking(operated, max_tokens=60)
+    until(lambda: load(operated) == 1)
+    admin(operated, "POST", "/pause?mode=keep")
+    admin(operated, "POST", "/pause?mode=wait")
+    assert load(operated) == 0 and running.result()["usage"]["completion_tokens"] == 60
+    admin(operated, "POST", "/resume")
+    running = Asking(operated)
+    until(lambda: load(operated) == 1)
+    admin(operated, "POST", "/pause?mode=keep")
+    admin(operated, "POST", "/abort_requests", json={})
+    assert running.result()["choices"][0]["finish_reason"] == "abort"
+    admin(operated, "POST", "/resume")
+
+
+def test_a_kept_request_survives_the_core(operated):
+    running = Asking(operated, max_tokens=60)
+    until(lambda: load(operated) == 1)
+    admin(operated, "POST", "/pause?mode=keep")
+    deaths = operated.llm.num_restarts
+    operated.llm.supervisor.core.kill()
+    until(lambda: operated.llm.num_restarts > deaths and operated.llm.health() is None)
+    time.sleep(0.3)
+    assert running.thread.is_alive()
+    admin(operated, "POST", "/resume")
+    assert running.result()["usage"]["completion_tokens"] == 60
 
 
 def test_a_request_that_waits_while_paused_can_run_out_of_time(operated):

@@ -155,6 +155,11 @@ SHAPES = [
     ({"guided_regex": "(ab|cd){3}"}, "(ab|cd){3}"),
     ({"guided_choice": ["red", "blue"]}, "red|blue"),
     ({"guided_grammar": 'root ::= "q" [0-9] "z"'}, "q[0-9]z"),
+    ({"grammar": 'root ::= "\\x71" num # a number\nnum ::= [0-9]{2,3} | "x"'}, "q([0-9]{2,3}|x)"),
+    ({"structured_outputs": {"gbnf": 'root ::= [a-c]{3} "\\x21"'}}, "[a-c]{3}!"),
+    ({"json_schema": NUMBER, "grammar": ""}, "[1-9][0-9]"),
+    ({"response_format": {"type": "json_object", "schema": NUMBER}}, "[1-9][0-9]"),
+    ({"response_format": {"type": "json_schema", "schema": NUMBER}}, "[1-9][0-9]"),
     ({"response_format": {"type": "text"}, "guided_regex": "[0-9]{4}"}, "[0-9]{4}"),
 ]
 
@@ -229,6 +234,14 @@ REFUSED = [
     ({"guided_grammar": "start: /(/"}, "grammar"),
     ({"guided_grammar": "nonsense"}, "grammar"),
     ({"guided_grammar": ""}, "grammar"),
+    ({"grammar": "root ::= nobody"}, "nobody"),
+    ({"grammar": 'start: "a"'}, "a rule must begin"),
+    ({"grammar": 'root ::= "a"', "response_format": {"type": "json_object"}}, "response_format and grammar exclude"),
+    ({"json_schema": NUMBER, "structured_outputs": {"regex": "a"}}, "structured_outputs and json_schema exclude"),
+    ({"json_schema": NUMBER, "grammar": 'root ::= "a"'}, "grammar and json_schema exclude"),
+    ({"json_schema": {"type": "strin"}}, "strin"),
+    ({"n_predict": 5}, "n_predict and max_tokens exclude"),
+    ({"repeat_penalty": 1.1, "repetition_penalty": 1.1}, "repeat_penalty and repetition_penalty exclude"),
     ({"guided_choice": []}, "choice"),
     ({"guided_choice": [""]}, "choice"),
     ({"guided_choice": ["a", 1]}, "guided_choice"),
@@ -298,6 +311,8 @@ HOSTILE = {
     "recursion": {"guided_grammar": 'root ::= root root | "a"'},
     "nothing": {"guided_grammar": "root ::= a\na ::= b\nb ::= a"},
     "explosion": {"guided_grammar": _explosion(20)},
+    "explosion, as llama.cpp reads it": {"grammar": _explosion(20)},
+    "counts in counts": {"grammar": 'root ::= ((("a"{0,90}){0,90}){0,90}){0,90}'},
     "tags": {"structured_outputs": {"structural_tag": _tags(3000)}},
 }
 

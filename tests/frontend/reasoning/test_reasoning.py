@@ -5,8 +5,21 @@ from hypothesis import strategies as st
 from quire import registry
 from quire.frontend import reasoning
 from quire.frontend.chat import ChatTemplate
-from quire.frontend.reasoning import granite, harmony, mistral, think
-from tests.frontend.tools.transcripts import TEMPLATES, cut, parsed
+from quire.frontend.parse import OutputParser
+from quire.frontend.reasoning import (
+    ernie45,
+    gemma4,
+    granite,
+    harmony,
+    hunyuan,
+    hy_v3,
+    kimi_k2,
+    mistral,
+    seed_oss,
+    think,
+)
+from quire.frontend.tools import kimi_k2 as kimi_calls
+from tests.frontend.tools.transcripts import TEMPLATES, TOOLS, cut, parsed
 
 FORMATS = registry.names("quire.frontend.reasoning")
 
@@ -30,6 +43,15 @@ def prompt(name: str, **kwargs: object) -> str:
         ("openai-gpt-oss-120b", "harmony"),
         ("ibm-granite-granite-3.3-2B-Instruct", "granite"),
         ("mistralai-Ministral-3-14B-Reasoning-2512", "mistral"),
+        ("ByteDance-Seed-OSS", "seed_oss"),
+        ("google-gemma-4-31B-it", "gemma4"),
+        ("tencent-Hy3", "hy_v3"),
+        ("Kimi-K2-Thinking", "kimi_k2"),
+        ("MiniMax-M2", "think"),
+        ("Qwen3.5-4B", "think"),
+        ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "think"),
+        ("StepFun3.5-Flash", "think"),
+        ("moonshotai-Kimi-K2", None),
         ("Qwen-Qwen2.5-7B-Instruct", None),
         ("Qwen3-Coder", None),
         ("meta-llama-Llama-3.1-8B-Instruct", None),
@@ -58,6 +80,14 @@ def test_without_a_template_the_model_type_decides() -> None:
         ("deepseek-ai-DeepSeek-V3.1", think, {}, False),
         ("GLM-4.7-Flash", think, {}, True),
         ("GLM-4.7-Flash", think, {"enable_thinking": False}, False),
+        ("MiniMax-M2", think, {}, True),
+        ("ByteDance-Seed-OSS", seed_oss, {}, False),
+        ("ByteDance-Seed-OSS", seed_oss, {"thinking_budget": 0}, False),
+        ("google-gemma-4-31B-it", gemma4, {"enable_thinking": True}, False),
+        ("google-gemma-4-31B-it", gemma4, {}, False),
+        ("tencent-Hy3", hy_v3, {"reasoning_effort": "high"}, True),
+        ("tencent-Hy3", hy_v3, {}, False),
+        ("Kimi-K2-Thinking", kimi_k2, {}, False),
         ("openai-gpt-oss-120b", harmony, {}, False),
         ("mistralai-Ministral-3-14B-Reasoning-2512", mistral, {}, False),
         ("ibm-granite-granite-3.3-2B-Instruct", granite, {"thinking": True}, False),
@@ -94,6 +124,18 @@ HARMONY_TWICE = HARMONY.replace("<|end|>", "<|end|><|start|>assistant<|channel|>
         (granite.Parser, "<think>I think.</think><response>Yes", "I think.", "Yes"),
         (granite.Parser, "Here is my thought process: I think. Here is my response: Yes.", "I think.", "Yes."),
         (granite.Parser, "Here is my house. <response>", "", "Here is my house. <response>"),
+        (ernie45.Parser, "<think>I think.\n</think>\n\n<response>\nYes.\n</response>\n", "I think.", "Yes."),
+        (ernie45.Parser, "<think>I think.\n</think>\nYes.", "I think.", "Yes."),
+        (ernie45.Parser, "Yes <response>", "", "Yes <response>"),
+        (hunyuan.Parser, "<think>\nI think.\n</think>\n<answer>\nYes.\n</answer>", "I think.", "Yes."),
+        (hunyuan.Parser, "<think>\n\n</think>\n<answer>\nYes.", "", "Yes."),
+        (hy_v3.Parser, "<think:opensource>I think.</think:opensource>Yes.", "I think.", "Yes."),
+        (hy_v3.Parser, "<think>Yes", "", "<think>Yes"),
+        (seed_oss.Parser, "<seed:think>I </think> think.</seed:think>\nYes.", "I </think> think.", "Yes."),
+        (gemma4.Parser, "<|channel>thought\nI think.\n<channel|>Yes.", "I think.", "Yes."),
+        (gemma4.Parser, "<|channel>thought\n<channel|>Yes.", "", "Yes."),
+        (kimi_k2.Parser, "<think>I think.</think>Yes.", "I think.", "Yes."),
+        (kimi_k2.Parser, "<think>I <|tool_calls_section_begin|>x", "I", "<|tool_calls_section_begin|>x"),
         (harmony.Parser, HARMONY, "I think.", "Yes <b>."),
         (harmony.Parser, "<|channel|>final<|message|>Yes.", "", "Yes."),
         (harmony.Parser, "Yes.", "", "Yes."),
@@ -113,6 +155,9 @@ def test_thinking_and_answer_come_apart(parser, text: str, thought: str, answer:
         (think, "<think>\nI think.\n</think>\n\nYes."),  # some models open it once more
         (mistral, "I think.[/THINK]Yes."),
         (granite, "I think.</think><response>Yes.</response>"),
+        (ernie45, "I think.\n</think>\n\n<response>\nYes.\n</response>\n"),
+        (hy_v3, "I think.</think:opensource>Yes."),
+        (seed_oss, "I think.</seed:think>Yes."),
         (harmony, "I think.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"),
     ],
 )
@@ -123,7 +168,8 @@ def test_thinking_that_the_prompt_opened_goes_on(module, text: str) -> None:
 
 FRAGMENTS = [
     *"<think> </think> [THINK] [/THINK] <response> </response>".split(),
-    *("Here is my thought process:", "Here is my response:"),
+    *"<seed:think> </seed:think> <|channel>thought <channel|> <answer> </answer> <think:opensource>".split(),
+    *("</think:opensource>", "<|tool_calls_section_begin|>", "Here is my thought process:", "Here is my response:"),
     *"<|channel|> analysis final <|message|> <|end|> <|start|> assistant".split(),
     *(" to=functions.f", "<", "[", "Here", " ", "\n", "x", "é"),
 ]
@@ -148,6 +194,14 @@ def test_reasoning_streams_as_it_comes() -> None:
     pieces = ["<think>", "\nOne", " two", " \n", "three", "</thi", "nk>"]
     thoughts = ["", "One", " two", "", " \nthree", "", ""]
     assert [parser.feed(piece).reasoning for piece in pieces] == thoughts
+
+
+def test_calls_end_thinking_that_was_not_closed() -> None:
+    call = "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    text = f"<think>I look. <|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
+    for pieces in (text, list(text)):
+        parser = OutputParser(kimi_k2.Parser(False), kimi_calls.Parser(TOOLS))
+        assert parsed(parser, pieces) == ("", "I look.", [("now", "{}")])
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -22,6 +22,13 @@ FRAGMENTS = [
     *"<|python_tag|> <|python_start|> <|tool_call_start|> <tool_calls> ```json ```".split(),
     *"<｜tool▁calls▁begin｜> <｜tool▁call▁begin｜> <｜tool▁sep｜> <｜tool▁call▁end｜> <｜tool▁calls▁end｜>".split(),
     "function",
+    *"<function= <parameter= </parameter> </function> > <seed:tool_call> </seed:tool_call> <function_calls>".split(),
+    *("<minimax:tool_call>", '<invoke name="', '<parameter name="', '">', "</invoke>", "</minimax:tool_call>"),
+    *"<tool_calls:opensource> <tool_call:opensource> <tool_sep:opensource> </tool_call:opensource>".split(),
+    *"<arg_key:opensource> </arg_key:opensource> <arg_value:opensource> </arg_value:opensource>".split(),
+    *"<|tool_calls_section_begin|> <|tool_call_begin|> <|tool_call_argument_begin|> {} <|tool_call_end|>".split(),
+    "functions.",
+    *("<|tool_call>", "call:", '<|"|>', "<tool_call|>", "<longcat_tool_call>", "</longcat_tool_call>", ":0"),
     *"<arg_key> </arg_key> <arg_value> </arg_value>".split(),
     *"<|start|> <|channel|> <|message|> <|end|> <|call|> assistant commentary".split(),
     *(" to=functions.", "get_weather", "now", "get_weath", "unknown", "(", ")", "=", "city", "'", '"'),
@@ -180,9 +187,39 @@ def test_pythons_own_writing_of_a_value_is_read_as_that_value(value, positions: 
     assert json.loads(arguments) == {"x": value}
 
 
-def test_untyped_values_follow_the_schema() -> None:
-    text = "<tool_call>{}\n<arg_key>x</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"
+# A call of f with the argument x, in the formats whose values have no type.
+UNTYPED = {
+    "glm4": "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=x>\n{}\n</parameter>\n</function>\n</tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function=f>\n<parameter=x>{}</parameter>\n</function>\n</seed:tool_call>",
+    "minimax_m2": '<minimax:tool_call><invoke name="f"><parameter name="x">{}</parameter></invoke></minimax:tool_call>',
+    "hy_v3": (
+        "<tool_calls:opensource><tool_call:opensource>f<tool_sep:opensource><arg_key:opensource>x</arg_key:opensource>"
+        "<arg_value:opensource>{}</arg_value:opensource></tool_call:opensource></tool_calls:opensource>"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNTYPED)
+def test_untyped_values_follow_the_schema(name: str) -> None:
     for schema, written, meant in [
+        ({"type": "string"}, "", ""),
+        ({"type": "string"}, "\n\n a\r\n", "\n\n a\r\n"),
+        ({"type": "string"}, "True", "True"),
+        ({"type": "string"}, '"\\u0041"', '"\\u0041"'),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "false", False),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"type": ["integer", "string"]}, "1.5", "1.5"),
+        ({"type": ["integer", "string"]}, "1", 1),
+        ({"type": "number"}, "-1.5e3", -1500.0),
+        ({"type": "object"}, "{'a': (1, None), 'b': \"it's\"}", {"a": [1, None], "b": "it's"}),
+        ({"type": "object"}, '{"a": "</arg_value></parameter></arg_value:opensource>"}', None),
+        ({"type": "array"}, "[1, 2", "[1, 2"),
+        ({"type": "array"}, "__import__('os')", "__import__('os')"),
+        ({"type": "string", "enum": ["C"]}, "\nC ", "C"),
+        ({"allOf": [{"$ref": "#/$defs/s"}]}, "5", "5"),
+        ({"anyOf": 5, "enum": 6, "oneOf": {}, "allOf": "x", "type": {}}, "5", 5),
         ({"type": "string"}, "123", "123"),
         ({"type": "string"}, '{"a": 1}', '{"a": 1}'),
         ({"type": "string"}, ' "q" \\ \n', ' "q" \\ \n'),
@@ -201,13 +238,47 @@ def test_untyped_values_follow_the_schema() -> None:
     ]:
         parameters = {"properties": {"x": schema}, "$defs": {"s": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}}}
         tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-        ((_, arguments),) = parsed(parser("glm4", tools), text.format("f", written))[2]
-        assert json.loads(arguments) == {"x": meant}
+        text = UNTYPED[name].replace("{}", written)
+        ((_, arguments),) = parsed(parser(name, tools), text)[2]
+        if meant is None and written.startswith("{"):
+            meant = json.loads(written)
+        assert json.loads(arguments) == {"x": meant}, (schema, written)
+        assert parsed(parser(name, tools), list(text)) == ("", "", [("f", arguments)])
+
+
+@pytest.mark.parametrize("name", UNTYPED)
+def test_untyped_values_that_were_cut_short_never_look_whole(name: str) -> None:
+    for kind in ("string", "integer", "object"):
+        parameters = {"properties": {"x": {"type": kind}}}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        whole = UNTYPED[name].replace("{}", '{"a": 5}}}')
+        for place in range(whole.index("x") + 1, whole.index("5}}}") + 4):
+            for _, arguments in parsed(parser(name, tools), whole[:place])[2]:
+                assert not base.is_json(arguments)
+
+
+def test_a_model_may_leave_out_the_tags_around_calls() -> None:
+    for name, call in [
+        ("qwen3_coder", "<function=now>\n<parameter=x>\n1\n</parameter>\n</function>"),
+        ("seed_oss", "<function=now><parameter=x>1</parameter></function>"),
+        ("minimax_m2", '<invoke name="now"><parameter name="x">1</parameter></invoke>'),
+        ("kimi_k2", '<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|>'),
+    ]:
+        assert parsed(parser(name), f"So: {call} Done.") == ("So: Done.", "", [("now", '{"x": 1}')])
+
+
+def test_a_second_call_in_a_block_that_is_none_is_content() -> None:
+    call = '<invoke name="{}">\n</invoke>\n'
+    text = f"<minimax:tool_call>\n{call.format('now')}{call.format('other')}</minimax:tool_call>"
+    content, _, calls = parsed(parser("minimax_m2"), text)
+    assert calls == [("now", "{}")] and content == f"{call.format('other')}</minimax:tool_call>"
 
 
 REPEATED = [
     *("{", "[", "[[", '{"name": "now", "arguments": ', "<tool_call>", "<tool_call>now<arg_key>", '{"arguments": '),
-    *("\\", " ", "<", "[now(a=", "<|start|>", "now"),
+    *("\\", " ", "<", "[now(a=", "<|start|>", "now", "<tool_call>\n<function=now>\n<parameter=a>[", "<function="),
+    *("<function=now><parameter=a>[</parameter>", '<invoke name="now"><parameter name="', "<parameter=a>\n"),
+    *('<|tool_call>call:now{a:<|"|>', '<|"|>', "<|tool_call_begin|>functions.now:", "0", "<function_calls>now("),
 ]
 
 

@@ -13,7 +13,7 @@ from quire.frontend.parse import Delta
 
 TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
 
-ANY = {"type": "object", "additionalProperties": True}
+ANY = {"type": "object", "properties": {}, "additionalProperties": True}
 WEATHER = {
     "type": "object",
     "properties": {
@@ -61,14 +61,21 @@ def as_json_list(calls: list[Call]) -> str:
     return json.dumps([{"name": name, "arguments": arguments} for name, arguments in calls], ensure_ascii=False)
 
 
+def as_lines(calls: list[Call], line: str) -> str:
+    return "".join(line.replace("{}", as_json_list([call])[1:-1]) for call in calls)
+
+
 def as_python(calls: list[Call]) -> str:
     """Python's own writing of values."""
+    return "[" + as_python_lines(calls).replace("\n", ", ") + "]"
 
+
+def as_python_lines(calls: list[Call]) -> str:
     def as_call(name: str, arguments: dict[str, Any]) -> str:
         written = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         return f"{name}({written})"
 
-    return "[" + ", ".join(as_call(*call) for call in calls) + "]"
+    return "\n".join(as_call(*call) for call in calls)
 
 
 @functools.cache
@@ -111,6 +118,7 @@ class Source:
 ONE_CALL = tuple(name for name in CASES if len(CASES[name]) == 1)
 IM = {"before": "<|im_start|>assistant\n", "after": "<|im_end|>"}
 LLAMA = {"before": "<|start_header_id|>assistant<|end_header_id|>\n\n", "after": "<|eot_id|>"}
+PLAIN_TEXT = {"template": "google-gemma-2-2b-it", "before": "<start_of_turn>model\n", "after": "<end_of_turn>"}
 SOURCES = [
     Source("hermes", "Qwen-Qwen3-0.6B", "</think>\n\n", "<|im_end|>"),
     Source("hermes", "Qwen-Qwen2.5-7B-Instruct", **IM),
@@ -124,11 +132,20 @@ SOURCES = [
     Source("mistral", "mistralai-Mistral-Nemo-Instruct-2407", "[/INST]", "</s>"),
     Source("mistral", "Mistral-Small-3.2-24B-Instruct-2506", "[/INST]", "</s>"),
     Source("mistral", "mistralai-Ministral-3-14B-Reasoning-2512", "[/INST]", "</s>"),
-    Source("deepseek_v3", "deepseek-ai-DeepSeek-V3.1", "</think>", "<｜end▁of▁sentence｜>"),
+    Source("deepseek_v31", "deepseek-ai-DeepSeek-V3.1", "</think>", "<｜end▁of▁sentence｜>"),
     Source(
         "deepseek_v3", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "Hi<｜Assistant｜>", "<｜end▁of▁sentence｜><｜Ass"
     ),
     Source("harmony", "openai-gpt-oss-120b", "<|start|>assistant", cases=ONE_CALL),
+    Source("qwen3_coder", "Qwen3-Coder", "<|im_start|>assistant", "<|im_end|>"),
+    Source("qwen3_coder", "Qwen3.5-4B", "</think>\n\n", "<|im_end|>"),
+    Source("qwen3_coder", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "</think>", "<|im_end|>"),
+    Source("qwen3_coder", "StepFun3.5-Flash", "</think>", "<|im_end|>"),
+    Source("seed_oss", "ByteDance-Seed-OSS", "<seed:bos>assistant", "<seed:eos>"),
+    Source("minimax_m2", "MiniMax-M2", "]~b]ai\n", "[e~["),
+    Source("hy_v3", "tencent-Hy3", "</think:opensource>", "<｜hy_eos:opensource｜>"),
+    Source("kimi_k2", "moonshotai-Kimi-K2", "<|im_assistant|>assistant<|im_middle|>", "<|im_end|>"),
+    Source("gemma4", "google-gemma-4-31B-it", "<|turn>model\n", "<|tool_response>"),
     Source("glm4", "GLM-4.6", "</think>"),
     Source("glm4", "GLM-4.7-Flash", "</think>"),
     Source(
@@ -154,7 +171,16 @@ SOURCES = [
     ),
     Source("generic_json", "MiniMax-M1", "ai name=assistant\n", "<end_of_sentence>"),
     Source("generic_json", "NVIDIA-Nemotron-Nano-v2", "Assistant\n", "<SPECIAL_12>"),
-    Source("generic_json", "google-gemma-2-2b-it", "<start_of_turn>model\n", "<end_of_turn>", spell=as_json_list),
+    Source("generic_json", **PLAIN_TEXT, spell=as_json_list),
+    # Formats of which no real template is at hand.
+    Source("xlam", **PLAIN_TEXT, spell=as_json_list),
+    Source("xlam", **PLAIN_TEXT, spell=lambda calls: f"```json\n{as_json_list(calls)}\n```"),
+    Source("xlam", **PLAIN_TEXT, spell=lambda calls: f"[TOOL_CALLS]{as_json_list(calls)}"),
+    Source("xlam", **PLAIN_TEXT, spell=lambda calls: f"<tool_call>{as_json_list(calls)}</tool_call>"),
+    Source("hunyuan", **PLAIN_TEXT, spell=lambda calls: f"<tool_calls>{as_json_list(calls)}</tool_calls>"),
+    Source("ernie45", **PLAIN_TEXT, spell=lambda calls: as_lines(calls, "<tool_call>\n{}\n</tool_call>\n")),
+    Source("longcat", **PLAIN_TEXT, spell=lambda calls: as_lines(calls, "<longcat_tool_call>{}</longcat_tool_call>\n")),
+    Source("olmo3", **PLAIN_TEXT, spell=lambda calls: f"<function_calls>\n{as_python_lines(calls)}\n</function_calls>"),
 ]
 
 

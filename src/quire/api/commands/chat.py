@@ -1,99 +1,76 @@
-"""`quire chat`: a conversation in the terminal, streaming.
+"""`quire chat [MODEL]`: a conversation in the terminal, with a model of this machine or with a server.
 
 Ctrl-C stops an answer, Ctrl-D or /exit ends the chat; see /help.
 """
 
-import contextlib
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quire import env
+from quire.api.commands._remote import RemoteModel
 from quire.api.commands._sampling import SamplingOptions
+from quire.api.commands._talk import COMMANDS, TalkOptions, converse, local
 from quire.api.llm import LLM
 from quire.config import EngineConfig, knob
 from quire.config.flags import from_args
-from quire.errors import RequestError
-from quire.params import SamplingParams
 
-HELP = "chat with a model in the terminal"
-USAGE = "quire chat [flags]"
-
-COMMANDS = "/reset forgets the conversation, /exit ends it, Ctrl-C stops an answer"
+HELP = "chat in the terminal, with a model or with a server"
+USAGE = """quire chat [MODEL] [flags]
+       quire chat [MODEL] --base-url URL [flags]"""
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """The conversation"""
+    """Whom to talk to"""
 
-    system: str | None = knob(None, "a system message to begin with")
+    name: str | None = knob(None, "the model, as for --model", positional="?", metavar="MODEL")
+    base_url: str | None = knob(
+        None,
+        "a server that speaks OpenAI's protocol, such as http://127.0.0.1:8000/v1, instead of a model of this machine",
+        names=("--url",),
+        metavar="URL",
+    )
 
 
-OPTIONS = (ChatOptions, SamplingOptions, EngineConfig)
+@dataclass(frozen=True)
+class RemoteOptions:
+    """The server"""
+
+    model: str | None = knob(None, "the model's name there (default: the first that it has)", names=("--model-name",))
+    api_key: str | None = knob(
+        None, "the key to send (default: QUIRE_API_KEY, VLLM_API_KEY or OPENAI_API_KEY)", metavar="KEY"
+    )
+    seed: int | None = knob(None, "the seed to send")
+
+
+def options_of(argv: Sequence[str]) -> tuple[type, ...]:
+    """A server's answers need no engine."""
+    typed = {word.partition("=")[0].replace("_", "-") for word in argv}
+    last = RemoteOptions if typed & {"--base-url", "--url"} else EngineConfig
+    return (ChatOptions, TalkOptions, SamplingOptions, last)
 
 
 def run(args: Namespace) -> int:
     options = from_args(ChatOptions, args)
     sampling = from_args(SamplingOptions, args)
+    beginning = from_args(TalkOptions, args).beginning
+    if options.base_url is not None:
+        there = from_args(RemoteOptions, args)
+        fields = sampling.given() | ({} if there.seed is None else {"seed": there.seed})
+        model = RemoteModel(options.base_url, there.api_key or env.client_key(), options.name or there.model, fields)
+        print(f"Talking to {model.model}. {COMMANDS}.\n", file=sys.stderr)
+        converse(model.answer, beginning)
+        return 0
     config = from_args(EngineConfig, args)
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (gives input() history and editing)
+    if options.name is not None:
+        config = config.replace(model=options.name)
     print(f"Starting {config.model.model} …", file=sys.stderr)
-    started = time.monotonic()
+    started_s = time.monotonic()
     with LLM.from_config(config) as llm:
-        print(f"Ready in {time.monotonic() - started:.1f} s. {COMMANDS}.\n", file=sys.stderr)
-        params = sampling.params(llm.model, None, seed=getattr(args, "seed", None), chat=True)
-        beginning = [{"role": "system", "content": options.system}] if options.system else []
-        _converse(llm, params, beginning)
+        print(f"Ready in {time.monotonic() - started_s:.1f} s. {COMMANDS}.\n", file=sys.stderr)
+        params = sampling.params(llm.model, None, seed=getattr(args, "seed", None))
+        converse(local(llm, params), beginning)
     return 0
-
-
-def _converse(llm: LLM, params: SamplingParams, beginning: list[dict]) -> None:
-    messages = list(beginning)
-    while True:
-        try:
-            said = input("> ").strip()
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt:
-            print("\n(/exit or Ctrl-D to leave)")
-            continue
-        if said in ("/exit", "/quit"):
-            return
-        if said == "/help":
-            print(COMMANDS)
-        elif said == "/reset":
-            messages = list(beginning)
-            print("(forgotten)")
-        elif said:
-            answer = _answer(llm, params, [*messages, {"role": "user", "content": said}])
-            if answer is not None:
-                messages += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
-
-
-def _answer(llm: LLM, params: SamplingParams, messages: list[dict]) -> str | None:
-    """Prints the answer as it comes; None when there was none to keep."""
-    text = ""
-    num_tokens = 0
-    started = time.monotonic()
-    first: float | None = None  # when the first token came
-    try:
-        for output in llm.stream(llm.encode_chat(messages), params):
-            choice = output.outputs[0]
-            print(choice.text[len(text) :], end="", flush=True)
-            text = choice.text
-            num_tokens = len(choice.token_ids)
-            first = first or time.monotonic()
-    except KeyboardInterrupt:
-        print(" [stopped]", end="")
-    except RequestError as error:
-        print(f"({error}; /reset starts anew)")
-        return None
-    rate = (num_tokens - 1) / max(time.monotonic() - first, 1e-9) if first and num_tokens > 1 else 0.0
-    first_s = (first or started) - started
-    if sys.stdout.isatty():
-        print(f"\n\033[2m[{num_tokens} tokens, first after {first_s:.2f} s, then {rate:.0f} tok/s]\033[0m\n")
-    else:
-        print("\n")
-    return text or None

@@ -1,4 +1,4 @@
-"""`quire generate`: continue a text, streaming to standard output."""
+"""`quire generate`: continue a text as it is, streaming to standard output; `quire run` asks through the template."""
 
 import sys
 from argparse import Namespace
@@ -9,10 +9,9 @@ from quire.api.llm import LLM
 from quire.config import EngineConfig, knob
 from quire.config.flags import from_args
 from quire.errors import RequestError
-from quire.frontend.inputs import Prompt
 from quire.params import SamplingParams
 
-HELP = "continue a text"
+HELP = "continue a text, without a chat template"
 USAGE = "quire generate [flags] [--] PROMPT"
 
 DEFAULT_TOKENS = 128
@@ -25,7 +24,6 @@ class GenerateOptions:
     prompt: str | None = knob(
         None, "the text to continue; - or nothing reads standard input", positional="?", metavar="PROMPT"
     )
-    chat: bool = knob(False, "send the text as a user's message through the chat template")
     n: int = knob(1, "how many answers", low=1)
 
 
@@ -42,18 +40,17 @@ def run(args: Namespace) -> int:
             raise RequestError('there is nothing to continue: quire generate "Once upon a time"')
         text = sys.stdin.read().removesuffix("\n")  # what `echo` adds
     with LLM.from_config(config) as llm:
-        params = sampling.params(llm.model, DEFAULT_TOKENS, seed=getattr(args, "seed", None), chat=options.chat)
+        params = sampling.params(llm.model, DEFAULT_TOKENS, seed=getattr(args, "seed", None))
         params.n = options.n
-        prompt: Prompt = llm.encode_chat([{"role": "user", "content": text}]) if options.chat else text
         if options.n == 1:
-            _stream(llm, prompt, params)
+            _stream(llm, text, params)
         else:
-            for choice in llm.generate(prompt, params)[0].outputs:
+            for choice in llm.generate(text, params)[0].outputs:
                 print(f"--- {choice.index}\n{choice.text}")
     return 0
 
 
-def _stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
+def _stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
     num_shown = 0
     for output in llm.stream(prompt, params):
         text = output.outputs[0].text

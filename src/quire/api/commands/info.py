@@ -12,6 +12,7 @@ from quire.frontend.model import ModelInfo
 
 HELP = "show what a model is and what fits on this machine"
 USAGE = "quire info [MODEL] [flags]"
+ALIASES = ("show",)
 
 DESCRIBE = "quire.worker.describe"
 

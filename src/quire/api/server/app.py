@@ -15,10 +15,15 @@ import msgspec
 
 from quire import __version__
 from quire.api.server import chat, completions, invocations, models, openapi, operate, render, status, tokens
+from quire.api.server.anthropic import messages as anthropic
+from quire.api.server.anthropic.errors import AnthropicError
 from quire.api.server.calls import Answer, Call, Receive, Scope, Send, Service, read_body
-from quire.api.server.errors import no_such_path, problem, wrong_method
+from quire.api.server.errors import ErrorBody, ErrorForm, no_such_path, problem, wrong_method
 from quire.api.server.fields import RequestBody
 from quire.api.server.logs import CallRecord
+from quire.api.server.ollama import generate as ollama
+from quire.api.server.ollama import models as ollama_models
+from quire.api.server.ollama.errors import OllamaError
 from quire.api.server.sse import EventStream
 from quire.frontend.async_llm import AsyncLLM
 
@@ -36,7 +41,9 @@ class Endpoint(NamedTuple):
     body: type[RequestBody] | None = None
     answer: Any = "application/json"  # what it returns: a struct, a list of them, or text of this content type
     streams: bool = False
+    stream_type: str = "text/event-stream"
     query: type[msgspec.Struct] | None = None  # what its query string may say
+    errors: type[ErrorForm] = ErrorBody  # how its protocol writes errors
 
 
 ENDPOINTS = [
@@ -72,6 +79,79 @@ ENDPOINTS = [
         body=completions.CompletionRequest,
         answer=completions.Completion,
         streams=True,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/messages",
+        anthropic.messages,
+        "user",
+        "Answer a conversation, in Anthropic's protocol",
+        body=anthropic.MessagesRequest,
+        answer=anthropic.AnswerMessage,
+        streams=True,
+        errors=AnthropicError,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/messages/count_tokens",
+        anthropic.count_tokens,
+        "user",
+        "Number of tokens of a conversation, in Anthropic's protocol",
+        body=anthropic.CountTokensRequest,
+        answer=anthropic.TokenCount,
+        errors=AnthropicError,
+    ),
+    Endpoint(
+        "POST",
+        "/api/chat",
+        ollama.ollama_chat,
+        "user",
+        "Answer a conversation, in Ollama's protocol",
+        body=ollama.OllamaChatRequest,
+        answer=ollama.ChatLine,
+        streams=True,
+        stream_type="application/x-ndjson",
+        errors=OllamaError,
+    ),
+    Endpoint(
+        "POST",
+        "/api/generate",
+        ollama.ollama_generate,
+        "user",
+        "Answer a prompt, in Ollama's protocol",
+        body=ollama.GenerateRequest,
+        answer=ollama.GenerateLine,
+        streams=True,
+        stream_type="application/x-ndjson",
+        errors=OllamaError,
+    ),
+    Endpoint(
+        "GET",
+        "/api/tags",
+        ollama_models.ollama_tags,
+        "user",
+        "The names of the model, in Ollama's protocol",
+        answer=ollama_models.OllamaModelList,
+        errors=OllamaError,
+    ),
+    Endpoint(
+        "POST",
+        "/api/show",
+        ollama_models.ollama_show,
+        "user",
+        "What the model can do, in Ollama's protocol",
+        body=ollama_models.ShowRequest,
+        answer=ollama_models.ModelCardOfOllama,
+        errors=OllamaError,
+    ),
+    Endpoint(
+        "GET",
+        "/api/version",
+        ollama_models.ollama_version,
+        "user",
+        "The server's version, in Ollama's protocol",
+        answer=ollama_models.OllamaVersion,
+        errors=OllamaError,
     ),
     Endpoint(
         "POST",
@@ -164,6 +244,12 @@ ENDPOINTS = [
     Endpoint("GET", "/docs", openapi.page, "user", "This description, for people", None, "text/html"),
 ]
 
+TRACED = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.streams)  # those that generate
+
+# How errors are written below a path, or beside it.
+_FORMS = [(endpoint.path, endpoint.errors) for endpoint in ENDPOINTS]
+_FORMS += [(folder, endpoint.errors) for endpoint in ENDPOINTS if (folder := endpoint.path.rpartition("/")[0])]
+
 _BY_PATH: dict[str, dict[str, Endpoint]] = {}
 _BY_PREFIX: dict[str, dict[str, Endpoint]] = {}
 for _endpoint in ENDPOINTS:
@@ -190,6 +276,15 @@ def policy_of(method: str, path: str) -> Policy | None:
     learns without one which paths exist."""
     endpoint = _pick(find(path)[0], method)
     return endpoint.policy if endpoint is not None else None
+
+
+def errors_of(path: str) -> type[ErrorForm]:
+    """How errors are written at a path, whatever the method; at one that does not exist, as at the one it continues,
+    or at the first one beside it."""
+    methods, _ = find(path)
+    for endpoint in methods.values():
+        return endpoint.errors
+    return next((errors for start, errors in _FORMS if path.startswith(start + "/")), ErrorBody)
 
 
 def template_of(path: str) -> str:
@@ -219,17 +314,17 @@ class App:
                 await self._answer(endpoint, argument, scope, receive, send)
                 return
             refusal = wrong_method(sorted(methods)) if methods else no_such_path()
-            if "record" in scope.get("state", {}):
-                scope["state"]["record"].failed(refusal.error)
-            await Answer.error(refusal)(receive, send)
+            record = _record(scope)
+            record.failed(refusal.error)
+            await Answer.error(refusal, errors_of(scope["path"]), record.request_id)(receive, send)
 
     async def _answer(self, endpoint: Endpoint, argument: str, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(receive) if endpoint.body is not None else b""
         if body is None:
             return  # the client left
-        record = scope.get("state", {}).get("record") or CallRecord(secrets.token_hex(16))
+        record = _record(scope)
         query = _query(scope) if endpoint.query is not None else {}
-        call = Call(self.service, record, receive, body, argument, query)
+        call = Call(self.service, record, receive, body, argument, query, endpoint.errors)
         answer: Answer | EventStream
         try:
             answer = await endpoint.handler(call)
@@ -237,11 +332,16 @@ class App:
             call.abort()
             failure = problem(error, call.request_id)
             record.failed(failure.error, getattr(error, "hint", ""))
-            answer = Answer.error(failure)
+            answer = Answer.error(failure, endpoint.errors, call.request_id)
         try:
             await answer(receive, send)
         finally:
             call.abort()
+
+
+def _record(scope: Scope) -> CallRecord:
+    """The guard's; one of its own where there is no guard."""
+    return scope.get("state", {}).get("record") or CallRecord(secrets.token_hex(16))
 
 
 def _query(scope: Scope) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from quire.api.server.errors import Problem, UnknownModelError
+from quire.api.server.errors import ErrorBody, ErrorForm, Problem, UnknownModelError
 from quire.api.server.logs import CallRecord
 from quire.frontend.async_llm import AsyncLLM, Stream
 
@@ -54,6 +54,7 @@ class Call:
     body: bytes = b""
     argument: str = ""  # what `{…}` in the endpoint's path stood for
     query: dict[str, str] = field(default_factory=dict)
+    errors: type[ErrorForm] = ErrorBody  # how its endpoint writes errors
     own_id: str | None = None  # the id that the body asks for
     created_s: int = field(default_factory=lambda: int(time.time()))
     streams: list[Stream] = field(default_factory=list)  # what it asked of the engine
@@ -63,10 +64,16 @@ class Call:
         return self.own_id or self.record.request_id
 
     def head(self, prefix: str, model_name: str) -> dict[str, Any]:
-        """What every answer and every event of an answer begins with."""
-        answer_id = f"{prefix}-{self.request_id}"
+        """What every answer and every event of an answer begins with, in OpenAI's protocol."""
         fingerprint = self.service.fingerprint
+        answer_id = self.answer_id(f"{prefix}-")
         return {"id": answer_id, "created": self.created_s, "model": model_name, "system_fingerprint": fingerprint}
+
+    def answer_id(self, prefix: str) -> str:
+        answer_id = prefix + self.request_id
+        if self.record.trace is not None:
+            self.record.trace.answers(answer_id)
+        return answer_id
 
     def core_id(self) -> str:
         """A new id for the core, in which no two requests may have the same."""
@@ -107,8 +114,8 @@ class Answer:
         return cls(*bodies, b"".join(pieces))
 
     @classmethod
-    def error(cls, problem: Problem) -> "Answer":
-        return cls(problem.body, status=problem.status, headers=problem.headers)
+    def error(cls, problem: Problem, form: type[ErrorForm] = ErrorBody, request_id: str = "") -> "Answer":
+        return cls(form.encode(problem, request_id), status=problem.status, headers=problem.headers)
 
     async def __call__(self, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status, "headers": self.headers})

@@ -34,7 +34,7 @@ from quire.api.server.prompts import (
 )
 from quire.api.server.reading import ChatMessage, ParsedEvents, Reading, thinking_counter
 from quire.api.server.shape import AnswerShape, ChatFields, chat_constraint, parsers, shows_special_tokens
-from quire.api.server.sse import EventFormat, Events, EventStream
+from quire.api.server.sse import ChoiceEvents, EventFormat, EventStream
 from quire.config import ServingConfig
 from quire.errors import RequestError
 from quire.frontend.async_llm import Stream
@@ -71,6 +71,8 @@ class ChatRequest(ChatFields, kw_only=True):
         "web_search_options": lambda value: value is not None,
     }
 
+    twins: ClassVar[tuple[tuple[str, str], ...]] = (*ChatFields.twins, ("n_predict", "max_completion_tokens"))
+
     messages: Messages
     prediction: PredictedContent | None = None
     add_generation_prompt: bool | None = None  # null: unless the final message is continued
@@ -87,7 +89,7 @@ class ChatRequest(ChatFields, kw_only=True):
 
     @property
     def asked_tokens(self) -> int | None:
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        return self.max_completion_tokens if self.max_completion_tokens is not None else super().asked_tokens
 
     def num_logprobs(self, serving: ServingConfig) -> int | None:
         for name in ("top_logprobs", "logprob_token_ids"):
@@ -141,28 +143,48 @@ class ChatPrompt:
     shape: AnswerShape
 
 
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation whose answers are under way."""
+
+    model_name: str
+    prompt: ChatPrompt
+    stream: Stream
+    reading: Reading
+    num_thinking: Callable[[], int] | None  # tokens of thinking so far; None: the model does not think
+
+
 async def chat(call: Call) -> Answer | EventStream:
     body = await decode(call.body, ChatRequest)
-    llm = call.service.llm
-    model_name = call.service.model_name(body.model)
-    call.own_id = body.request_id
-    prompt = await prepare(call, body)
-    params, shape = prompt.params, prompt.shape
-    predicted = body.prediction.text if body.prediction is not None else ""
-    streams = await submit(call, [prompt.token_ids], params, body, llm.model.reasoning_format is not None, predicted)
-    make_parser = parsers(llm.model, shape.tools, prompt.token_ids)
-    reading = Reading(make_parser, body.include_reasoning is not False, shape.is_named)
-    answer = _Writer(call, model_name, body, prompt, streams[0], reading)
+    chat = await start(call, body)
+    answer = _Writer(call, body, chat)
     if body.stream:
-        form = answer.event_format()
-        if reading.is_plain:
-            return EventStream(Events(form, streams, params.n), call)
-        return EventStream(ParsedEvents(form, streams, params.n, reading), call)
-    await finish(call, streams)
+        form, streams, n = answer.event_format(), [chat.stream], chat.prompt.params.n
+        if chat.reading.is_plain:
+            return EventStream(ChoiceEvents(form, streams, n), call)
+        return EventStream(ParsedEvents(form, streams, n, chat.reading), call)
+    await finish(call, [chat.stream])
     return await built(call, answer.completion)
 
 
-async def prepare(call: Call, body: ChatRequest) -> ChatPrompt:
+async def start(call: Call, body: ChatRequest, cuts_answer: bool = False) -> Conversation:
+    """Asks the engine; RequestError says what is wrong with the body. `cuts_answer`: where the context has no room for
+    all the tokens that were asked for, the answer is shorter; else the body is refused."""
+    model = call.service.llm.model
+    model_name = call.service.model_name(body.model)
+    call.own_id = body.request_id
+    prompt = await prepare(call, body, cuts_answer)
+    predicted = body.prediction.text if body.prediction is not None else ""
+    thinks = model.reasoning_format is not None
+    (stream,) = await submit(call, [prompt.token_ids], prompt.params, body, thinks, predicted)
+    make_parser = parsers(model, prompt.shape.tools, prompt.token_ids)
+    if call.record.trace is not None:
+        make_parser = call.record.trace.timed(make_parser)
+    reading = Reading(make_parser, body.include_reasoning is not False, prompt.shape.is_named)
+    return Conversation(model_name, prompt, stream, reading, thinking_counter(model, stream.request))
+
+
+async def prepare(call: Call, body: ChatRequest, cuts_answer: bool = False) -> ChatPrompt:
     """What a body asks of the engine; RequestError says what is wrong with it."""
     llm = call.service.llm
     body.check(1, llm.serving)
@@ -178,7 +200,7 @@ async def prepare(call: Call, body: ChatRequest) -> ChatPrompt:
     )
     if shows_special_tokens(llm.model, shape.tools):
         params.skip_special_tokens = False
-    num_answer_tokens = body.asked_tokens or 1
+    num_answer_tokens = 1 if cuts_answer else body.asked_tokens or 1
     is_cut = body.truncate_prompt_tokens is not None
     token_ids = await encode_messages(llm, body.messages, body, shape.tools, may_be_cut=is_cut)
     token_ids = cut(token_ids, body, llm.model, num_answer_tokens)
@@ -190,17 +212,15 @@ async def prepare(call: Call, body: ChatRequest) -> ChatPrompt:
 class _Writer:
     """How the answer of one call is written."""
 
-    def __init__(
-        self, call: Call, model_name: str, body: ChatRequest, prompt: ChatPrompt, stream: Stream, reading: Reading
-    ) -> None:
+    def __init__(self, call: Call, body: ChatRequest, chat: Conversation) -> None:
         self.body = body
-        self.prompt = prompt
-        self.stream = stream
-        self.reading = reading
+        self.prompt = chat.prompt
+        self.stream = chat.stream
+        self.reading = chat.reading
+        self.num_thinking = chat.num_thinking
         self.echo = body.echoed()
         self.tokenizer: Tokenizer | None = call.service.llm.model.tokenizer
-        self.num_thinking: Callable[[], int] | None = thinking_counter(call.service.llm.model, stream.request)
-        self.head: dict[str, Any] = call.head("chatcmpl", model_name)
+        self.head: dict[str, Any] = call.head("chatcmpl", chat.model_name)
 
     def completion(self) -> ChatCompletion:
         num_thinking = self.num_thinking() if self.num_thinking is not None else None

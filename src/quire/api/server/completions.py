@@ -26,7 +26,7 @@ from quire.api.server.generation import Usage, built, finish, submit, text_of, u
 from quire.api.server.logprobs import CompletionLogprobs, CompletionLogprobsWriter, PromptLogprobs, prompt_logprobs
 from quire.api.server.prompts import PromptText, check_room, encode_prompt
 from quire.api.server.shape import answer_constraint
-from quire.api.server.sse import EventFormat, Events, EventStream, Opening
+from quire.api.server.sse import ChoiceEvents, EventFormat, EventStream, Opening
 from quire.errors import RequestError
 from quire.frontend.async_llm import AsyncLLM, Stream
 from quire.frontend.requests import ChoiceState, ChoiceUpdate
@@ -42,6 +42,7 @@ Prompts = Text | Annotated[list[Text | TokenId | TokenIds], at_most(MAX_TOKEN_ID
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
+    operation: ClassVar[str] = "text_completion"
     refused: ClassVar[Refusals] = {**SamplingFields.refused, "suffix": bool}
 
     prompt: Prompts
@@ -96,26 +97,29 @@ async def completions(call: Call) -> Answer | EventStream:
     written = [_Prompt(body, llm.model.tokenizer, stream, echo) for stream, echo in zip(streams, echoes)]
     head = call.head("cmpl", model_name)
     if body.stream:
-        return EventStream(Events(_format(head, body, written), streams, params.n), call)
+        return EventStream(ChoiceEvents(_format(head, body, written), streams, params.n), call)
     await finish(call, streams)
 
     def completion() -> Completion:
         choices = [choice for prompt in written for choice in prompt.choices()]
         for idx, choice in enumerate(choices):
             choice.index = idx
-        num_completion_tokens = 0 if body.max_tokens == 0 else None
+        num_completion_tokens = 0 if body.asked_tokens == 0 else None
         return Completion(**head, choices=choices, usage=usage(streams, num_completion_tokens))
 
     return await built(call, completion)
 
 
-async def prepare(call: Call, body: CompletionRequest) -> tuple[list[PromptText], SamplingParams]:
-    """What a body asks of the engine; RequestError says what is wrong with it."""
+async def prepare(
+    call: Call, body: CompletionRequest, cuts_answer: bool = False
+) -> tuple[list[PromptText], SamplingParams]:
+    """What a body asks of the engine; RequestError says what is wrong with it. `cuts_answer`: where the context has no
+    room for all the tokens that were asked for, the answer is shorter; else the body is refused."""
     llm = call.service.llm
     prompts = body.prompts()
     body.check(len(prompts), llm.serving)
     params = _params(body, llm)
-    num_answer_tokens = body.max_tokens or 1  # the default gives way where there is less room
+    num_answer_tokens = 1 if cuts_answer else body.asked_tokens or 1  # the default gives way where there is less room
     encoded = []
     share = LoopShare()
     for prompt in prompts:
@@ -136,7 +140,9 @@ def _params(body: CompletionRequest, llm: AsyncLLM) -> SamplingParams:
         if num_logprobs is None:
             raise RequestError("logprob_token_ids needs logprobs to be set", "logprob_token_ids")
         num_logprobs = None  # as many as it names
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = body.asked_tokens
+    if max_tokens is None and body.n_predict is None:
+        max_tokens = DEFAULT_MAX_TOKENS
     if max_tokens == 0 and body.echo:
         if body.stream:
             raise RequestError("max_tokens of 0 with echo cannot be streamed: set stream to false", "max_tokens")
@@ -196,7 +202,7 @@ class _Prompt:
 
     def _choice(self, choice: ChoiceState) -> CompletionChoice:
         columns = self.echoed(choice.index)
-        only_echo = self.body.max_tokens == 0
+        only_echo = self.body.asked_tokens == 0
         num_tokens = 0 if only_echo else len(choice.token_ids)
         if self.writers:
             columns = self.writers[choice.index].write(choice.logprobs[:num_tokens], columns)

@@ -18,7 +18,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.api.server import logs
-from quire.api.server.errors import ErrorDetail, Problem
+from quire.api.server.errors import ErrorBody, ErrorDetail, Problem
 from quire.config.server import ServerConfig
 
 MAX_HEAD_BYTES = 64 << 10  # request line and headers
@@ -401,11 +401,12 @@ def _address(client: tuple[str, int] | None) -> str | None:
 
 def _answer(problem: Problem) -> bytes:
     """A whole HTTP answer, for requests that never reach an endpoint."""
-    body = problem.body
+    request_id = uuid.uuid4().hex
+    body = ErrorBody.encode(problem, request_id)
     head = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),
-        (b"x-request-id", uuid.uuid4().hex.encode()),
+        (b"x-request-id", request_id.encode()),
         (b"connection", b"close"),
         *problem.headers,
     ]

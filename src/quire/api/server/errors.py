@@ -1,11 +1,13 @@
-"""Exceptions as HTTP answers in OpenAI's shape: one table from our exception tree to status, type and code.
+"""Exceptions as HTTP answers: one table from our exception tree to status, type and code, written as OpenAI does.
 
-Used by `app.py` for whole answers and by `sse.py` for streams that broke. The answer to an exception that is not in the
-table says nothing but the request's id.
+Used by `app.py` and the guard for whole answers and by `sse.py` for streams that broke. A protocol with errors of
+another form has a class like `ErrorBody`, which its endpoints name in the table of `app.py`. The answer to an exception
+that is not in the table says nothing but the request's id.
 """
 
 import logging
 import math
+from typing import ClassVar
 
 import msgspec
 
@@ -37,10 +39,6 @@ class ErrorDetail(msgspec.Struct):
     code: str | None = None
 
 
-class ErrorBody(msgspec.Struct):
-    error: ErrorDetail
-
-
 class Problem(msgspec.Struct):
     """An error, ready to be sent."""
 
@@ -48,9 +46,29 @@ class Problem(msgspec.Struct):
     error: ErrorDetail
     headers: list[tuple[bytes, bytes]] = []
 
-    @property
-    def body(self) -> bytes:
-        return msgspec.json.encode(ErrorBody(self.error))
+
+class ErrorForm(msgspec.Struct):
+    """The body of an error as a protocol writes it: a struct that can be made of any problem."""
+
+    id_headers: ClassVar[tuple[bytes, ...]] = (b"x-request-id",)  # of every answer, not of errors alone
+
+    @classmethod
+    def of(cls, problem: Problem, request_id: str) -> "ErrorForm":
+        raise NotImplementedError
+
+    @classmethod
+    def encode(cls, problem: Problem, request_id: str) -> bytes:
+        return msgspec.json.encode(cls.of(problem, request_id))
+
+
+class ErrorBody(ErrorForm):
+    """As OpenAI writes it."""
+
+    error: ErrorDetail
+
+    @classmethod
+    def of(cls, problem: Problem, request_id: str) -> "ErrorBody":
+        return cls(problem.error)
 
 
 class Refused(Exception):

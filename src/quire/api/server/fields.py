@@ -55,10 +55,8 @@ _warned: set[str] = set()
 CLIENT_FIELDS = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention session_id".split()
 )
-# Likewise: of vLLM's fields, those about beam search and about what this server never sends.
-UNUSED_FIELDS = frozenset(
-    "length_penalty routed_experts_prompt_start return_token_offsets mm_payload return_mm_kwargs".split()
-)
+# Likewise: of vLLM's fields, those about what this server never sends.
+UNUSED_FIELDS = frozenset("routed_experts_prompt_start return_token_offsets mm_payload return_mm_kwargs".split())
 
 # name of a field -> whether a value of it would change the answer
 Refusals = Mapping[str, Callable[[Any], bool]]
@@ -101,7 +99,8 @@ async def decode(body: bytes, kind: type[Body]) -> Body:
             raise RequestError(f"{name} is not supported by this server: leave it out", name, "unsupported_parameter")
     await share.pause()
     try:
-        decoded = msgspec.convert(values, kind, str_keys=True)
+        # Not strict: 16.0 and "16" are taken for 16, which is what some clients send and vLLM takes.
+        decoded = msgspec.convert(values, kind, str_keys=True, strict=False)
     except msgspec.ValidationError as error:
         raise _field_error(str(error)) from None
     await share.pause()
@@ -224,6 +223,7 @@ def within(low: float, high: float | None = None, **more: Any) -> msgspec.Meta:
 
 
 Penalty = Annotated[float, within(-2, 2)]
+RepetitionPenalty = Annotated[float, within(0, 100, exclusiveMinimum=0)]
 Count = Annotated[int, whole(0, limits.LARGEST_INT)]
 TokenId = Annotated[int, whole(0, MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], at_most(MAX_TOKEN_IDS)]
@@ -235,6 +235,9 @@ Text = Annotated[str, text(limits.MAX_TEXT_CHARS)]
 NonEmpty = Annotated[str, text(limits.MAX_STOP_CHARS, min_length=1)]
 LogitBias = Annotated[dict[TokenId, Annotated[float, within(-100, 100)]], at_most(limits.MAX_LOGIT_BIAS)]
 ExtraArguments = Annotated[dict[str, Any], free(limits.MAX_EXTRA_VALUES, maxProperties=limits.MAX_EXTRA_VALUES)]
+
+
+Priority = Annotated[int, whole(-PRIORITY_LIMIT, PRIORITY_LIMIT - 1)]
 
 
 # Fields that say how a prompt that is too long is cut.
@@ -258,24 +261,32 @@ class Repetition(msgspec.Struct):
 class SamplingFields(RequestBody, kw_only=True):
     """What chat and completions share; null is the same as leaving a field out."""
 
+    operation: ClassVar[str] = "chat"  # what traces call it
     no_effect: ClassVar[frozenset[str]] = CLIENT_FIELDS | UNUSED_FIELDS
     refused: ClassVar[Refusals] = {
-        "use_beam_search": given,
         "watermarking": given,
         "prompt_embeds": given,
         "kv_transfer_params": given,
         "ec_transfer_params": given,
     }
 
+    # Fields that mean the same, by llama.cpp's name and another.
+    twins: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("n_predict", "max_tokens"),
+        ("repeat_penalty", "repetition_penalty"),
+    )
+
     model: Name | None = None
     n: NumChoices | None = None  # at most --max-n of the server
+    use_beam_search: bool | None = None  # the n likeliest answers; not streamed, without logprobs and formats
+    length_penalty: float | None = None  # of beam search: a beam's logprob is divided by its length to this power
     temperature: Annotated[float, within(0, limits.MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, within(0, 1, exclusiveMinimum=0)] | None = None
     top_k: Annotated[int, whole(-1, limits.LARGEST_INT)] | None = None
     min_p: Annotated[float, within(0, 1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, within(0, 100, exclusiveMinimum=0)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     seed: Annotated[int, whole(-limits.SEED_LIMIT, limits.SEED_LIMIT - 1)] | None = None
     max_tokens: Count | None = None
     min_tokens: Count | None = None
@@ -303,6 +314,12 @@ class SamplingFields(RequestBody, kw_only=True):
     guided_choice: limits.Choices | None = None
     guided_grammar: limits.GrammarText | None = None
 
+    # llama.cpp's names.
+    grammar: limits.GrammarText | None = None  # GBNF, as llama.cpp reads it
+    json_schema: limits.GrammarObject | bool | None = None  # the schema of a `response_format`
+    repeat_penalty: RepetitionPenalty | None = None  # the same as `repetition_penalty`
+    n_predict: Annotated[int, whole(-1, limits.LARGEST_INT)] | None = None  # the same as `max_tokens`; -1: no limit
+
     truncate_prompt_tokens: NumKept | None = None  # keep so many tokens of the prompt; -1: as many as fit
     truncation_side: Side | None = None  # which end is cut off; null: the right one
 
@@ -312,13 +329,15 @@ class SamplingFields(RequestBody, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # logprobs show tokens as token_id:N
     request_id: Annotated[str, text(MAX_REQUEST_ID_CHARS, pattern=REQUEST_ID)] | None = None  # part of the answer's id
-    priority: Annotated[int, whole(-PRIORITY_LIMIT, PRIORITY_LIMIT - 1)] | None = None  # lower runs earlier
+    priority: Priority | None = None  # lower runs earlier, with --scheduling-policy priority; else no effect
     cache_salt: Annotated[str, text(MAX_CACHE_SALT_CHARS)] | None = None
     timeout_s: Annotated[float, within(0, MAX_TIMEOUT_S, exclusiveMinimum=0)] | None = None
 
     def params(self, model: ModelInfo, **own: Any) -> SamplingParams:
         """As asked, else the model's own defaults; `own`: what chat and completions each compute in their own way."""
         asked = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        if self.repeat_penalty is not None:
+            asked["repetition_penalty"] = self.repeat_penalty
         if self.vllm_xargs is not None:
             asked["extra_args"] = {**self.vllm_xargs, **(self.extra_args or {})}
         if self.repetition_detection is not None:
@@ -330,6 +349,9 @@ class SamplingFields(RequestBody, kw_only=True):
         return model.default_params(**{**asked, **own})
 
     def check(self, num_prompts: int, serving: ServingConfig) -> None:
+        for name, twin in self.twins:
+            if getattr(self, name) is not None and getattr(self, twin) is not None:
+                raise RequestError(f"{name} and {twin} exclude each other: give one", name)
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream set to true", "stream_options")
         num_choices = num_prompts * (self.n or 1)
@@ -339,6 +361,13 @@ class SamplingFields(RequestBody, kw_only=True):
         if self.timeout_s is not None and not 0 < self.timeout_s <= MAX_TIMEOUT_S:
             bounds = f"greater than 0 and at most {MAX_TIMEOUT_S:g}"
             raise RequestError(f"timeout_s must be {bounds}, not {self.timeout_s:g}", "timeout_s")
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """How long the answer may be; None: as long as there is room, where nothing else is the default."""
+        if self.n_predict is not None:
+            return None if self.n_predict == -1 else self.n_predict
+        return self.max_tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.api.server import beams
 from quire.api.server.calls import AbortOnDisconnect, Answer, Call
 from quire.api.server.fields import SamplingFields
 from quire.frontend.async_llm import Stream
@@ -82,9 +83,13 @@ async def submit(
     streams = call.streams
     # Refers to the streams and not to the call, which holds the record: a cycle would keep both alive for a while.
     call.record.usage = lambda: usage(streams)
+    if call.record.trace is not None:
+        call.record.trace.generates(call, fields, params)
     if call.record.limits is not None:
         max_model_len = call.service.llm.model.max_model_len
         call.record.limits.reserve(sum(_most_tokens(len(prompt), params, max_model_len) for prompt in prompts))
+    if fields.use_beam_search:
+        return await beams.search(call, prompts, params, fields, fields.submit_options() | {"owner": options["owner"]})
     for idx, prompt in enumerate(prompts):
         streams.append(await call.service.llm.submit(prompt, params, request_id=f"{core_id}-{idx}", **options))
         await share.pause()

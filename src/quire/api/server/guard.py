@@ -14,9 +14,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from quire.api.server import logs
-from quire.api.server.errors import Problem, Refused, problem
+from quire.api.server.errors import ErrorBody, ErrorForm, Problem, Refused, problem
 from quire.api.server.json_cost import CHEAP_BYTES, MAX_NUMBER_CHARS, json_cost
 from quire.api.server.keys import Keys, Policy
+from quire.api.server.tracing import Tracer
 from quire.config.server import ServerConfig
 from quire.errors import RateLimitedError
 
@@ -34,7 +35,7 @@ LINGER_BYTES = 64 << 20
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 # Headers that a request may have only once.
-_ONCE = {b"authorization", b"content-length", b"content-type", b"host", b"transfer-encoding", b"x-request-id"}
+_ONCE = frozenset(b"authorization content-length content-type host transfer-encoding x-api-key x-request-id".split())
 
 
 class ClientGone(Exception):
@@ -45,6 +46,10 @@ def _count_nothing(method: str, path: str, status: int) -> None:
     pass
 
 
+def _as_openai(path: str) -> type[ErrorForm]:
+    return ErrorBody
+
+
 class Guard:
     def __init__(
         self,
@@ -52,12 +57,16 @@ class Guard:
         policy_of: Callable[[str, str], Policy | None],
         config: ServerConfig,
         count: Callable[[str, str, int], None] = _count_nothing,
+        errors_of: Callable[[str], type[ErrorForm]] = _as_openai,
+        tracer: Tracer | None = None,
     ) -> None:
-        """`count` is told method, path and status of every call."""
+        """`count` is told method, path and status of every call. `errors_of` says how errors are written at a path."""
         self.app = app
         self.policy_of = policy_of
         self.config = config
         self.count = count
+        self.errors_of = errors_of
+        self.tracer = tracer
         self.root_path = config.root_path.rstrip("/")
         self.keys = Keys(config)
         self.cors = Cors(config.allowed_origins)
@@ -81,7 +90,7 @@ class Guard:
         address = client[0] if client else ""
         record = logs.CallRecord(request_id.decode(), scope["method"], scope["path"], address)
         scope.setdefault("state", {})["record"] = record
-        reply = Reply(send, [(b"x-request-id", request_id), *self.cors.headers(headers)])
+        reply = Reply(send, self.cors.headers(headers), self.errors_of(scope["path"]), record.request_id)
         policy = self.policy_of(scope["method"], scope["path"])
         share = self.held.share(address)
         try:
@@ -108,6 +117,8 @@ class Guard:
             record.status = reply.status or CLIENT_GONE
             record.seconds = time.perf_counter() - started
             self.count(record.method, record.path, record.status)
+            if record.trace is not None:
+                record.trace.end(record)
             is_probe = policy == "open" and reply.status in (200, 503)  # these come every second
             if self.config.access_log and not is_probe:
                 logs.write_call(record)
@@ -129,6 +140,8 @@ class Guard:
         record: logs.CallRecord = scope["state"]["record"]
         caller = self.keys.check(policy, headers)
         record.owner, record.label = caller.owner, caller.label
+        if self.tracer is not None:
+            reply.headers += self.tracer.start(record, scope["headers"])
         if caller.limits is not None:
             record.limits = caller.limits.start_call()
         if _has_body(headers):
@@ -192,11 +205,16 @@ class Guard:
 
 
 class Reply:
-    """Sends the answer to the client: remembers its status, and adds headers to its start."""
+    """Sends the answer to the client: remembers its status, and adds headers to its start, the request's id too."""
 
-    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+    def __init__(
+        self, send: Send, headers: list[tuple[bytes, bytes]], errors: type[ErrorForm], request_id: str
+    ) -> None:
+        """`errors`: how they are written."""
         self._send = send
-        self.headers = headers
+        self.headers = [*((name, request_id.encode()) for name in errors.id_headers), *headers]
+        self.errors = errors
+        self.request_id = request_id
         self.status = 0  # nothing sent yet
 
     def send(self, message: Message) -> Awaitable[None]:
@@ -210,7 +228,7 @@ class Reply:
         """Answers at once. `unread`: a body is still arriving, which is read and dropped for a while before the
         connection is closed. Closing earlier would reset the connection, and a client that sends everything before it
         reads would never see the answer."""
-        body = problem.body
+        body = self.errors.encode(problem, self.request_id)
         head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *problem.headers]
         if problem.status == 401:
             head.append((b"www-authenticate", b"Bearer"))

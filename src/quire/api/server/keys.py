@@ -70,15 +70,13 @@ class Keys:
         if is_admin and not self.admins:
             text = "this path is for operators, and this server has no key for them"
             raise Refused(403, "no_admin_key", text, "permission_error", hint="--admin-api-key")
-        scheme, _, sent = headers.get(b"authorization", b"").partition(b" ")
-        digest = _digest(sent.strip())
         accepted = self.admins if is_admin else self.users
-        fits = [hmac.compare_digest(digest, key) for key in accepted]
-        if scheme.lower() != b"bearer" or not any(fits):
-            which = "an operator's key" if is_admin else "a valid API key"
-            text = f"{which} is needed: send it as Authorization: Bearer KEY"
-            raise Refused(401, "invalid_api_key", text, "authentication_error")
-        return Caller(digest.hex()) if is_admin else self.users[digest]
+        for digest in [_digest(key) for key in _sent(headers)]:
+            if any([hmac.compare_digest(digest, key) for key in accepted]):
+                return Caller(digest.hex()) if is_admin else self.users[digest]
+        which = "an operator's key" if is_admin else "a valid API key"
+        text = f"{which} is needed: send it as Authorization: Bearer KEY, or as X-Api-Key: KEY"
+        raise Refused(401, "invalid_api_key", text, "authentication_error")
 
     async def refresh(self) -> None:
         """Called every second: takes what is new in the key file. A file that cannot be used changes nothing."""
@@ -193,6 +191,16 @@ def _parse_line(words: list[str]) -> KeyLine:
             raise ConfigError(f"{name} must be a whole number from 1 to {MAX_LIMIT:,}")
         limits[name] = int(value)
     return KeyLine(_digest(key.encode()), label or "", limits.get("rpm"), limits.get("tpm"))
+
+
+def _sent(headers: dict[bytes, bytes]) -> list[bytes]:
+    """The keys of a call: OpenAI's clients send one as a bearer token, Anthropic's in a header of its own. Where both
+    are there, the call is of the first that is valid."""
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    sent = [token] if scheme.lower() == b"bearer" else []
+    if b"x-api-key" in headers:
+        sent.append(headers[b"x-api-key"])
+    return [key.strip() for key in sent]
 
 
 def _digest(key: bytes) -> bytes:

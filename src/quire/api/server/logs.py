@@ -21,6 +21,7 @@ from quire.metrics.serving import ServingMetrics
 if TYPE_CHECKING:
     from quire.api.server.generation import Usage
     from quire.api.server.limits import Allowance
+    from quire.api.server.tracing import Trace
 
 log = logging.getLogger("quire.server")
 
@@ -47,6 +48,7 @@ class CallRecord:
     body: bytes | None = None  # where requests are to be logged
     usage: "Callable[[], Usage] | None" = None  # counts the tokens of its streams, where it has any
     reason: str = ""  # why it failed
+    trace: "Trace | None" = None  # where calls are traced
 
     def failed(self, error: ErrorDetail, hint: str = "") -> None:
         """Why it got no answer. `hint`: the flag that could change that."""

@@ -13,7 +13,6 @@ import msgspec
 
 from quire import __version__
 from quire.api.server.calls import Answer, Call
-from quire.api.server.errors import ErrorBody
 from quire.api.server.fields import MAX_NAME_CHARS
 from quire.api.server.prompts import TextPart
 
@@ -28,6 +27,9 @@ ERRORS = {
     "404": "There is no such path or model",
     "408": "The request's own time limit passed",
     "413": "The body is too large",
+    "415": "The body is not called JSON",
+    "429": "The key has had its requests or tokens of this minute: come back later",
+    "431": "The headers are too large",
     "500": "The engine failed on this request",
     "503": "Too many requests are waiting, or the engine is starting: come back later",
 }
@@ -35,7 +37,7 @@ ERRORS = {
 
 def build(endpoints: Sequence["Endpoint"]) -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
-    found: list[Any] = [ErrorBody, TextPart]
+    found: list[Any] = [TextPart, *(endpoint.errors for endpoint in endpoints)]
     for endpoint in endpoints:
         found += [kind for kind in (endpoint.body, endpoint.answer) if kind is not None and not isinstance(kind, str)]
     kinds = sorted(set(found), key=str)
@@ -67,8 +69,8 @@ def _operation(endpoint: "Endpoint", schema_of: dict[Any, Any]) -> dict[str, Any
     else:
         content = {"application/json": {"schema": schema_of[endpoint.answer]}}
     if endpoint.streams:
-        content["text/event-stream"] = {}
-    failed = {"application/json": {"schema": schema_of[ErrorBody]}}
+        content[endpoint.stream_type] = {}
+    failed = {"application/json": {"schema": schema_of[endpoint.errors]}}
     errors = {code: {"description": text, "content": failed} for code, text in ERRORS.items()}
     is_open = endpoint.policy == "open"
     name = endpoint.handler.__name__

@@ -4,7 +4,6 @@ Called by `app.py`, with the operator's key only. Shows no keys, environment or 
 hold: of a path its last part.
 """
 
-import asyncio
 import dataclasses
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
@@ -18,7 +17,6 @@ from quire.errors import OverloadedError
 from quire.frontend.stream import Stream
 from quire.frontend.supervisor import Supervisor
 
-POLL_S = 0.02
 MAX_IDS = 16_384  # in one call
 
 
@@ -40,7 +38,7 @@ class ResetParameters(msgspec.Struct, kw_only=True):
 
 
 class PauseParameters(msgspec.Struct, kw_only=True):
-    """abort: running requests end now; wait: the answer comes when they have ended; keep: they go on meanwhile."""
+    """abort: running requests end now; wait: the answer comes when they have ended; keep: they stop until /resume."""
 
     mode: Literal["abort", "wait", "keep"] = "abort"
     clear_cache: bool = True  # forget cached prompts when nothing runs any more; not with keep
@@ -114,28 +112,18 @@ async def reset_prefix_cache(call: Call) -> Answer:
 
 
 async def pause(call: Call) -> Answer:
-    """New requests wait from now on."""
     asked = parameters(call.query, PauseParameters)
-    supervisor = _supervisor(call)
-    supervisor.pause()
-    if asked.mode == "abort":
-        for stream in supervisor.running():
-            stream.abort()
-    if asked.mode == "wait":
-        while supervisor.paused and supervisor.running():
-            await asyncio.sleep(POLL_S)
-    if asked.clear_cache and asked.mode != "keep":
-        await call.service.llm.reset_prefix_cache()
+    await call.service.llm.pause_generation(mode=asked.mode, clear_cache=asked.clear_cache)
     return Answer.json(Status("paused"))
 
 
 async def resume(call: Call) -> Answer:
-    _supervisor(call).resume()
+    await call.service.llm.resume_generation()
     return Answer.json(Status("resumed"))
 
 
 async def is_paused(call: Call) -> Answer:
-    return Answer.json(Paused(_supervisor(call).paused))
+    return Answer.json(Paused(await call.service.llm.is_paused()))
 
 
 async def sleep(call: Call) -> Answer:

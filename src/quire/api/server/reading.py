@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from quire.api.server.sse import EventFormat, Events, to_json
+from quire.api.server.sse import ChoiceEvents, EventFormat, to_json
 from quire.frontend.async_llm import Stream
 from quire.frontend.detokenize import Detokenizer
 from quire.frontend.model import ModelInfo
@@ -71,7 +71,7 @@ def _read(parser: OutputParser, shows_reasoning: bool, text: str) -> ChatMessage
     calls: list[ToolCall] = []
     for call_delta in (*body.calls, *end.calls):
         if call_delta.name is not None:
-            calls.append(ToolCall(_call_id(), CalledFunction(call_delta.name)))
+            calls.append(ToolCall(call_id(), CalledFunction(call_delta.name)))
         calls[call_delta.index].function.arguments += call_delta.arguments
     content: str | None = body.content + end.content
     if not content and calls:
@@ -83,6 +83,12 @@ def _read(parser: OutputParser, shows_reasoning: bool, text: str) -> ChatMessage
         reasoning_content=thoughts,
         tool_calls=calls or UNSET,
     )
+
+
+def deltas_of(parser: OutputParser, update: ChoiceUpdate) -> list[Delta]:
+    """What an update made certain, and at the end of an answer what was held back until then."""
+    news = [parser.feed(update.text)]
+    return news if update.finish_reason is None else [*news, parser.finish()]
 
 
 class ThinkingCount:
@@ -124,8 +130,8 @@ def thinking_counter(model: ModelInfo, request: RequestState) -> Callable[[], in
     return lambda: sum(count.count() for count in counts)
 
 
-def _call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
+def call_id(prefix: str = "call_") -> str:
+    return f"{prefix}{secrets.token_hex(12)}"
 
 
 def _without_content(form: EventFormat) -> Callable[[int], tuple[dict[str, Any], dict[str, Any]]]:
@@ -138,7 +144,7 @@ def _without_content(form: EventFormat) -> Callable[[int], tuple[dict[str, Any],
     return opening
 
 
-class ParsedEvents(Events):
+class ParsedEvents(ChoiceEvents):
     """Events of answers in which thinking and calls are told from content."""
 
     def __init__(self, form: EventFormat, streams: Sequence[Stream], n: int, reading: Reading) -> None:
@@ -161,9 +167,8 @@ class ParsedEvents(Events):
         """An event each for thinking, content and calls; none for text that may yet turn out to be any of them."""
         parser = self.parsers[update.index]
         is_last = update.finish_reason is not None
-        deltas = self._shown(update.index, parser.feed(update.text))
+        deltas = [shown for delta in deltas_of(parser, update) for shown in self._shown(update.index, delta)]
         if is_last:
-            deltas += self._shown(update.index, parser.finish())
             # A message without calls has content, if empty.
             deltas.append({} if self.has_calls[update.index] else {"content": ""})
         elif not deltas and not self.plain:
@@ -183,7 +188,7 @@ class ParsedEvents(Events):
             fields: dict[str, Any] = {"index": call.index, "function": {"arguments": call.arguments}}
             if call.name is not None:
                 function = {"name": call.name, "arguments": call.arguments}
-                fields |= {"id": _call_id(), "type": "function", "function": function}
+                fields |= {"id": call_id(), "type": "function", "function": function}
             shown.append({"tool_calls": [fields]})
         return shown
 

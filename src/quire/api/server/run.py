@@ -17,12 +17,13 @@ import uvicorn
 import uvloop
 
 from quire.api.server import logs
-from quire.api.server.app import build_app, only_metrics, policy_of, template_of
+from quire.api.server.app import TRACED, build_app, errors_of, only_metrics, policy_of, template_of
 from quire.api.server.connection import Connections
 from quire.api.server.guard import App, Guard
 from quire.api.server.keys import Keys, Policy, with_environment
 from quire.api.server.sockets import BACKLOG, listen, listen_unix
 from quire.api.server.tls import Certificates
+from quire.api.server.tracing import Tracer, open_tracer
 from quire.config import CacheConfig, EngineConfig, ServingConfig
 from quire.config.server import ServerConfig
 from quire.frontend.async_llm import AsyncLLM
@@ -46,11 +47,14 @@ def serve(engine: EngineConfig, serving: ServingConfig, server: ServerConfig) ->
         logs.log.warning("%s", sentence)
     names = server.served_model_name or [engine.model.model]
     allow_open_files(server.max_connections + OTHER_FILES)
+    tracer = open_tracer(server, TRACED)
     with contextlib.ExitStack() as stack:  # first of all, so that a port in use is reported at once
         sock = stack.enter_context(listen_unix(server.uds) if server.uds else listen(server.host, server.port))
         metrics_sock: socket.socket | None = None
         if server.metrics_port is not None:
             metrics_sock = stack.enter_context(listen(server.metrics_host, server.metrics_port, "--metrics-port"))
+        if tracer is not None:
+            stack.callback(tracer.close)
 
         def announce(num_kv_tokens: int) -> None:
             elapsed_s = time.monotonic() - started
@@ -63,7 +67,7 @@ def serve(engine: EngineConfig, serving: ServingConfig, server: ServerConfig) ->
             llm = await AsyncLLM.open(engine, serving)
             llm.metrics.model_name, llm.metrics.prefix = names[0], server.metrics_prefix
             app = build_app(llm, names)
-            web = Web()
+            web = Web(tracer)
             web.add(app, policy_of, server, sock, llm.metrics)
             if metrics_sock is not None:
                 plain = ServerConfig(access_log=server.access_log)  # neither keys nor TLS
@@ -85,7 +89,8 @@ def _shown_address(server: ServerConfig, sock: socket.socket) -> str:
 class Web:
     """All that listens, and what is read again when its files change."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracer: Tracer | None = None) -> None:
+        self.tracer = tracer
         self.servers: list[tuple[Http, socket.socket]] = []
         self.refreshed: list[Keys | Certificates] = []
 
@@ -100,7 +105,7 @@ class Web:
         def count(method: str, path: str, status: int) -> None:
             metrics.http_request(method, template_of(path), status)
 
-        guard = Guard(app, policy_of, config, count)
+        guard = Guard(app, policy_of, config, count, errors_of, self.tracer)
         certificates = Certificates(config) if config.ssl_certfile else None
         self.servers.append((Http(_http_config(guard, certificates), Connections(config)), sock))
         self.refreshed.append(guard.keys)

@@ -71,6 +71,8 @@ class ChatFields(SamplingFields, kw_only=True):
             self.guided_regex,
             self.guided_choice,
             self.guided_grammar,
+            self.grammar,
+            self.json_schema,
         )
         return any(value is not None for value in asked)
 
@@ -83,7 +85,7 @@ class AnswerShape:
 
 
 def answer_constraint(fields: SamplingFields) -> StructuredOutputs | None:
-    """From OpenAI's response_format, structured_outputs, or the older names of the same things."""
+    """From OpenAI's response_format, vLLM's structured_outputs and older names, or llama.cpp's names."""
     asked: dict[str, StructuredOutputs] = {}
     if (of_format := _of_format(fields.response_format)) is not None:
         asked["response_format"] = of_format
@@ -97,6 +99,10 @@ def answer_constraint(fields: SamplingFields) -> StructuredOutputs | None:
         asked["guided_choice"] = StructuredOutputs(choice=fields.guided_choice)
     if fields.guided_grammar is not None:
         asked["guided_grammar"] = StructuredOutputs(grammar=fields.guided_grammar)
+    if fields.grammar:  # llama.cpp takes an empty one for none
+        asked["grammar"] = StructuredOutputs(gbnf=fields.grammar)
+    if fields.json_schema is not None:
+        asked["json_schema"] = StructuredOutputs(json=fields.json_schema)
     names = list(asked)
     if len(names) > 1:
         raise RequestError(f"{names[0]} and {names[1]} exclude each other: give one", names[1])
@@ -107,6 +113,8 @@ def _of_format(form: dict[str, Any] | None) -> StructuredOutputs | None:
     match form:
         case None | {"type": "text"}:
             return None
+        case {"type": "json_object" | "json_schema", "schema": dict(schema) | bool(schema)}:  # llama.cpp's way
+            return StructuredOutputs(json=schema)
         case {"type": "json_object"}:
             return StructuredOutputs(json_object=True)
         case {"type": "json_schema", "json_schema": {"schema": dict(schema) | bool(schema)}}:
@@ -154,8 +162,8 @@ def _of_calls(
         message = "this model is not known to call tools: leave tools out"
         raise RequestError(message, "tools", "unsupported_parameter", hint="--tool-call-parser")
     callable_tools = _callable(tools, named)
+    must_hold = structured is not None or any(tool["function"].get("strict") for tool in tools)
     if len(msgspec.json.encode(callable_tools)) + TOOL_BYTES * len(callable_tools) > MAX_TOOLS_BYTES:
-        must_hold = structured is not None or any(tool["function"].get("strict") for tool in tools)
         if is_free and not must_hold:
             return AnswerShape(None, tools)  # the model is told of them and its calls are read, without a grammar
         too_many = f"the tools have over {MAX_TOOLS_BYTES} characters, too many for a grammar"
@@ -165,9 +173,11 @@ def _of_calls(
         required=not is_free or structured is not None,
         parallel=parallel and named is None,  # a tool that is named is called once
     )
+    if is_free and not must_hold and len(json.dumps(form)) > MAX_TOOLS_BYTES:
+        return AnswerShape(None, tools)  # some formats write tools at greater length
     if structured is not None:
         form = {"type": "or", "elements": [form, _answer(structured, model)]}
-    return AnswerShape(_tag(form), tools, is_named=named is not None)
+    return AnswerShape(_tag(form, structured), tools, is_named=named is not None)
 
 
 def _callable(tools: list[dict[str, Any]], named: str | None) -> list[dict[str, Any]]:
@@ -209,7 +219,7 @@ def _of_text(structured: StructuredOutputs | None, model: ModelInfo) -> AnswerSh
     if structured is None or structured.structural_tag is not None:
         return AnswerShape(structured)
     has_header = hasattr(model.reasoning_format, "answer")
-    return AnswerShape(_tag(_answer(structured, model)) if has_header else structured)
+    return AnswerShape(_tag(_answer(structured, model), structured) if has_header else structured)
 
 
 def _answer(structured: StructuredOutputs, model: ModelInfo) -> dict[str, Any]:
@@ -226,6 +236,8 @@ def _answer(structured: StructuredOutputs, model: ModelInfo) -> dict[str, Any]:
             form = {"type": "or", "elements": choices}
         case "grammar" if "::=" in spec.text:
             form = {"type": "grammar", "grammar": spec.text}
+        case "gbnf":
+            form = {"type": "gbnf", "grammar": spec.text}
         case _:
             message = "here an answer's format can be a JSON schema, regex, choice or GBNF grammar only"
             raise RequestError(message, "guided_grammar")
@@ -233,8 +245,13 @@ def _answer(structured: StructuredOutputs, model: ModelInfo) -> dict[str, Any]:
     return wrap(form) if wrap is not None else form
 
 
-def _tag(form: dict[str, Any]) -> StructuredOutputs:
-    tag = StructuredOutputs(structural_tag={"type": "structural_tag", "format": form})
+def _tag(form: dict[str, Any], asked: StructuredOutputs | None) -> StructuredOutputs:
+    """`asked`: what the form was made of, and says which blanks its JSON may have."""
+    tag = msgspec.structs.replace(
+        StructuredOutputs(structural_tag={"type": "structural_tag", "format": form}),
+        disable_any_whitespace=asked is not None and asked.disable_any_whitespace,
+        whitespace_pattern=asked.whitespace_pattern if asked is not None else None,
+    )
     try:
         grammar_spec(tag)
     except RequestError as error:

@@ -1,10 +1,12 @@
 """Answers as server-sent events: the hot path, run once per token and stream.
 
-Used by `chat.py` and `completions.py`, which say how a choice is written. An event is made of bytes that are encoded
-once per request and the JSON of the new text: nothing is encoded per token that could be encoded before.
+`Events` is how a protocol writes a stream, `ChoiceEvents` how OpenAI does: used by `chat.py` and `completions.py`,
+which say how a choice is written. An event is made of bytes that are encoded once per request and the JSON of the new
+text: nothing is encoded per token that could be encoded before.
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,9 +36,37 @@ DONE = b"data: [DONE]\n\n"
 to_json = msgspec.json.Encoder().encode
 
 
+class Events(ABC):
+    """Updates of all choices as the bytes of a protocol."""
+
+    headers = HEADERS  # of the answer
+    in_parts = False  # an update with many tokens takes long to encode: it is cut up, and others run in between
+
+    def __init__(self, streams: Sequence[Stream], n: int) -> None:
+        self.streams = streams
+        self.n = n
+
+    @abstractmethod
+    def encode(self, updates: list[ChoiceUpdate]) -> bytes:
+        """Called once per step and request: what this costs, every token costs."""
+
+    @abstractmethod
+    def end(self) -> bytes:
+        """The last bytes."""
+
+    @abstractmethod
+    def failed(self, error: bytes) -> bytes:
+        """The last bytes of a stream that broke. `error`: the JSON of it, as the endpoint writes errors."""
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the next updates take so long to encode that a thread must do it."""
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class EventFormat:
-    """How a protocol writes events."""
+    """How chat and completions write events, each in its own way."""
 
     head: dict[str, Any]  # id, object, created, model, system_fingerprint
     before_text: bytes  # of a choice, from its index to its text
@@ -51,13 +81,13 @@ class EventFormat:
     num_thinking: Callable[[], int] | None = None  # tokens of thinking so far; None: the model does not think
 
 
-class Events:
-    """Updates of all choices as bytes."""
+class ChoiceEvents(Events):
+    """OpenAI's events: each holds news of one choice."""
 
     def __init__(self, form: EventFormat, streams: Sequence[Stream], n: int) -> None:
+        super().__init__(streams, n)
         self.form = form
-        self.streams = streams
-        self.n = n
+        self.in_parts = form.logprobs is not None
         self.head = b"data: " + to_json(form.head)[:-1] + b',"choices":['
         count = len(streams) * n
         self.before = [self.head + b'{"index":%d,' % idx + form.before_text for idx in range(count)]
@@ -66,8 +96,11 @@ class Events:
         self.unopened = set(range(count))
         self.held: list[ChoiceUpdate] = []  # of choices whose opening is not known yet
 
+    @property
+    def is_slow(self) -> bool:
+        return self.form.slow_opening and bool(self.unopened)
+
     def encode(self, updates: list[ChoiceUpdate]) -> bytes:
-        """Called once per step and request: what this costs, every token costs."""
         events: list[bytes] = []
         if self.held:
             updates, self.held = self.held + updates, []
@@ -83,6 +116,9 @@ class Events:
             else:
                 events.append(self._full(update))
         return b"".join(events)
+
+    def failed(self, error: bytes) -> bytes:
+        return b"data: " + error + b"\n\n" + DONE
 
     def end(self) -> bytes:
         if not self.form.usage_at_end:
@@ -128,6 +164,7 @@ class EventStream:
     def __init__(self, events: Events, call: Call) -> None:
         self.events = events
         self.request_id = call.request_id
+        self.errors = call.errors
         self.record = call.record
         self.off_loop = call.service.llm.off_loop
 
@@ -140,11 +177,11 @@ class EventStream:
                 async for updates in merged(events.streams, events.n):
                     if not begun:
                         begun = True
-                        await _start(send)
-                    if events.form.slow_opening and events.unopened:
+                        await self._start(send)
+                    if events.is_slow:
                         body = await self.off_loop(partial(events.encode, updates), len(updates))
                         await send_body(send, body, more=True)
-                    elif events.form.logprobs is None:
+                    elif not events.in_parts:
                         await send({"type": "http.response.body", "body": events.encode(updates), "more_body": True})
                     else:
                         for part in in_parts(updates):
@@ -155,11 +192,14 @@ class EventStream:
                 failed = problem(error, self.request_id)
                 self.record.failed(failed.error)
                 if not begun:
-                    return await Answer.error(failed)(receive, send)
-                last = b"data: " + failed.body + b"\n\n" + DONE
+                    return await Answer.error(failed, self.errors, self.request_id)(receive, send)
+                last = events.failed(self.errors.encode(failed, self.request_id))
         if not begun:
-            await _start(send)
+            await self._start(send)
         await send({"type": "http.response.body", "body": last})
+
+    async def _start(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.events.headers})
 
 
 def in_parts(updates: list[ChoiceUpdate]) -> Iterator[ChoiceUpdate]:
@@ -180,10 +220,6 @@ def in_parts(updates: list[ChoiceUpdate]) -> Iterator[ChoiceUpdate]:
                 finish_reason=update.finish_reason if is_last else None,
                 stop_reason=update.stop_reason if is_last else None,
             )
-
-
-async def _start(send: Send) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
 
 
 def merged(streams: Sequence[Stream], n: int) -> AsyncIterator[list[ChoiceUpdate]]:

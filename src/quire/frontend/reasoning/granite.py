@@ -4,9 +4,7 @@ Chosen by `reasoning.choose`, used by the server; read as the <think> family is.
 dropped.
 """
 
-from quire.frontend.parse import Steps, Trimmed
 from quire.frontend.reasoning import think
-from quire.frontend.stop import StopStrings
 
 MODEL_TYPES = ()
 TEMPLATE_MARKS = (
@@ -24,10 +22,4 @@ class Parser(think.Parser):
         ("Here is my thought process:", "Here is my response:"),
         ("Here's my thought process:", "Here's my response:"),
     )
-
-    def answer(self, has_thought: bool) -> Steps[None]:
-        if has_thought and (yield from self.one_of("<response>")):
-            if (yield from self.until(StopStrings(("</response>",)), Trimmed(self.content))):
-                self.read(len("</response>"))
-                yield from self.space()
-        yield from self.rest(self.content)
+    ANSWER = ("<response>", "</response>")

@@ -18,7 +18,8 @@ Tool = dict[str, Any]
 Format = dict[str, Any]  # of xgrammar's structural tags
 
 MAX_DEPTH = 64  # of nesting in arguments
-_MAX_SCALAR_CHARS = 1000  # clients must be able to read it: Python's own limit for integers is 4,300 digits
+MAX_SCALAR_CHARS = 1000  # clients must be able to read it: Python's own limit for integers is 4,300 digits
+_MAX_LISTED = 8  # tools whose calls are written out for each of them
 _MAX_SPACE = 16  # characters in a row, so that a model cannot indent for ever
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
@@ -137,9 +138,12 @@ class ToolParser(StreamParser):
     def _key(self, closers: list[str], emit: Emit) -> Steps[None]:
         if closers[-1] == "}":
             yield from self.space(emit)
-            yield from self.string(emit)
+            yield from self.property_name(emit)
             yield from self.space(emit)
             emit((yield from self.expect(":")))
+
+    def property_name(self, emit: Emit) -> Steps[None]:
+        yield from self.string(emit)
 
     def string(self, emit: Emit) -> Steps[None]:
         emit((yield from self.expect('"')))
@@ -163,12 +167,12 @@ class ToolParser(StreamParser):
 
     def _scalar(self, emit: Emit) -> Steps[None]:
         text = ""
-        while (yield from self.peek()) and len(text) <= _MAX_SCALAR_CHARS:
+        while (yield from self.peek()) and len(text) <= MAX_SCALAR_CHARS:
             match = _SCALAR_CHARS.match(self._text, self._at)
             if match is None:
                 break
-            text += self.read(min(len(match[0]), _MAX_SCALAR_CHARS + 1 - len(text)))
-        spelled = self.scalar(text) if 0 < len(text) <= _MAX_SCALAR_CHARS else None
+            text += self.read(min(len(match[0]), MAX_SCALAR_CHARS + 1 - len(text)))
+        spelled = self.scalar(text) if 0 < len(text) <= MAX_SCALAR_CHARS else None
         if spelled is None:
             raise Malformed(text)
         emit(spelled)
@@ -191,6 +195,11 @@ class ToolParser(StreamParser):
         self.begin_call(name)
         yield from self.value(self.arguments)
         self.end_call()
+
+
+def quoted(text: str) -> str:
+    """Text as it stands inside a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 class _Value(ToolParser):
@@ -333,15 +342,15 @@ def schema_of(tool: Tool) -> dict[str, Any]:
     return schema if "$ref" in schema else {**schema, "type": "object"}
 
 
-def arguments_of(tool: Tool, style: str = "json") -> Format:
-    return {"type": "json_schema", "json_schema": schema_of(tool), "style": style, "max_whitespace_cnt": _MAX_SPACE}
+def arguments_of(tool: Tool, **style: str) -> Format:
+    return {"type": "json_schema", "json_schema": schema_of(tool), "max_whitespace_cnt": _MAX_SPACE, **style}
 
 
-def tags(tools: list[Tool], begin: Callable[[str], str], end: str, style: str = "json") -> Iterator[Format]:
+def tags(tools: list[Tool], begin: Callable[[str], str], end: str, **style: str) -> Iterator[Format]:
     """One tag per tool; `begin` writes what comes before the arguments, from the tool's name."""
     for tool in tools:
         name = tool["function"]["name"]
-        yield {"type": "tag", "begin": begin(name), "content": arguments_of(tool, style), "end": end}
+        yield {"type": "tag", "begin": begin(name), "content": arguments_of(tool, **style), "end": end}
 
 
 def json_tags(tools: list[Tool], before: str = "", after: str = "", key: str = "arguments") -> list[Format]:
@@ -359,6 +368,10 @@ def sequence(*elements: Format) -> Format:
     return {"type": "sequence", "elements": list(elements)}
 
 
+def optional(element: Format) -> Format:
+    return {"type": "optional", "content": element}
+
+
 def separated(calls: list[Format], separator: str, *, parallel: bool) -> Format:
     """One call or, in parallel, more."""
     return {
@@ -373,6 +386,31 @@ def separated(calls: list[Format], separator: str, *, parallel: bool) -> Format:
 def triggered(triggers: list[str], calls: list[Format], *, parallel: bool) -> Format:
     """Any text; what begins with a trigger is one of the calls. Without `parallel` the first ends the answer."""
     return {"type": "triggered_tags", "triggers": triggers, "tags": calls, "stop_after_first": not parallel}
+
+
+def tagged_json(tools: list[Tool], mark: str, end: str, *, required: bool, parallel: bool) -> Format:
+    """Each call a JSON object on a line of its own between two marks; without `required` after any text."""
+    calls = json_tags(tools, f"{mark}\n", f"\n{end}")
+    if required:
+        return separated(calls, "\n", parallel=parallel)
+    return triggered([mark], calls, parallel=parallel)
+
+
+def lists(tools: list[Tool], calls: list[Format], *, parallel: bool) -> list[Format]:
+    """Calls in brackets with commas between, as one tag for each call that may come first.
+
+    All calls are written out in each tag: where they are many, and no tool is strict, the calls after the first are
+    read but not constrained.
+    """
+    if parallel and len(calls) > _MAX_LISTED and not any(tool["function"].get("strict") for tool in tools):
+        return [{**call, "begin": f"[{call['begin']}"} for call in calls]
+    more = {"type": "star", "content": sequence(const(", "), {"type": "or", "elements": calls})}
+    begun: list[Format] = []
+    for call in calls:
+        rest = [const(call["end"]), more] if parallel else [const(call["end"])]
+        content = sequence(call["content"], *rest)
+        begun.append({"type": "tag", "begin": f"[{call['begin']}", "content": content, "end": "]"})
+    return begun
 
 
 def listed(tools: list[Tool], mark: str, end: str, *, required: bool, parallel: bool) -> Format:

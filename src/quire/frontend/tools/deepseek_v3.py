@@ -1,7 +1,7 @@
 """DeepSeek V3 and R1: calls between <｜tool▁calls▁begin｜> and <｜tool▁calls▁end｜>, each with its own marks.
 
 Chosen by `tools.choose`, used by the server. V3 and R1 write `function`, the separator, the name and the arguments in a
-fenced block; V3.1 the name, the separator and the arguments.
+fenced block; V3.1 (deepseek_v31) the name, the separator and the arguments, which is read here as well.
 """
 
 from quire.frontend.parse import Steps
@@ -56,8 +56,16 @@ def structure(tools: list[base.Tool], *, required: bool, parallel: bool) -> base
     def fenced_begin(name: str) -> str:
         return f"{_CALL}function{_SEPARATOR}{name}\n```json\n"
 
-    fenced = list(base.tags(tools, fenced_begin, f"\n```{_CALL_END}"))
-    plain = list(base.tags(tools, lambda name: f"{_CALL}{name}{_SEPARATOR}", _CALL_END))
-    ways = [base.separated(fenced, "\n", parallel=parallel), base.separated(plain, "", parallel=parallel)]
-    block = {"type": "tag", "begin": _BEGIN, "content": {"type": "or", "elements": ways}, "end": _END}
-    return block if required else base.triggered([_BEGIN], [block], parallel=False)
+    fenced = base.separated(list(base.tags(tools, fenced_begin, f"\n```{_CALL_END}")), "\n", parallel=parallel)
+    return block({"type": "or", "elements": [fenced, plain_calls(tools, parallel)]}, required)
+
+
+def plain_calls(tools: list[base.Tool], parallel: bool) -> base.Format:
+    """Without fences."""
+    calls = list(base.tags(tools, lambda name: f"{_CALL}{name}{_SEPARATOR}", _CALL_END))
+    return base.separated(calls, "", parallel=parallel)
+
+
+def block(calls: base.Format, required: bool) -> base.Format:
+    marked = {"type": "tag", "begin": _BEGIN, "content": calls, "end": _END}
+    return marked if required else base.triggered([_BEGIN], [marked], parallel=False)

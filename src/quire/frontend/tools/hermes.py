@@ -20,7 +20,4 @@ class Parser(base.JsonCalls):
 
 
 def structure(tools: list[base.Tool], *, required: bool, parallel: bool) -> base.Format:
-    calls = base.json_tags(tools, "<tool_call>\n", "\n</tool_call>")
-    if required:
-        return base.separated(calls, "\n", parallel=parallel)
-    return base.triggered(["<tool_call>"], calls, parallel=parallel)
+    return base.tagged_json(tools, "<tool_call>", "</tool_call>", required=required, parallel=parallel)

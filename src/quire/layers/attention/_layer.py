@@ -12,12 +12,12 @@ from torch import Tensor
 
 from quire.kv.specs import CacheSpec, Full, Sliding
 from quire.layers.attention.base import AttentionBackend
-from quire.layers.base import Layer, Runtime, frozen, head_units
+from quire.layers.base import Layer, Runtime, frozen, head_sections
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
 from quire.ops.attention import cudnn
 from quire.ops.elementwise.reference import rope
-from quire.quant.base import Section, Split
+from quire.quant.base import Split
 
 CENTERED_POSITIONS = 8192  # the first ones: over which the mean of a rotated bias is taken
 
@@ -81,8 +81,8 @@ class Attention(CacheLayer):
         self.window = window or 0
         self.softcap = softcap or 0.0
         self.sinks = frozen(torch.empty(num_heads)) if sinks else None
-        q_units, _ = head_units(num_heads, num_kv_heads)
-        self.splits = {"sinks": Split("outputs", (Section(num_heads, q_units),))}
+        self.sections = head_sections(num_heads, num_kv_heads, 1)
+        self.splits = {"sinks": Split("outputs", self.sections[:1])}
         self.shares = shares
         # Of "keys" and "values" in a float8 cache, where the checkpoint has them.
         self.own_scales: dict[str, float] = {}
@@ -94,6 +94,9 @@ class Attention(CacheLayer):
 
     def attach(self, runtime: Runtime, path: str) -> None:
         super().attach(runtime, path)
+        self.num_heads, self.num_kv_heads = (
+            section.width(self.group.rank, self.group.size) for section in self.sections
+        )
         backend = runtime.choose(
             "attention", head_size=self.head_size, block_size=runtime.block_size, cache_dtype=runtime.cache_dtype
         )

@@ -24,7 +24,7 @@ def _kernels() -> SimpleNamespace:
         rms_norm=[ctypes.c_int, *[_PTR] * 3, _INT, *[_PTR] * 2, Rows, _INT, ctypes.c_float],
         silu_mul=[ctypes.c_int, _PTR, _PTR, Rows, _INT],
         rope_and_write=[*[ctypes.c_int] * 2, *[_PTR] * 8, Rows, *[_INT] * 11, *[_PTR] * 3, *[ctypes.c_float] * 3],
-        embed=[_PTR, _PTR, _PTR, Rows, _INT],
+        embed=[_PTR, _PTR, _PTR, Rows, *[_INT] * 3],
     )
 
 
@@ -57,11 +57,12 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Tensor | N
     return normed, total
 
 
-def embedding(token_ids_T: Tensor, weight_VD: Tensor) -> Tensor:
-    """The rows of the table that the ids (int32) name."""
-    out = weight_VD.new_empty(token_ids_T.shape[0], weight_VD.shape[1])
-    row_bytes = weight_VD.shape[1] * weight_VD.itemsize
-    _kernels().embed(out.data_ptr(), weight_VD.data_ptr(), token_ids_T.data_ptr(), token_ids_T.shape[0], row_bytes)
+def embedding(token_ids_T: Tensor, weight_VD: Tensor, first: int = 0) -> Tensor:
+    """As the twin, of ids that are int32."""
+    num_rows, width = weight_VD.shape
+    out = weight_VD.new_empty(token_ids_T.shape[0], width)
+    pointers = out.data_ptr(), weight_VD.data_ptr(), token_ids_T.data_ptr()
+    _kernels().embed(*pointers, token_ids_T.shape[0], width * weight_VD.itemsize, first, num_rows)
     return out
 
 

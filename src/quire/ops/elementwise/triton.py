@@ -244,32 +244,47 @@ def _silu_mul_kernel(out_ptr, x_ptr, x_stride, F: tl.constexpr, N: tl.constexpr,
 # ---- lookups ----
 
 
-def embedding(token_ids_T: Tensor, weight_VD: Tensor) -> Tensor:
-    """The rows of the table that the ids name."""
-    return gather_rows(weight_VD, token_ids_T)
+def embedding(token_ids_T: Tensor, weight_VD: Tensor, first: int = 0) -> Tensor:
+    """As the twin."""
+    return gather_rows(weight_VD, token_ids_T, first=first)
 
 
-def gather_rows(x_TD: Tensor, idx_S: Tensor, out: Tensor | None = None) -> Tensor:
-    """The rows of x that the indices name, [S, D]; into `out`, contiguous, if it is given."""
+def gather_rows(x_TD: Tensor, idx_S: Tensor, out: Tensor | None = None, first: int = 0) -> Tensor:
+    """The rows of x that the indices name, [S, D]; into `out`, contiguous, if it is given. `first`: index of x's first
+    row; rows that it does not have are zero."""
     num_rows, width = idx_S.shape[0], x_TD.shape[1]
     out = x_TD.new_empty(num_rows, width) if out is None else out
     tile, num_warps = gather_config(width)
     if num_rows:
         _gather_kernel[num_rows, triton.cdiv(width, tile)](
-            out, x_TD, idx_S, x_TD.stride(0), D=width, N=tile, PDL=pdl(x_TD), num_warps=num_warps, **options(pdl(x_TD))
+            out,
+            x_TD,
+            idx_S,
+            x_TD.stride(0),
+            first,
+            len(x_TD),
+            D=width,
+            N=tile,
+            PDL=pdl(x_TD),
+            num_warps=num_warps,
+            **options(pdl(x_TD)),
         )
     return out
 
 
 @triton.jit
-def _gather_kernel(out_ptr, x_ptr, idx_ptr, x_stride, D: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr):
+def _gather_kernel(
+    out_ptr, x_ptr, idx_ptr, x_stride, first, num_rows, D: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr
+):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     i_N = tl.program_id(1) * N + tl.arange(0, N)
-    from_row = tl.load(idx_ptr + row).to(tl.int64)
-    tl.store(out_ptr + row * D + i_N, tl.load(x_ptr + from_row * x_stride + i_N, i_N < D), i_N < D)
+    from_row = tl.load(idx_ptr + row).to(tl.int64) - first
+    is_here = (from_row >= 0) & (from_row < num_rows)
+    values_N = tl.load(x_ptr + from_row * x_stride + i_N, (i_N < D) & is_here, 0.0)
+    tl.store(out_ptr + row * D + i_N, values_N, i_N < D)
 
 
 # ---- before attention ----

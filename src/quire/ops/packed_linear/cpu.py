@@ -101,7 +101,7 @@ def _kernels(kind: int) -> SimpleNamespace | None:
     return SimpleNamespace(
         linear=bind(library, "quire_linear", (pointer, pointer, Rows, pointer, integer, integer, pointer)),
         linear_silu_mul=bind(library, "quire_linear_silu_mul", (pointer, pointer, Rows, pointer)),
-        rows=bind(library, "quire_packed_rows", (pointer, pointer, Rows, pointer)),
+        rows=bind(library, "quire_packed_rows", (pointer, pointer, Rows, pointer, ctypes.c_int64)),
     )
 
 
@@ -307,12 +307,13 @@ def linear_silu_mul(x: Tensor, w: PackedWeight) -> Tensor:
     return out
 
 
-def rows(ids: Tensor, w: PackedWeight) -> Tensor:
-    """The rows of the weight with these ids (int32 [T]), in bf16 [T, k]."""
+def rows(ids: Tensor, w: PackedWeight, first: int = 0) -> Tensor:
+    """The rows of the weight with these ids (int32 [T]), in bf16 [T, k]. The weight's first row is that of id `first`;
+    rows that it does not have are zero."""
     kernels = _kernels(w.kind)
     if kernels is None or w.order is not None:
-        return packed.rows(ids, w)
+        return packed.rows(ids, w, first)
     out = w.data.new_empty((len(ids), w.k), dtype=torch.bfloat16)
     if len(ids):
-        kernels.rows(_native(w), ids.data_ptr(), len(ids), out.data_ptr())
+        kernels.rows(_native(w), ids.data_ptr(), len(ids), out.data_ptr(), first)
     return out

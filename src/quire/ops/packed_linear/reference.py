@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from quire.checkpoint.gguf import BLOCK as GGUF_BLOCK
 from quire.errors import ConfigError, UnsupportedModelError
 from quire.ops.dequantize.gguf import read_form
+from quire.ops.elementwise.reference import embedding
 from quire.ops.packed_linear.forms import Affine, Plain, Table4, TwoLevel, float_scales
 
 LANES = 16  # outputs in a panel
@@ -386,6 +387,6 @@ def linear_silu_mul(x: Tensor, w: PackedWeight) -> Tensor:
     return F.silu(gate) * up
 
 
-def rows(ids: Tensor, w: PackedWeight) -> Tensor:
-    """The rows of the weight with these ids, in bf16 [T, k]."""
-    return w.dense[ids.long()]
+def rows(ids: Tensor, w: PackedWeight, first: int = 0) -> Tensor:
+    """The rows of the weight with these ids, in bf16 [T, k]; zero where it has none."""
+    return embedding(ids, w.dense, first)

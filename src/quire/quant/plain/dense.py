@@ -14,7 +14,7 @@ class Dense(Method):
 
     def __init__(self, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(parts, dtype, device)
-        self.ends = list(accumulate(part.num_rows for part in parts))
+        self.ends = list(accumulate(part.num_rows for part in self.parts))
 
     def load_part(self, part_idx: int, tensor: RawTensor) -> None:
         self.put(part_idx, tensor.dense(self.dtype, self.device))

@@ -129,15 +129,15 @@ class GrammarEngine(ABC):
 
     @staticmethod
     @abstractmethod
-    def lower(spec: GrammarSpec, compact: bool = False) -> GrammarSpec:
+    def lower(spec: GrammarSpec, blanks: str | None = None) -> GrammarSpec:
         """The spec as the library takes it; RequestError for what it would not honour. Pure, and may be slow."""
 
     @abstractmethod
     def compile_lowered(self, spec: GrammarSpec) -> Grammar:
         """RequestError with a clear sentence where the library refuses."""
 
-    def compile(self, spec: GrammarSpec, compact: bool = False) -> Grammar:
-        return self.compile_lowered(self.lower(spec, compact))
+    def compile(self, spec: GrammarSpec, blanks: str | None = None) -> Grammar:
+        return self.compile_lowered(self.lower(spec, blanks))
 
 
 def only_token(mask: numpy.ndarray) -> int | None:

@@ -5,6 +5,7 @@ and a matcher that hits one allows no further token.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -14,6 +15,8 @@ import numpy
 from quire.errors import RequestError
 from quire.messages import Vocabulary
 from quire.structured.engines.base import Grammar, GrammarEngine, Matcher
+from quire.structured.grammars.gbnf import gbnf_grammar
+from quire.structured.grammars.json_grammar import blanks_of
 from quire.structured.spec import GrammarSpec, is_lark
 
 # How many of a grammar's alternatives may be open at one place. Accepting a token holds Python's lock, for 0.1 s at
@@ -33,7 +36,7 @@ class LLGuidance(GrammarEngine):
         self._tokenizer = llguidance.LLTokenizer(tokenizer, n_vocab=vocabulary.size, eos_token=vocabulary.stop_ids)
 
     @staticmethod
-    def lower(spec: GrammarSpec, compact: bool = False) -> GrammarSpec:
+    def lower(spec: GrammarSpec, blanks: str | None = None) -> GrammarSpec:
         import llguidance
 
         make = llguidance.LLMatcher
@@ -43,7 +46,9 @@ class LLGuidance(GrammarEngine):
                 raise RequestError("the llguidance engine takes schemas that are objects: write {} for true.")
             if "x-guidance" in schema:
                 raise RequestError("x-guidance is not supported: remove it.")
-            options: Any = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _BLANKS}
+            if blanks and not blanks_of(blanks).nullable:
+                raise RequestError("with the llguidance engine a whitespace_pattern must match nothing, too: add a ?.")
+            options: Any = {"whitespace_flexible": False} if blanks == "" else {"whitespace_pattern": blanks or _BLANKS}
             return GrammarSpec(spec.kind, make.grammar_from_json_schema(spec.text, overrides=options))
         if spec.kind == "regex":
             return GrammarSpec(spec.kind, make.grammar_from_regex(spec.text))
@@ -52,8 +57,8 @@ class LLGuidance(GrammarEngine):
             return GrammarSpec(spec.kind, make.grammar_from_lark(f"start: {choices}"))
         if spec.kind == "grammar" and is_lark(spec.text):
             return GrammarSpec(spec.kind, make.grammar_from_lark(spec.text))
-        if spec.kind == "grammar":
-            return GrammarSpec(spec.kind, make.grammar_from_lark(_as_lark(spec.text)))
+        if spec.kind in ("grammar", "gbnf"):
+            return GrammarSpec(spec.kind, make.grammar_from_lark(_as_lark(gbnf_grammar(spec.text))))
         raise RequestError(f"{spec.kind} needs the xgrammar engine.")
 
     def compile_lowered(self, spec: GrammarSpec) -> Grammar:
@@ -167,13 +172,30 @@ def _executor() -> Any:
     return llguidance.LLExecutor()
 
 
-def _as_lark(gbnf: str) -> str:
-    from llguidance.gbnf_to_lark import gbnf_to_lark
+_PIECE = re.compile(r'"((?:[^"\\]|\\.)*)"|\[((?:[^\]\\]|\\.)*)\]|::=')
+_CHARACTER = re.compile(r"\\u([0-9a-f]{4})|\\U([0-9a-f]{8})|(.)")
 
-    try:
-        return gbnf_to_lark(gbnf)
-    except Exception as error:  # the converter raises plain Exception for everything
-        raise RequestError(f"the grammar cannot be read: {_sentence(str(error))}.") from None
+
+def _as_lark(gbnf: str) -> str:
+    """Rules as `gbnf.py` writes them, in Lark. The library's own converter fails for many lists of characters."""
+
+    def piece(found: re.Match[str]) -> str:
+        if found[1] is not None:
+            return json.dumps(_CHARACTER.sub(lambda each: chr(_point(each)), found[1]), ensure_ascii=False)
+        if found[2] is not None:
+            return "/[" + _CHARACTER.sub(lambda each: each[0] if each[0] == "-" else _escaped(each), found[2]) + "]/"
+        return ":"
+
+    return _PIECE.sub(piece, gbnf.replace("root ::=", "start ::=", 1))
+
+
+def _point(character: re.Match[str]) -> int:
+    digits = character[1] or character[2]
+    return int(digits, 16) if digits else ord(character[3])
+
+
+def _escaped(character: re.Match[str]) -> str:
+    return f"\\u{{{_point(character):x}}}"
 
 
 def _sentence(message: str) -> str:

@@ -6,6 +6,7 @@ first engine is made, never on import of this file.
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -15,11 +16,13 @@ import numpy
 from quire.errors import RequestError
 from quire.messages import Vocabulary
 from quire.structured.engines.base import Grammar, GrammarEngine, Matcher
-from quire.structured.grammars.json_grammar import json_grammar
+from quire.structured.grammars.gbnf import gbnf_grammar
+from quire.structured.grammars.json_grammar import json_grammar, quoted_grammar, untyped_grammar
 from quire.structured.grammars.pattern import whole
 from quire.structured.grammars.rules import Rules, literal
 from quire.structured.spec import GrammarSpec, is_lark
 
+_ESCAPED = re.compile(r"\\u(00[0-9a-f]{2})")  # as grammars of ours write what is no letter
 SIMPLE = {  # keywords of JSON schemas that the library itself is known to honour
     "type",
     "properties",
@@ -61,7 +64,7 @@ class XGrammar(GrammarEngine):
         """Special tokens are no text, except those that a structural tag spells: formats of tool calls use them."""
         if spec.kind != "structural_tag":
             return self._compilers[frozenset()]
-        texts = [text.encode() for text in _strings(json.loads(spec.text))]
+        texts = [_ESCAPED.sub(_unescaped, text).encode() for text in _strings(json.loads(spec.text))]
 
         def is_written(token_id: int) -> bool:
             spelling = self.vocabulary.tokens[token_id]
@@ -75,16 +78,18 @@ class XGrammar(GrammarEngine):
         return self._compilers[written]
 
     @staticmethod
-    def lower(spec: GrammarSpec, compact: bool = False) -> GrammarSpec:
+    def lower(spec: GrammarSpec, blanks: str | None = None) -> GrammarSpec:
         if spec.kind == "json":
-            return GrammarSpec("grammar", json_grammar(spec.text, compact))
+            return GrammarSpec("grammar", json_grammar(spec.text, blanks))
         if spec.kind == "regex":
             return GrammarSpec("grammar", regex_grammar(spec.text))
         if spec.kind == "choice":
             choices = dict.fromkeys(json.loads(spec.text))
             return GrammarSpec("grammar", "root ::= " + " | ".join(map(literal, choices)) + "\n")
+        if spec.kind == "gbnf":
+            return GrammarSpec("grammar", gbnf_grammar(spec.text))
         if spec.kind == "structural_tag":
-            return GrammarSpec("structural_tag", json.dumps(_lowered_tag(json.loads(spec.text), compact)))
+            return GrammarSpec("structural_tag", json.dumps(_lowered_tag(json.loads(spec.text), blanks)))
         if is_lark(spec.text):
             raise RequestError("Lark grammars need the llguidance engine: choose it, or write GBNF (rules with ::=).")
         return spec
@@ -163,30 +168,48 @@ def regex_grammar(pattern: str) -> str:
     return text
 
 
-def _lowered_tag(value: Any, compact: bool) -> Any:
-    """The structural tag with its schemas and patterns replaced by grammars of ours."""
+def _lowered_tag(value: Any, blanks: str | None) -> Any:
+    """The structural tag with its schemas, patterns and grammars of llama.cpp replaced by grammars of ours."""
     if isinstance(value, list):
-        return [_lowered_tag(inner, compact) for inner in value]
+        return [_lowered_tag(inner, blanks) for inner in value]
     if not isinstance(value, dict):
         return value
     if "structures" in value:  # the older way to write it
-        tags = [_tag_of(structure, compact) for structure in value["structures"]]
+        tags = [_tag_of(structure, blanks) for structure in value["structures"]]
         triggered = {"type": "triggered_tags", "triggers": value.get("triggers"), "tags": tags}
         return {"type": "structural_tag", "format": triggered}
     if value.get("type") in ("json_schema", "qwen_xml_parameter"):
-        if value["type"] != "json_schema" or value.keys() - {"type", "json_schema", "style", "max_whitespace_cnt"}:
+        if value["type"] != "json_schema" or value.keys() - _SCHEMA_OPTIONS:
             raise RequestError("structural_tag: a json_schema takes no other option than its style: leave it out.")
-        if value.get("style", "json") == "json":
-            return _schema_format(value.get("json_schema"), compact)  # whose blanks are bounded anyway
-        _check_simple(value.get("json_schema"))
-        return value
+        return _lowered_schema(value, blanks)
+    if value.get("type") == "gbnf" and isinstance(value.get("grammar"), str):
+        return {"type": "grammar", "grammar": gbnf_grammar(value["grammar"])}
     if value.get("type") == "regex" and isinstance(value.get("pattern"), str):
         return {"type": "grammar", "grammar": regex_grammar(value["pattern"])}
-    return {name: _lowered_tag(inner, compact) for name, inner in value.items()}
+    return {name: _lowered_tag(inner, blanks) for name, inner in value.items()}
 
 
-def _tag_of(structure: dict[str, Any], compact: bool) -> dict[str, Any]:
-    content = _schema_format(structure.get("schema"), compact)
+_SCHEMA_OPTIONS = {"type", "json_schema", "style", "max_whitespace_cnt", "no_string", "quote"}
+
+
+def _lowered_schema(value: dict[str, Any], blanks: str | None) -> dict[str, Any]:
+    """A schema in one of our styles as a grammar: JSON, a value without quotes, or strings in other quotes."""
+    schema = json.dumps(value.get("json_schema"))
+    match value:
+        case {"style": "untyped", "no_string": str(no_string)}:
+            return {"type": "grammar", "grammar": untyped_grammar(schema, no_string, blanks)}
+        case {"style": "quoted", "quote": str(quote)} if quote:
+            return {"type": "grammar", "grammar": quoted_grammar(schema, quote)}
+        case {"no_string": _} | {"quote": _}:
+            raise RequestError("structural_tag: no_string and quote belong to the styles untyped and quoted.")
+    if value.get("style", "json") == "json":
+        return _schema_format(value.get("json_schema"), blanks)  # whose blanks are ours
+    _check_simple(value.get("json_schema"))
+    return value
+
+
+def _tag_of(structure: dict[str, Any], blanks: str | None) -> dict[str, Any]:
+    content = _schema_format(structure.get("schema"), blanks)
     return {"begin": structure.get("begin"), "content": content, "end": structure.get("end")}
 
 
@@ -206,6 +229,10 @@ def _check_simple(schema: Any) -> None:
         stack += (subschema.get("properties") or {}).values()
 
 
+def _unescaped(match: re.Match[str]) -> str:
+    return chr(int(match[1], 16))
+
+
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
@@ -214,8 +241,8 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
 
 
-def _schema_format(schema: Any, compact: bool) -> dict[str, str]:
-    return {"type": "grammar", "grammar": json_grammar(json.dumps(schema), compact)}
+def _schema_format(schema: Any, blanks: str | None) -> dict[str, str]:
+    return {"type": "grammar", "grammar": json_grammar(json.dumps(schema), blanks)}
 
 
 def _sentence(error: Exception) -> str:

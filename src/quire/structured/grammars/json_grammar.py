@@ -5,6 +5,7 @@ others, and a tuple ends with its last item: fewer values than the schema allows
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product as combinations
@@ -12,7 +13,8 @@ from itertools import product as combinations
 from quire.errors import RequestError
 from quire.structured.grammars import numbers
 from quire.structured.grammars.alternatives import NOTHING_ASKED, Array, Contains, Goal, Object
-from quire.structured.grammars.regular import ANYTHING, Node, both, derivative, either, finite, is_empty, no, text
+from quire.structured.grammars.pattern import whole
+from quire.structured.grammars.regular import ANYTHING, Node, both, cat, derivative, either, finite, is_empty, no, text
 from quire.structured.grammars.rules import Alternative, Many, Ref, Rules, escaped, literal
 from quire.structured.grammars.schema import Schema
 
@@ -28,18 +30,33 @@ _ESCAPE = (
     r'[dD] [89abAB] HEX HEX "\\u" [dD] [c-fC-F] HEX HEX)'
 ).replace("HEX", _HEX)
 _NUMBER = f'"-"? ("0" | [1-9] [0-9]{{0,{numbers.MAX_DIGITS - 1}}}) ("." [0-9]{{1,20}})? ([eE] [+\\-]? [0-9]{{1,2}})?'
+_BARE_NAME = re.compile(r"""[^\s:,{}\[\]<>"]+""")  # can be told from what follows it without quotes
+_WORD = "[a-zA-Z_$][a-zA-Z0-9_$\\-]*"
 _INTEGER = f'"0" | "-"? [1-9] [0-9]{{0,{numbers.MAX_DIGITS - 1}}}'
 
 
-def _basics(compact: bool) -> dict[str, str]:
-    """Blanks are a line break and an indentation, or one space, or nothing: their number is bounded."""
+BLANKS = {"blank": '"" | " " | "\\n" [ \\t]{0,16}', "colon": '":" " "?'}  # their number is bounded
+NO_BLANKS = {"blank": '""', "colon": '":"'}
+_BLANK = whole(r"[ \t\n\r]*")
+
+
+def blanks_of(pattern: str) -> Node:
+    """What a pattern of blanks stands for; RequestError if it matches anything else, or nothing at all."""
+    try:
+        node = whole(pattern)
+        if is_empty(node) or not is_empty(both(node, no(_BLANK))):
+            raise RequestError("whitespace_pattern must match blanks only: spaces, tabs and line breaks.")
+    except RecursionError:
+        raise RequestError("the whitespace_pattern is nested too deeply.") from None
+    return node
+
+
+def _basics() -> dict[str, str]:
     return {
-        "blank": '""' if compact else '"" | " " | "\\n" [ \\t]{0,16}',
-        "colon": '":"' if compact else '":" " "?',
         "escape": _ESCAPE,
         "string": r""""\"" characters""",
         # The lookahead names what follows a string: without it every token with a quote in it is tried for each mask.
-        "characters": f"({characters('characters')}) (= [ \\n\\t]* [,}}\\]:])",
+        "characters": f"({characters('characters')}) (= [ \\n\\t\\r]* [,}}\\]:])",
         "number": _NUMBER,
         "integer": _INTEGER,
         "value": 'string | number | object | array | "true" | "false" | "null"',
@@ -55,13 +72,47 @@ def characters(rule: str) -> str:
     return rf""""\"" | [\u0020-\u0021\u0023-\u005b\u005d-\ud7ff\ue000-\U0010ffff] {rule} | "\\" escape {rule}"""
 
 
-def json_grammar(schema_text: str, compact: bool = False) -> str:
-    """GBNF whose every text is JSON that satisfies the schema; RequestError if it cannot be written, or is empty."""
-    try:
-        grammar = _Grammar(Schema(schema_text), compact)
+def json_grammar(schema_text: str, blanks: str | None = None) -> str:
+    """GBNF whose every text is JSON that satisfies the schema; RequestError if it cannot be written, or is empty.
+
+    `blanks`: a pattern of those between the parts; empty: none; None: a line break and an indentation, or a space, or
+    nothing."""
+
+    def written() -> str | None:
+        grammar = _Grammar(Schema(schema_text), blanks)
         root = grammar.value(grammar.schema.root)
         grammar.rules.give_own("string", '"\\""', characters)
-        text = grammar.rules.gbnf(root)
+        return grammar.rules.gbnf(root)
+
+    return _checked(written)
+
+
+def untyped_grammar(schema_text: str, no_string: str, blanks: str | None = None) -> str:
+    """As `json_grammar`, but a value that is a string is its bare text; nested ones are JSON.
+
+    `no_string` is a pattern of the texts that a reader would take for something else.
+    """
+
+    def written() -> str | None:
+        grammar = _Grammar(Schema(schema_text), blanks)
+        return grammar.rules.gbnf(grammar.untyped(grammar.schema.root, no(whole(no_string))))
+
+    return _checked(written)
+
+
+def quoted_grammar(schema_text: str, quote: str) -> str:
+    """As `json_grammar`, but strings are bare text between marks, and names of properties are bare words."""
+
+    def written() -> str | None:
+        grammar = _OtherQuotes(Schema(schema_text), quote)
+        return grammar.rules.gbnf(grammar.value(grammar.schema.root))
+
+    return _checked(written)
+
+
+def _checked(write: Callable[[], str | None]) -> str:
+    try:
+        text = write()
     except RecursionError:
         raise RequestError("the schema is nested too deeply.") from None
     if text is None:
@@ -72,34 +123,49 @@ def json_grammar(schema_text: str, compact: bool = False) -> str:
 
 
 class _Grammar:
-    def __init__(self, schema: Schema, compact: bool) -> None:
+    HAS_BASIC_VALUE = True  # a rule for any value is among those already written
+
+    def __init__(self, schema: Schema, blanks: str | None) -> None:
         self.schema = schema
-        self.rules = Rules(_basics(compact))
-        self._names: dict[Goal, Ref] = {}
+        self.rules = Rules(_basics() | (NO_BLANKS if blanks == "" else {"colon": '":" blank'} if blanks else BLANKS))
+        if blanks:
+            self.rules.define("blank", blanks_of(blanks))
+        self._refs: dict[Goal, Ref] = {}
         self._pending: list[tuple[Goal, Ref]] = []
 
     def value(self, goal: Goal) -> Ref:
         """The rule for values that reach a goal; adds the rules of all goals that it leads to as well."""
         ref = self._ref(goal)
+        self._add_pending()
+        return ref
+
+    def untyped(self, goal: Goal, texts: Node) -> Ref:
+        """The same where a string is one of the texts, without quotes."""
+        ref = self.rules.add("untyped", self._alternatives(goal, texts))
+        self._add_pending()
+        return ref
+
+    def _add_pending(self) -> None:
         while self._pending:
             goal, pending = self._pending.pop()
             self.rules.add(pending.rule, self._alternatives(goal))
-        return ref
 
     def _ref(self, goal: Goal) -> Ref:
-        if not goal:
+        if not goal and self.HAS_BASIC_VALUE:
             return Ref("value")
-        if goal not in self._names:
-            self._names[goal] = ref = Ref(f"v{len(self._names)}")
+        if goal not in self._refs:
+            self._refs[goal] = ref = Ref(f"v{len(self._refs)}")
             self._pending.append((goal, ref))
-        return self._names[goal]
+        return self._refs[goal]
 
-    def _alternatives(self, goal: Goal) -> list[Alternative]:
+    def _alternatives(self, goal: Goal, texts: Node | None = None) -> list[Alternative]:
         result: list[Alternative] = []
         for alternative in self.schema.alternatives(goal):
             result += [(literal(word),) for word in ("null", "true", "false") if word in alternative.kinds]
-            if "string" in alternative.kinds:
+            if "string" in alternative.kinds and texts is None:
                 result += self._string(alternative.string)
+            elif "string" in alternative.kinds and texts is not None:
+                result.append((self.rules.language(both(alternative.string or ANYTHING, texts), quoted=False),))
             if "number" in alternative.kinds:
                 result += self._number(alternative.number)
             if "array" in alternative.kinds:
@@ -113,8 +179,19 @@ class _Grammar:
             return [(Ref("string"),)]
         words = finite(node)
         if words is not None:
-            return [(literal(f'"{escaped(word)}"'),) for word in sorted(words)]
+            return [(literal(self._spelled(word)),) for word in sorted(words)]
         return [('"\\""', self.rules.language(node, quoted=True))]
+
+    def _spelled(self, word: str) -> str:
+        """A string as it is written."""
+        return f'"{escaped(word)}"'
+
+    def _name(self, name: str) -> str:
+        """A property's name as it is written."""
+        return self._spelled(name)
+
+    def _names(self, node: Node) -> list[Alternative]:
+        return self._string(node)
 
     def _number(self, node: Node | None) -> list[Alternative]:
         if node is None or node is numbers.INTEGER:
@@ -149,7 +226,7 @@ class _Grammar:
                 name = named[position]
                 following: list[Alternative] = []
                 if shape.high is None or count < shape.high:
-                    member = (literal(f'"{escaped(name)}"'), Ref("colon"), self._ref(goals[name]))
+                    member = (literal(self._name(name)), Ref("colon"), self._ref(goals[name]))
                     after = Ref(f"{stem}_{position + 1}_{min(count + 1, cap)}")
                     following.append((*_before(count), *member, after))
                 if name not in shape.required:
@@ -207,7 +284,7 @@ class _Grammar:
                 goal |= asked if is_matched else NOTHING_ASKED
             if (self.schema.document.never, True) in goal or is_empty(found):
                 continue
-            result += [(*key, Ref("colon"), self._ref(goal)) for key in self._string(found)]
+            result += [(*key, Ref("colon"), self._ref(goal)) for key in self._names(found)]
         return result
 
     # Arrays.
@@ -326,13 +403,45 @@ class _Grammar:
                 texts = finite(alternative.string) if alternative.string is not None else None
                 if texts is None:
                     return None
-                result += [f'"{escaped(word)}"' for word in sorted(texts)]
+                result += [self._spelled(word) for word in sorted(texts)]
             if "number" in alternative.kinds:
                 spellings = finite(alternative.number) if alternative.number is not None else None
                 if spellings is None:
                     return None
                 result += sorted(spellings)
         return result
+
+
+class _OtherQuotes(_Grammar):
+    """Strings stand between marks of another kind, and nothing in them is escaped."""
+
+    HAS_BASIC_VALUE = False
+
+    def __init__(self, schema: Schema, quote: str) -> None:
+        super().__init__(schema, blanks="")
+        self._quote = quote
+        self._texts = no(cat(ANYTHING, text(quote), ANYTHING))
+        # Where a string is limited otherwise, a product of both would have too many states.
+        self._simpler_texts = no(cat(ANYTHING, text(quote[0]), ANYTHING))
+
+    def _string(self, node: Node | None) -> list[Alternative]:
+        words = finite(node) if node is not None else None
+        if words is not None:
+            return [(literal(self._spelled(word)),) for word in sorted(words) if self._quote not in word]
+        mark = literal(self._quote)
+        texts = self._texts if node is None or node is ANYTHING else both(node, self._simpler_texts)
+        return [(mark, self.rules.language(texts, quoted=False), mark)]
+
+    def _spelled(self, word: str) -> str:
+        return f"{self._quote}{word}{self._quote}"
+
+    def _name(self, name: str) -> str:
+        if not _BARE_NAME.fullmatch(name):
+            raise RequestError(f"{name!r:.60} cannot be a property's name where names have no quotes: rename it.")
+        return name
+
+    def _names(self, node: Node) -> list[Alternative]:
+        return [(self.rules.language(both(node, whole(_WORD)), quoted=False),)]
 
 
 def _before(count: int) -> Alternative:

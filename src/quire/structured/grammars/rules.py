@@ -37,6 +37,7 @@ class Rules:
         self._rules: dict[str, list[Alternative]] = {}
         self._languages: dict[tuple[Node, bool], Ref] = {}
         self._num_own = 0
+        self._kept: list[str] = []  # rules that the basic ones refer to
 
     def new(self, stem: str) -> str:
         return f"{stem}{len(self._rules)}"
@@ -46,6 +47,11 @@ class Rules:
             raise RequestError("the schema or pattern is too complex: it needs too many grammar rules.")
         self._rules[name] = list(dict.fromkeys(alternatives))
         return Ref(name)
+
+    def define(self, name: str, node: Node) -> None:
+        """A rule for a regular language that basic rules refer to."""
+        self.add(name, [(self.language(node, quoted=False),)])
+        self._kept.append(name)
 
     def language(self, node: Node, quoted: bool) -> Ref:
         """A rule for a regular language; `quoted`: as characters in a JSON string, with the quote that closes it."""
@@ -111,8 +117,8 @@ class Rules:
         if root.rule not in ending:
             return None
         lines = [f"root ::= {root.rule}", *(f"{name} ::= {body}" for name, body in self._basics.items())]
-        queue = [root.rule] if root.rule not in self._basics else []
-        queued = {root.rule, *self._basics}
+        queue = [name for name in dict.fromkeys([root.rule, *self._kept]) if name not in self._basics]
+        queued = {*queue, *self._basics}
         for name in queue:  # grows as it is read
             kept = [alternative for alternative in self._rules[name] if self._ends(alternative, ending)]
             written = [" ".join(map(_written, alternative)) or '""' for alternative in kept]

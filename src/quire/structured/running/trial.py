@@ -6,7 +6,6 @@ The compiled grammar is not sent back (that costs more than compiling again): on
 to compile, and to be followed in time.
 """
 
-import ctypes
 import gc
 import os
 import re
@@ -27,6 +26,7 @@ from quire.messages import Vocabulary
 from quire.structured.engines.base import SLOW_S, Grammar, GrammarEngine
 from quire.structured.errors import PatternError
 from quire.structured.spec import GrammarSpec, is_lark
+from quire.utils.child import end_with_parent
 
 MEMORY_BYTES = 4 << 30  # beyond what the libraries take when they are loaded
 # The share of a core that a child gets at least, on a busy machine. Time limits are in CPU time, and a child that
@@ -38,7 +38,6 @@ LOOK_EVERY = 8  # after so many tokens the calls are tried that the core makes n
 FAR = 32  # a count above this is long
 _COUNTS = re.compile(r'(?:"(?:max|min)Length"\s*:\s*|\{(?:\d{1,9},)?)(\d{1,9})')
 _LENGTH = struct.Struct("<I")
-_PR_SET_PDEATHSIG = 1
 
 
 class Setup(msgspec.Struct):
@@ -96,7 +95,7 @@ class Trial:
             try:
                 if engine is not preferred and not _may_follow(spec, refusal):
                     break
-                lowered = engine.lower(spec, spec.compact or self._setup.compact)
+                lowered = engine.lower(spec, "" if self._setup.compact and spec.blanks is None else spec.blanks)
                 self._try(engine.compile_lowered(lowered))
                 return Lowered(engine.name, lowered, seconds=time.process_time() - started)
             except RequestError as error:
@@ -140,7 +139,7 @@ def _timed(call: Callable[..., Any], *args: Any) -> Any:
 
 def _counts_far(spec: GrammarSpec) -> bool:
     """Whether long runs of characters are counted: xgrammar computes masks for all positions, llguidance as needed."""
-    return spec.kind in ("json", "regex") and any(int(digits) > FAR for digits in _COUNTS.findall(spec.text))
+    return spec.kind in ("json", "regex", "gbnf") and any(int(digits) > FAR for digits in _COUNTS.findall(spec.text))
 
 
 def _may_follow(spec: GrammarSpec, refusal: RequestError | None) -> bool:
@@ -212,14 +211,6 @@ class Child:
             status = 0
         finally:
             os._exit(status)  # without cleaning up what belongs to the parent
-
-
-def end_with_parent(parent_pid: int) -> None:
-    """Has the kernel kill this process when its parent ends, also if it is busy or stopped then."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent_pid:  # it had ended already
-            os._exit(1)
 
 
 def _limit_memory() -> None:

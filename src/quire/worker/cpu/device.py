@@ -58,8 +58,9 @@ def capacity(what: str) -> contextlib.AbstractContextManager[None]:
 
 
 def kv_memory_bytes(config: EngineConfig, make_runner: Callable[[], object] | None = None) -> int:
-    """Bytes that KV blocks may take; can be asked before anything is loaded."""
-    return min(MAX_KV_BYTES, int(available_bytes() * config.cache.gpu_memory_utilization))
+    """Bytes that KV blocks of one worker may take; can be asked before anything is loaded."""
+    whole = min(MAX_KV_BYTES, int(available_bytes() * config.cache.gpu_memory_utilization))
+    return whole // config.parallel.num_workers
 
 
 def release() -> None:

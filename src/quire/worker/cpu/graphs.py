@@ -57,9 +57,9 @@ class Recordings:
     def forward(self, shape: StepShape) -> Tensor:
         if self.tape is None:
             raise EngineError("a step is to be replayed that was not recorded: this is a bug in the runner")
-        self.runner.place(shape)
+        self.runner.begin(shape)
         hidden_TD = self.tape.play(shape.num_rows)
-        self.runner.keep(hidden_TD, shape)
+        self.runner.end(hidden_TD, shape)
         return hidden_TD
 
     def sample(self, exact: SampleShape) -> bool:

@@ -233,8 +233,15 @@ void quire_silu_mul(int bf16, void* out, const void* x, int64_t rows, int64_t n)
         silu_mul((float*)out, (const float*)x, rows, n);
 }
 
-void quire_embed(char* out, const char* table, const int32_t* ids, int64_t rows, int64_t row_bytes) {
-    for (int64_t r = 0; r < rows; r++) std::memcpy(out + r * row_bytes, table + ids[r] * row_bytes, row_bytes);
+// The table's first row is that of id `first`. Rows that it does not have are zero.
+void quire_embed(char* out, const char* table, const int32_t* ids, int64_t rows, int64_t row_bytes, int64_t first,
+                 int64_t table_rows) {
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t row = ids[r] - first;
+        const bool is_here = row >= 0 && row < table_rows;
+        if (is_here) std::memcpy(out + r * row_bytes, table + row * row_bytes, row_bytes);
+        else std::memset(out + r * row_bytes, 0, row_bytes);
+    }
 }
 
 // `codes`: what the cache holds, 0 the same numbers as q, 1 int8, 2 float8.

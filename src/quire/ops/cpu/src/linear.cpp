@@ -35,13 +35,19 @@ void run(const Weight& w, const Job& job) {
     many_rows<Kind>(w, job);
 }
 
-// Rows of the weight itself, in bf16. A whole panel is unpacked for each, of which sixteen outputs are one.
-void copy_rows(const Weight& w, const int32_t* ids, int64_t num_rows, uint16_t* out) {
+// Rows of the weight itself, in bf16; its first is that of id `first`, and those that it does not have are zero. A whole
+// panel is unpacked for each, of which sixteen outputs are one.
+void copy_rows(const Weight& w, const int32_t* ids, int64_t num_rows, uint16_t* out, int64_t first) {
     const int num_blocks = w.k / kBlock;
     const v16 unit = (v16)unit_of<Kind>(w);
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < num_rows; ++row) {
-        const int panel = ids[row] / kLanes, lane = ids[row] % kLanes;
+        const int64_t id = ids[row] - first;
+        if (id < 0 || id >= w.n) {
+            std::memset(out + row * w.k, 0, w.k * sizeof *out);
+            continue;
+        }
+        const int panel = id / kLanes, lane = id % kLanes;
         alignas(64) __m512i unpacked[kLanes];
         Unpacker<Kind> unpacker(w, {panel, {0, num_blocks}, nullptr}, scale_scratch[0]);
         for (int b = 0; b < num_blocks; ++b) {
@@ -78,8 +84,8 @@ void quire_linear_silu_mul(const Weight* w, const void* x, int64_t rows, void* o
 }
 
 // The rows with these ids: [rows, k] in bf16.
-void quire_packed_rows(const Weight* w, const void* ids, int64_t rows, void* out) {
-    copy_rows(*w, static_cast<const int32_t*>(ids), rows, static_cast<uint16_t*>(out));
+void quire_packed_rows(const Weight* w, const void* ids, int64_t rows, void* out, int64_t first) {
+    copy_rows(*w, static_cast<const int32_t*>(ids), rows, static_cast<uint16_t*>(out), first);
 }
 }
 

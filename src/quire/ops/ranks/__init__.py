@@ -1,0 +1,1 @@
+"""Exchange between processes that compute one model together."""
