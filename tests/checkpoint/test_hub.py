@@ -83,8 +83,6 @@ def files_in(folder: Path) -> list[str]:
     [
         ("org/name", "org/name", None),
         ("org/name:Q4_K_M", "org/name", "Q4_K_M"),
-        ("hf.co/org/name:q8_0", "org/name", "q8_0"),
-        ("https://huggingface.co/org/name", "org/name", None),
     ],
 )
 def test_a_hub_s_name_may_have_a_quantization(typed: str, repo: str, quantization: str | None) -> None:

@@ -18,11 +18,7 @@ from quire.checkpoint import gguf_names
 from quire.errors import BadModelFileError, ModelNotFoundError, QuireError, UnsupportedModelError
 from quire.utils.files import open_file
 
-_NAME = re.compile(
-    r"(?:(?:https://)?(?:hf\.co|huggingface\.co)/)?"
-    r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95})(?::([\w.-]{1,128}))?",
-    re.ASCII,
-)
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95})(?::([\w.-]{1,128}))?", re.ASCII)
 # What a text model needs. Weights as safetensors only: other formats would be downloaded just to be refused.
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
 _DEFAULT_QUANTIZATION = "Q4_K_M"  # where a repository has several GGUF files, as in llama.cpp and Ollama
