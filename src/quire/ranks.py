@@ -79,6 +79,7 @@ class Allocate(msgspec.Struct, array_like=True, tag="allocate"):
 
 class Forward(msgspec.Struct, array_like=True, tag="forward", gc=False):
     plan: StepPlan
+    is_sampled: bool = False  # at once, as if a Sample without masks followed
 
 
 class Sample(msgspec.Struct, array_like=True, tag="sample", gc=False):

@@ -68,18 +68,19 @@ class Pipeline:
         """Launches a step's forward pass, and its sampling unless that needs tokens of the step before."""
         self.sample()
         self._record(*self.steps, step)
-        self.executor.forward(step.plan)
+        if self.late_inputs is None:
+            step.pending = self.executor.launch(step.plan)
+        else:
+            self.executor.forward(step.plan)
         self.steps.append(step)
         self.sample()
 
     def sample(self) -> None:
         """Launches the newest step's sampling, if that is still to be done and all that it needs is known."""
         step, late = self.waiting, self.late_inputs
-        if step is None:
+        if step is None or late is None:
             return
-        if late is None:
-            step.pending = self.executor.sample(step.plan, None)
-        elif len(self.steps) == 1 or late.are_known(step):
+        if len(self.steps) == 1 or late.are_known(step):
             step.pending = self.executor.sample(step.plan, late.masks(step))
 
     @property

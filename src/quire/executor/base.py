@@ -63,6 +63,11 @@ class Executor(ABC):
     def sample(self, plan: StepPlan, masks: Masks | None = None) -> PendingStep:
         """Launches the choice of tokens for the step whose forward was launched last; `masks` limit it."""
 
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Both launches of a step that needs nothing between them."""
+        self.forward(plan)
+        return self.sample(plan)
+
     def mask_memory(self, num_rows: int, num_words: int, is_new: bool) -> memoryview | None:
         """Memory for the next step's masks, from which they reach the device fastest; None: any will do.
 

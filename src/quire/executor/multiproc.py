@@ -118,6 +118,11 @@ class MultiprocExecutor(Executor):
         self._send(Sample(masks))
         return _Pending(self, plan.step_id)
 
+    def launch(self, plan: StepPlan) -> "_Pending":
+        """One message: what is done after it that wakes the workers takes a core from them."""
+        self._send(Forward(plan, is_sampled=True))
+        return _Pending(self, plan.step_id)
+
     def sleep(self, keep_weights: bool) -> None:
         self._ask(Sleep(keep_weights))
 
@@ -151,8 +156,9 @@ class MultiprocExecutor(Executor):
         self.commands = RingWriter(commands)
         self.readers = [RingReader(fds) for fds in replies]
         self.rings += [self.commands, *self.readers]
-        self.reply_fds = [fds.written[0] for fds in replies]
-        watched = [*self.reply_fds, *(process.pidfd for process in self.processes)]
+        self.ranks_by_reply_fd = {fds.written[0]: rank for rank, fds in enumerate(replies)}
+        self.ranks_by_pidfd = {process.pidfd: rank for rank, process in enumerate(self.processes)}
+        watched = [*self.ranks_by_reply_fd, *self.ranks_by_pidfd]
         self.poll_replies = _poll(watched)
         self.poll_all = _poll([*watched, *commands.released])  # while the ring of commands is full
 
@@ -223,13 +229,13 @@ class MultiprocExecutor(Executor):
 
     def _take_in(self, poll: select.poll, timeout_ms: int | None = None) -> None:
         """Sleeps until something happens, and takes in what workers say. Raises if one has failed, or died."""
-        ready = {fd for fd, _ in poll.poll(timeout_ms)}
-        dead = [rank for rank, process in enumerate(self.processes) if process.pidfd in ready]
+        ready = [fd for fd, _ in poll.poll(timeout_ms)]
+        dead = [self.ranks_by_pidfd[fd] for fd in ready if fd in self.ranks_by_pidfd]
         if dead:
-            ready |= {fd for fd, _ in poll.poll(0)}  # what it said last, which may be why
-        for rank, fd in enumerate(self.reply_fds):
-            if fd in ready:
-                self._read(rank)
+            ready = [fd for fd, _ in poll.poll(0)]  # what it said last, which may be why
+        for fd in ready:
+            if fd in self.ranks_by_reply_fd:
+                self._read(self.ranks_by_reply_fd[fd])
         if dead:
             self._break(self.processes[dead[0]].death(dead[0]))
 

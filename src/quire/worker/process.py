@@ -33,6 +33,7 @@ from quire.ranks import (
     Stepped,
     WakeUp,
 )
+from quire.step import Masks
 from quire.utils import child
 from quire.utils.ring import RingReader, RingWriter
 
@@ -75,9 +76,9 @@ class RankProcess:
         match command:
             case Forward():
                 worker.runner.forward(command.plan)
+                return self._sample(None) if command.is_sampled else None
             case Sample():
-                self.launched.append(worker.runner.sample(command.masks))
-                return self._collect() if self.is_done_at_once else None
+                return self._sample(command.masks)
             case Collect():
                 return self._collect()
             case CountBlocks():
@@ -93,6 +94,10 @@ class RankProcess:
                 worker.wake_up()
                 return Done()
         return None
+
+    def _sample(self, masks: Masks | None) -> Stepped | None:
+        self.launched.append(self.worker.runner.sample(masks))
+        return self._collect() if self.is_done_at_once else None
 
     def _collect(self) -> Stepped | None:
         """Every rank waits for its part, so that none runs ahead; one tells."""
