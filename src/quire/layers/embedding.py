@@ -20,7 +20,7 @@ class Embedding(Layer):
         section = even(self.shape[0])
         self.method = self.keep([Part(path, self.shape, Split("outputs", (section,)))], self.use)
         first, _, count = section.share(self.group.rank, self.group.size)
-        self.first_id = section.size * first // count
+        self.first_id = None if self.group.size == 1 else section.size * first // count
 
     def forward(self, ids_T: Tensor) -> Tensor:
         lookup = embedding if self.wide_ids else self.kernels.embedding

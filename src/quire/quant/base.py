@@ -333,8 +333,10 @@ class Method(ABC):
         """The same for a norm's outputs."""
         return plain
 
-    def rows(self, ids: Tensor, lookup: Callable[[Tensor, Tensor, int], Tensor], first: int = 0) -> Tensor:
-        """The rows with these ids, of which the first has the id `first`; those that are not kept here are zero.
+    def rows(
+        self, ids: Tensor, lookup: Callable[[Tensor, Tensor, int | None], Tensor], first: int | None = None
+    ) -> Tensor:
+        """The rows with these ids. `first`: the id of the first, where only some are kept here; others are zero.
 
         `lookup(ids, table, first)` takes them from a plain table.
         """

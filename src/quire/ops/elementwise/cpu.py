@@ -57,12 +57,12 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Tensor | N
     return normed, total
 
 
-def embedding(token_ids_T: Tensor, weight_VD: Tensor, first: int = 0) -> Tensor:
+def embedding(token_ids_T: Tensor, weight_VD: Tensor, first: int | None = None) -> Tensor:
     """As the twin, of ids that are int32."""
     num_rows, width = weight_VD.shape
     out = weight_VD.new_empty(token_ids_T.shape[0], width)
     pointers = out.data_ptr(), weight_VD.data_ptr(), token_ids_T.data_ptr()
-    _kernels().embed(*pointers, token_ids_T.shape[0], width * weight_VD.itemsize, first, num_rows)
+    _kernels().embed(*pointers, token_ids_T.shape[0], width * weight_VD.itemsize, first or 0, num_rows)
     return out
 
 

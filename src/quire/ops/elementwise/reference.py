@@ -29,9 +29,11 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Tensor | N
     return weight_D * normed.to(x_TD.dtype), residual_TD
 
 
-def embedding(token_ids_T: Tensor, weight_VD: Tensor, first: int = 0) -> Tensor:
-    """The rows of the table that the ids name; its first row is that of id `first`. Rows that it does not have are
-    zero."""
+def embedding(token_ids_T: Tensor, weight_VD: Tensor, first: int | None = None) -> Tensor:
+    """The rows of the table that the ids name. `first`: the id of its first row, in a table that has only some of the
+    rows; others are zero."""
+    if first is None:
+        return functional.embedding(token_ids_T, weight_VD)
     ids_T = token_ids_T - first
     is_here_T = (ids_T >= 0) & (ids_T < len(weight_VD))
     return functional.embedding(ids_T.where(is_here_T, 0), weight_VD) * is_here_T[:, None]

@@ -244,14 +244,13 @@ def _silu_mul_kernel(out_ptr, x_ptr, x_stride, F: tl.constexpr, N: tl.constexpr,
 # ---- lookups ----
 
 
-def embedding(token_ids_T: Tensor, weight_VD: Tensor, first: int = 0) -> Tensor:
+def embedding(token_ids_T: Tensor, weight_VD: Tensor, first: int | None = None) -> Tensor:
     """As the twin."""
     return gather_rows(weight_VD, token_ids_T, first=first)
 
 
-def gather_rows(x_TD: Tensor, idx_S: Tensor, out: Tensor | None = None, first: int = 0) -> Tensor:
-    """The rows of x that the indices name, [S, D]; into `out`, contiguous, if it is given. `first`: index of x's first
-    row; rows that it does not have are zero."""
+def gather_rows(x_TD: Tensor, idx_S: Tensor, out: Tensor | None = None, first: int | None = None) -> Tensor:
+    """The rows of x that the indices name, [S, D]; into `out`, contiguous, if it is given. `first`: as `embedding`."""
     num_rows, width = idx_S.shape[0], x_TD.shape[1]
     out = x_TD.new_empty(num_rows, width) if out is None else out
     tile, num_warps = gather_config(width)
@@ -261,8 +260,9 @@ def gather_rows(x_TD: Tensor, idx_S: Tensor, out: Tensor | None = None, first: i
             x_TD,
             idx_S,
             x_TD.stride(0),
-            first,
+            first or 0,
             len(x_TD),
+            SOME=first is not None,
             D=width,
             N=tile,
             PDL=pdl(x_TD),
@@ -274,16 +274,28 @@ def gather_rows(x_TD: Tensor, idx_S: Tensor, out: Tensor | None = None, first: i
 
 @triton.jit
 def _gather_kernel(
-    out_ptr, x_ptr, idx_ptr, x_stride, first, num_rows, D: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr
+    out_ptr,
+    x_ptr,
+    idx_ptr,
+    x_stride,
+    first,
+    num_rows,
+    SOME: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     i_N = tl.program_id(1) * N + tl.arange(0, N)
-    from_row = tl.load(idx_ptr + row).to(tl.int64) - first
-    is_here = (from_row >= 0) & (from_row < num_rows)
-    values_N = tl.load(x_ptr + from_row * x_stride + i_N, (i_N < D) & is_here, 0.0)
+    from_row = tl.load(idx_ptr + row).to(tl.int64)
+    mask_N = i_N < D
+    if SOME:  # x has only some of the rows: others are zero
+        from_row -= first
+        mask_N = mask_N & (from_row >= 0) & (from_row < num_rows)
+    values_N = tl.load(x_ptr + from_row * x_stride + i_N, mask_N, 0.0)
     tl.store(out_ptr + row * D + i_N, values_N, i_N < D)
 
 

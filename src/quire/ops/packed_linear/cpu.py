@@ -307,13 +307,13 @@ def linear_silu_mul(x: Tensor, w: PackedWeight) -> Tensor:
     return out
 
 
-def rows(ids: Tensor, w: PackedWeight, first: int = 0) -> Tensor:
-    """The rows of the weight with these ids (int32 [T]), in bf16 [T, k]. The weight's first row is that of id `first`;
-    rows that it does not have are zero."""
+def rows(ids: Tensor, w: PackedWeight, first: int | None = None) -> Tensor:
+    """The rows of the weight with these ids (int32 [T]), in bf16 [T, k]. `first`: as `embedding` of
+    ops/elementwise/reference.py."""
     kernels = _kernels(w.kind)
     if kernels is None or w.order is not None:
         return packed.rows(ids, w, first)
     out = w.data.new_empty((len(ids), w.k), dtype=torch.bfloat16)
     if len(ids):
-        kernels.rows(_native(w), ids.data_ptr(), len(ids), out.data_ptr(), first)
+        kernels.rows(_native(w), ids.data_ptr(), len(ids), out.data_ptr(), first or 0)
     return out

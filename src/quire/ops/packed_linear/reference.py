@@ -387,6 +387,6 @@ def linear_silu_mul(x: Tensor, w: PackedWeight) -> Tensor:
     return F.silu(gate) * up
 
 
-def rows(ids: Tensor, w: PackedWeight, first: int = 0) -> Tensor:
-    """The rows of the weight with these ids, in bf16 [T, k]; zero where it has none."""
+def rows(ids: Tensor, w: PackedWeight, first: int | None = None) -> Tensor:
+    """The rows of the weight with these ids, in bf16 [T, k]."""
     return embedding(ids, w.dense, first)

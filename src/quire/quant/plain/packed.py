@@ -54,7 +54,9 @@ class Packed(Method):
                 return linear.linear_silu_mul(x, piece)
         return super().apply_silu_mul(x, bias, silu_mul)
 
-    def rows(self, ids: Tensor, lookup: Callable[[Tensor, Tensor, int], Tensor], first: int = 0) -> Tensor:
+    def rows(
+        self, ids: Tensor, lookup: Callable[[Tensor, Tensor, int | None], Tensor], first: int | None = None
+    ) -> Tensor:
         (piece,) = self.pieces
         return linear.rows(ids, piece, first)
 
