@@ -465,23 +465,56 @@ _PLACE = re.compile(r"line \d+,? column \d+")  # in the client's own grammar
 def _judge_error(answer: Answer) -> str:
     shown = answer.content[:300].decode("utf-8", "replace")
     try:
-        error = json.loads(answer.content)["error"]
-        has_message = isinstance(error["message"], str) and error["message"]
-        has_shape = has_message and error.keys() == {"message", "type", "param", "code"}
+        message, is_internal = _error_of(json.loads(answer.content))
     except (ValueError, KeyError, TypeError, AttributeError):
-        has_shape = False
-    if not has_shape:
-        return f"the error of status {answer.status} is not in OpenAI's shape: {shown}"
-    if answer.status == 500 and error["code"] is None:
-        return f"status 500: {error['message']}"
-    if len(error["message"]) > 1000:
-        return f"an error's message has {len(error['message'])} characters"
-    if found := LEAKS.search(_PLACE.sub("", error["message"])):
+        return f"the error of status {answer.status} is in no protocol's shape: {shown}"
+    if answer.status == 500 and is_internal:
+        return f"status 500: {message}"
+    if len(message) > 1000:
+        return f"an error's message has {len(message)} characters"
+    if found := LEAKS.search(_PLACE.sub("", message)):
         return f"an error tells too much ({found[0]!r}): {shown}"
     return ""
 
 
+def _error_of(body: Any) -> tuple[str, bool]:
+    """An error's message, and whether it is our own fault; ValueError if it is not written as OpenAI, Anthropic or
+    Ollama write errors."""
+    error = body["error"]
+    if isinstance(error, str):
+        message, is_internal, has_shape = error, False, body.keys() == {"error"}
+    elif body.get("type") == "error":
+        message, is_internal = error["message"], error["type"] == "api_error"
+        has_shape = error.keys() == {"type", "message"} and bool(body["request_id"])
+    else:
+        message, is_internal = error["message"], error["code"] is None
+        has_shape = error.keys() == {"message", "type", "param", "code"}
+    if not (has_shape and isinstance(message, str) and message):
+        raise ValueError("an error of another shape")
+    return message, is_internal
+
+
+def _judge_named_events(content: bytes) -> str:
+    """Of Anthropic's protocol."""
+    *events, rest = content.split(b"\n\n")
+    if rest:
+        return "a stream ends in the middle of an event"
+    for event in events:
+        name, _, data = event.partition(b"\ndata: ")
+        try:
+            has_name = json.loads(data)["type"] == name.removeprefix(b"event: ").decode()
+        except (ValueError, KeyError, TypeError):
+            has_name = False
+        if not has_name:
+            return f"an event is not of the type it says: {event[:200]!r}"
+    if name not in (b"event: message_stop", b"event: error"):
+        return f"a stream ends without message_stop and without an error: {event[:200]!r}"
+    return ""
+
+
 def _judge_events(content: bytes) -> str:
+    if content.startswith(b"event: "):
+        return _judge_named_events(content)
     events = content.split(b"\n\n")
     if events.pop():
         return "a stream ends in the middle of an event"

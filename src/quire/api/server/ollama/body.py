@@ -82,9 +82,7 @@ class OllamaMessage(msgspec.Struct):
     tool_calls: Annotated[list[OllamaCall], at_most(MAX_MESSAGES)] | None = None
     tool_name: Name | None = None  # of the tool whose result this is
     tool_call_id: Name | None = None
-    images: Annotated[list[Any], free(MAX_MESSAGE_VALUES), at_most(MAX_MESSAGE_VALUES)] | None = (
-        None  # none, or refused
-    )
+    images: Annotated[list[Text], at_most(MAX_MESSAGES)] | None = None  # none, or refused
 
 
 class OllamaChatRequest(OllamaFields, kw_only=True):
