@@ -144,7 +144,7 @@ def test_the_unit_starts_the_server_as_a_user_that_may_write_to_its_cache():
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_systemd_finds_no_mistake_in_the_unit_and_little_that_it_exposes(tmp_path):
-    text = (DEPLOY / "quire.service").read_text().replace("/opt/quire/bin/quire", shutil.which("true"))
+    text = (DEPLOY / "quire.service").read_text().replace("/usr/local/lib/quire/bin/quire", shutil.which("true"))
     path = tmp_path / "quire.service"
     path.write_text(text)
     done = subprocess.run(["systemd-analyze", "verify", str(path)], capture_output=True, text=True, timeout=60)

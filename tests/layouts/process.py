@@ -6,7 +6,7 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.ranks import Command, RankSetup, Reply
-from quire.worker.process import RankProcess, main, ranks
+from quire.worker.process import RankProcess, main
 from quire.worker.worker import Worker
 
 
@@ -28,9 +28,6 @@ class ReusedProcess(RankProcess):
         self.worker.close()
         self.worker = Worker(command.config, place)
         return self._facts()
-
-
-__all__ = ["ranks"]
 
 if __name__ == "__main__":
     sys.exit(main(ReusedProcess))

@@ -271,6 +271,8 @@ class Part(NamedTuple):
 
     def kept(self) -> "Part | None":
         """What this rank keeps, as a part of its own; None: other ranks have all of it."""
+        if self.num_ranks == 1:
+            return self
         pieces = Weight(self.path, self.shape, _ignore, self.split).pieces(self.rank, self.num_ranks)
         if not pieces:
             return None
