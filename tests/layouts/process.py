@@ -29,5 +29,6 @@ class ReusedProcess(RankProcess):
         self.worker = Worker(command.config, place)
         return self._facts()
 
+
 if __name__ == "__main__":
     sys.exit(main(ReusedProcess))
