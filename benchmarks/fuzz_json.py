@@ -385,6 +385,7 @@ def _odd_paths(method: str, path: str) -> st.SearchStrategy:
 
 
 class Answer(NamedTuple):
+    path: str  # that was asked
     status: int  # 0: none came
     content_type: str
     content: bytes
@@ -426,7 +427,7 @@ def play(port: int, key: str, case: Case, patience_s: float = PATIENCE_S) -> Ans
         broken = True
     finally:
         connection.close()
-    return Answer(status, content_type, bytes(content), complete, time.monotonic() - started, broken)
+    return Answer(case["path"], status, content_type, bytes(content), complete, time.monotonic() - started, broken)
 
 
 def body_of(case: Case) -> bytes | None:
@@ -465,7 +466,7 @@ _PLACE = re.compile(r"line \d+,? column \d+")  # in the client's own grammar
 def _judge_error(answer: Answer) -> str:
     shown = answer.content[:300].decode("utf-8", "replace")
     try:
-        message, is_internal = _error_of(json.loads(answer.content))
+        message, is_internal = _error_of(json.loads(answer.content), answer.path)
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"the error of status {answer.status} is in no protocol's shape: {shown}"
     if answer.status == 500 and is_internal:
@@ -477,13 +478,13 @@ def _judge_error(answer: Answer) -> str:
     return ""
 
 
-def _error_of(body: Any) -> tuple[str, bool]:
-    """An error's message, and whether it is our own fault; ValueError if it is not written as OpenAI, Anthropic or
-    Ollama write errors."""
+def _error_of(body: Any, path: str) -> tuple[str, bool]:
+    """An error's message, and whether it is our own fault; ValueError if it is not written as OpenAI writes errors or,
+    on their paths, Anthropic and Ollama."""
     error = body["error"]
-    if isinstance(error, str):
+    if path.startswith("/api/") and isinstance(error, str):
         message, is_internal, has_shape = error, False, body.keys() == {"error"}
-    elif body.get("type") == "error":
+    elif path.startswith("/v1/messages") and body.get("type") == "error":
         message, is_internal = error["message"], error["type"] == "api_error"
         has_shape = error.keys() == {"type", "message"} and bool(body["request_id"])
     else:

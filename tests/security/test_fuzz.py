@@ -50,8 +50,11 @@ def test_recipes_become_the_bodies_they_stand_for() -> None:
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
-def answered(status: int, content: bytes, content_type: str = "application/json") -> str:
-    return fuzz_json.judge(Answer(status, content_type, content, True, 0.1))
+COMPLETIONS = "/v1/completions"
+
+
+def answered(status: int, content: bytes, content_type: str = "application/json", path: str = COMPLETIONS) -> str:
+    return fuzz_json.judge(Answer(path, status, content_type, content, True, 0.1))
 
 
 def error(message: str, kind: str = "invalid_request_error", code: str | None = None) -> bytes:
@@ -62,12 +65,15 @@ def test_a_bad_answer_is_found() -> None:
     unforeseen = error("internal error; the server's log has more", "server_error")
     check("500" in answered(500, unforeseen), "an unforeseen error")
     check("shape" in answered(500, b"Traceback (most recent call last)"), "a traceback")
-    check("shape" in answered(400, b'{"error": "no"}'), "another shape")
+    check("shape" in answered(400, b'{"error": "no"}'), "Ollama's shape on a path of OpenAI's")
+    anthropic = b'{"type": "error", "error": {"type": "api_error", "message": "no"}, "request_id": "r"}'
+    check("shape" in answered(400, anthropic), "Anthropic's shape on a path of OpenAI's")
+    check("500" in answered(500, anthropic, path="/v1/messages"), "an unforeseen error in Anthropic's shape")
     check("too much" in answered(400, error("cannot open /home/me/model")), "a path")
     check("too much" in answered(400, error("<Thing object at 0x7f3a00112233>")), "an address")
     check("characters" in answered(400, error("9" * 5000)), "a very long message")
     check("no JSON" in answered(200, b"{"), "half an answer")
-    check("ended before" in fuzz_json.judge(Answer(0, "", b"", False, 0.1, broken=True)), "no answer at all")
+    check("ended before" in fuzz_json.judge(Answer(COMPLETIONS, 0, "", b"", False, 0.1, broken=True)), "no answer at all")
     stream = "text/event-stream; charset=utf-8"
     check("[DONE]" in answered(200, b'data: {"a":1}\n\n', stream), "a stream without an end")
     check("middle" in answered(200, b'data: {"a":1}\n\ndata: {', stream), "a stream that is cut off")
@@ -80,8 +86,11 @@ def test_a_good_answer_is_not() -> None:
     check(answered(400, error("n must be at least 1 and at most 128, not 0")) == "", "a refusal")
     named = error("the request takes the engine down", "server_error", "request_failed")
     check(answered(500, named) == "", "an error with a name")
+    check(answered(400, b'{"error": "no"}', path="/api/chat") == "", "a refusal of Ollama's")
+    anthropic = b'{"type": "error", "error": {"type": "invalid_request_error", "message": "no"}, "request_id": "r"}'
+    check(answered(400, anthropic, path="/v1/messages") == "", "a refusal of Anthropic's")
     check(answered(200, b'{"a":1}') == "", "an answer")
-    check(fuzz_json.judge(Answer(200, "", b"{", False, 4.0)) == "", "what the client did not wait for")
+    check(fuzz_json.judge(Answer(COMPLETIONS, 200, "", b"{", False, 4.0)) == "", "what the client did not wait for")
     check(answered(200, b'data: {"a":1}\n\ndata: [DONE]\n\n', "text/event-stream") == "", "a stream")
 
 
