@@ -5,9 +5,9 @@
     python benchmarks/gpu.py --models qwen3-0.6b --workloads soak --skip-checks    # five minutes: does memory grow?
 
 Models are folders of `shapes/`, with random weights: bf16, or quantized as config.json says; `qwen3-8b:fp8` is one
-quantized by `--quantization fp8`, `qwen3-8b@int8` one with `--kv-cache-dtype int8`. Of models with experts it prints
-how many of them a step uses. The figures of vLLM and the floors are those of `benchmarks/README.md`, for an H200. The
-exit status is 1 when a check fails or a bar is missed.
+quantized by `--quantization fp8`, `qwen3-8b@int8` one with `--kv-cache-dtype int8`, `qwen3-8b+ngram` one with more
+options (OPTIONS below). Of models with experts it prints how many of them a step uses. The figures of vLLM and the
+floors are those of `benchmarks/README.md`, for an H200. The exit status is 1 when a check fails or a bar is missed.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
@@ -55,6 +56,19 @@ UNITS = {
     "kv_tokens": "tokens",
 }
 LOWER_IS_BETTER = {"growth_mib", "startup_s", "first_token_s", "first_start_s", "import_s", "ttft_ms", "tpot_ms"}
+
+SYNTHETIC = {"method": "ngram", "num_speculative_tokens": 4, "rejection_sample_method": "synthetic"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mp": {"distributed_executor_backend": "mp"},  # the worker in a process of its own
+    "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
+    # Each of four drafts is right with a probability of 0.8, if those before it are.
+    "drafts": {"speculative_config": SYNTHETIC | {"synthetic_acceptance_rates": [0.8, 0.64, 0.512, 0.4096]}},
+    # Four drafts are verified in every step, and none is right: a step gives one token.
+    "verify": {
+        "speculative_config": SYNTHETIC
+        | {"synthetic_acceptance_rates": [0.0] * 4, "num_speculative_tokens_per_batch_size": [[1, 1000, 4]]}
+    },
+}
 
 # (model, workload, metric) -> (vLLM 0.25.0, physical floor, our bar); None where there is none.
 FIGURES = {
@@ -105,6 +119,9 @@ FIGURES = {
     ("qwen3-0.6b@fp8", "mixed256", "out_tok_s"): (None, 63_000, 36_000),
     ("qwen3-8b@fp8", "mixed256", "out_tok_s"): (None, None, 11_800),
     ("qwen3-8b:fp8@fp8", "mixed256", "out_tok_s"): (None, None, 15_000),
+    ("qwen3-8b+verify", "stream-128", "tpot_ms"): (None, 3.5, 4.6),
+    ("qwen3-8b+drafts", "stream-128", "tpot_ms"): (None, None, 1.5),
+    ("qwen3-0.6b+drafts", "stream-128", "tpot_ms"): (None, None, 0.355),
     ("decode attention", "auto", "copy_share"): (None, 1.0, 0.95),
     ("decode attention", "fp8", "copy_share"): (None, 1.0, 0.90),
     ("decode attention", "int8", "copy_share"): (None, 1.0, 0.90),
@@ -231,9 +248,10 @@ def in_own_process(model: str, workloads: list[str], environment: dict[str, str]
 
 
 def open_model(name: str, max_model_len: int):
-    """An `LLM` with random weights: folder[:quantization][@dtype of the KV cache]."""
+    """An `LLM` with random weights: folder[:quantization][@dtype of the KV cache][+OPTIONS]."""
     from quire import LLM
 
+    name, _, options = name.partition("+")
     name, _, cache_dtype = name.partition("@")
     folder, _, quantization = name.partition(":")
     return LLM(
@@ -244,6 +262,7 @@ def open_model(name: str, max_model_len: int):
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         max_model_len=max_model_len,
+        **OPTIONS.get(options, {}),
     )
 
 
@@ -266,6 +285,10 @@ def time_model(model: str, names: list[str]) -> list[tuple[str, str, float]]:
         llm.generate(list(range(100, 108)), SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
         rows.append(("startup", "first_token_s", time.perf_counter() - started))
         rows.append(("startup", "kv_tokens", llm.client.engine.kv.num_tokens))
+        # The steps after a start also record graphs, one each: so many that none is left when the clock runs.
+        many = SamplingParams(temperature=0.6, max_tokens=longest - 16, ignore_eos=True)
+        for _ in range(1 + 1024 // longest):
+            llm.generate(list(range(100, 108)), many, use_tqdm=False)
         for workload in work:
             found = workloads.measure(workload, generator(llm, workload.temperature, show=False))
             if workload.is_latency:
@@ -275,10 +298,25 @@ def time_model(model: str, names: list[str]) -> list[tuple[str, str, float]]:
             rows += [(workload.name, metric, found[metric]) for metric in metrics]
             figures = ", ".join(f"{metric} {found[metric]:.2f}" for metric in metrics)
             print(f"  {workload.name}: {figures}", file=sys.stderr, flush=True)
+        print_drafts(llm)
         print_experts_used(llm)
         if "soak" in names:
             rows.append(("soak", "growth_mib", memory_growth_mib(generator(llm, 0.6, show=False))))
     return rows
+
+
+def print_drafts(llm) -> None:
+    """How many drafts were right, if any were verified."""
+    stats = llm.client.engine.stats()
+    if stats.num_drafts:
+        accepted = sum(stats.accepted_drafts)
+        print(
+            f"  drafts: {stats.num_draft_tokens / stats.num_drafts:.2f} verified in a step, "
+            f"{accepted / stats.num_draft_tokens:.0%} right, {1 + accepted / stats.num_drafts:.2f} tokens a step; "
+            f"{stats.num_drafts:,} steps of rows",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def print_experts_used(llm) -> None:

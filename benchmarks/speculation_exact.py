@@ -13,6 +13,7 @@ or over 95% of the drafts were accepted, or nobody was preempted where that was 
 import argparse
 import json
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -78,8 +79,12 @@ def params_of(num_prompts: int, num_tokens: int) -> list[SamplingParams]:
 
 
 def cut(model: str, num_layers: int, folder: Path) -> None:
-    """A copy of the model with its first layers only; 0: all."""
-    dequantized(find(model).path, folder)
+    """A copy of the model, a GGUF file or a folder, with its first layers only; 0: all."""
+    files = find(model)
+    if files.kind == "hf":
+        shutil.copytree(files.path, folder, dirs_exist_ok=True)
+    else:
+        dequantized(files.path, folder)
     if not num_layers:
         return
     config = json.loads((folder / "config.json").read_text())

@@ -48,6 +48,11 @@ def client_key() -> str | None:
     return found[1] if found else os.environ.get("OPENAI_API_KEY") or None
 
 
+def keep_nccl_local() -> None:
+    """Unless NCCL_SOCKET_IFNAME names another interface, NCCL's sockets of this process are on the loopback one."""
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
 def vllm_variables() -> list[str]:
     """Names of vLLM's variables that are set and mean nothing here."""
     return sorted(name for name in os.environ if name.startswith("VLLM_") and name not in API_KEYS)

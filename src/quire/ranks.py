@@ -15,6 +15,18 @@ from quire.step import Masks, StepPlan, StepResult
 from quire.utils.ring import RingFds
 
 
+class SharedFds(msgspec.Struct):
+    """Descriptors through which a rank reaches others."""
+
+    group: int | None = None  # memory that the ranks of the stage share
+    before: int | None = None  # memory of the link to the stage before
+    after: int | None = None
+    store: int | None = None  # the file in which ranks that have GPUs find each other
+
+    def all(self) -> list[int]:
+        return [fd for fd in (self.group, self.before, self.after, self.store) if fd is not None]
+
+
 class RankSetup(msgspec.Struct):
     """What a worker process is told when it starts, over its standard input, with the descriptors named here."""
 
@@ -22,9 +34,7 @@ class RankSetup(msgspec.Struct):
     rank: int  # stage * tensor_parallel_size + place in the group that divides the stage's layers
     commands: RingFds  # this rank's end
     replies: RingFds
-    group: int | None = None  # memory that the ranks of the stage share
-    before: int | None = None  # memory of the link to the stage before
-    after: int | None = None
+    shared: SharedFds
     path: list[str] = []  # where modules are found: a user's own may lie beside the program that started all this
 
     @property
@@ -41,8 +51,7 @@ class RankSetup(msgspec.Struct):
 
     def fds(self) -> list[int]:
         """All descriptors, in the order in which they are sent."""
-        single = [fd for fd in (self.group, self.before, self.after) if fd is not None]
-        return [*self.commands.all(), *self.replies.all(), *single]
+        return [*self.commands.all(), *self.replies.all(), *self.shared.all()]
 
     def received(self, fds: list[int]) -> "RankSetup":
         """The same with the receiver's descriptors, which have other numbers."""
@@ -57,9 +66,7 @@ class RankSetup(msgspec.Struct):
             self,
             commands=ring(self.commands),
             replies=ring(self.replies),
-            group=own.get(self.group),
-            before=own.get(self.before),
-            after=own.get(self.after),
+            shared=SharedFds(*(own.get(fd) for fd in msgspec.structs.astuple(self.shared))),
         )
 
 

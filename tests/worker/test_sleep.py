@@ -9,6 +9,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.errors import RequestError
 from quire.worker.host_copies import HostCopies
+from quire.worker.kv_cache import cache_layers
 from tests.worker.test_gpu import DEVICE, HAS_GPU, OPTIONS, PROMPTS, model
 
 __all__ = ["model"]
@@ -52,6 +53,17 @@ def test_kernels_of_gpus_wake_up_too(model):
         llm.wake_up()
         found = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
     assert found[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
+
+
+def test_no_layer_holds_the_memory_of_a_runner_that_was_closed(model):
+    with LLM(str(model), **OPTIONS, device="cpu") as llm:
+        worker = llm.client.engine.executor.worker
+        storages = [plane.untyped_storage().data_ptr() for planes in worker.runner.memory.planes for plane in planes]
+        layers = cache_layers(worker.model).values()
+        assert {layer.cache.untyped_storage().data_ptr() for layer in layers} <= set(storages)
+        worker.runner.close()
+        held = [value for layer in layers for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+        assert not {tensor.untyped_storage().data_ptr() for tensor in held} & set(storages)
 
 
 def test_other_levels_are_refused(model):

@@ -46,6 +46,7 @@ class Ranks:
     num_stages: int = 1
     before: Link | None = None  # from the stage before
     after: Link | None = None  # to the next stage
+    device_idx: int = 0  # of this worker's GPU, among those that its process sees
 
     @property
     def is_first(self) -> bool:

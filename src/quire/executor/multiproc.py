@@ -32,6 +32,7 @@ from quire.ranks import (
     RankSetup,
     Reply,
     Sample,
+    SharedFds,
     Sleep,
     Stepped,
     WakeUp,
@@ -39,7 +40,7 @@ from quire.ranks import (
 )
 from quire.step import Masks, StepPlan, StepResult
 from quire.utils.ring import RingFds, RingReader, RingWriter
-from quire.utils.shared_memory import group_memory, link_memory
+from quire.utils.shared_memory import group_memory, link_memory, store_file
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ class MultiprocExecutor(Executor):
         replies = [self._opened(RingFds.open(1)) for _ in range(num_workers)]
         shared = self._shared()
         for rank, process in enumerate(self.processes):
-            setup = RankSetup(self.config, rank, commands.end(rank), replies[rank], *shared[rank], path=sys.path)
+            setup = RankSetup(self.config, rank, commands.end(rank), replies[rank], shared[rank], sys.path)
             process.set_up(self.encode(setup), setup.fds())
         self.commands = RingWriter(commands)
         self.readers = [RingReader(fds) for fds in replies]
@@ -162,11 +163,13 @@ class MultiprocExecutor(Executor):
         self.poll_replies = _poll(watched)
         self.poll_all = _poll([*watched, *commands.released])  # while the ring of commands is full
 
-    def _shared(self) -> list[tuple[int | None, int | None, int | None]]:
-        """Of each rank: the memory of its group, of the link to the stage before, of the link to the next."""
-        if self.config.device.device != "cpu":
-            return [(None, None, None)] * len(self.processes)
+    def _shared(self) -> list[SharedFds]:
+        """Of each rank."""
         parallel = self.config.parallel
+        if parallel.num_workers == 1:
+            return [SharedFds()]
+        if self.config.device.device != "cpu":
+            return [SharedFds(store=self._owned(store_file()))] * parallel.num_workers
         size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         groups = [self._owned(group_memory(size)) if size > 1 else None for _ in range(num_stages)]
         links: list[list[int | None]] = [
@@ -175,7 +178,7 @@ class MultiprocExecutor(Executor):
         no_links: list[int | None] = [None] * size
         ends: list[list[int | None]] = [no_links, *links, no_links]  # before each stage, and after the last
         return [
-            (groups[stage], ends[stage][place], ends[stage + 1][place])
+            SharedFds(groups[stage], ends[stage][place], ends[stage + 1][place])
             for stage in range(num_stages)
             for place in range(size)
         ]

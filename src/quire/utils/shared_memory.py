@@ -49,6 +49,13 @@ def link_memory(slot_bytes: int = LINK_SLOT_BYTES) -> int:
     return _laid_out(Layout(LINK, 2, LINK_SLOTS, slot_bytes))
 
 
+def store_file() -> int:
+    """The descriptor of an empty file without a name, in which ranks leave each other what they need to connect."""
+    if not hasattr(os, "memfd_create"):
+        raise ConfigError("several workers need Linux: use a tensor and pipeline parallel size of 1")
+    return os.memfd_create("qu.store", os.MFD_CLOEXEC)
+
+
 def sealed_memory(name: str, num_bytes: int) -> int:
     """The descriptor of so many zero bytes; whoever holds it can neither grow nor shrink them. `name` is for /proc."""
     if not hasattr(os, "memfd_create"):

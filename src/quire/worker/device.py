@@ -80,8 +80,8 @@ class Device(Protocol):
     @property
     def Recordings(self) -> "Callable[[Runner], DeviceRecordings]": ...
 
-    def open(self, device: torch.device) -> None:
-        """Prepares the device for this process; raises if it cannot be used."""
+    def open(self, device: torch.device, idx: int = 0) -> None:
+        """Prepares the device, number `idx` of several, for this process; raises if it cannot be used."""
 
     def capacity(self, what: str) -> AbstractContextManager[None]:
         """Running out of memory while doing `what` becomes an error for people."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.config import resolved
-from quire.errors import ConfigError, QuireError
+from quire.errors import QuireError
 from quire.ranks import (
     Allocate,
     Blocks,
@@ -61,7 +61,7 @@ class RankProcess:
     def run(self) -> int:
         try:
             pin(self.setup)
-            self.worker = importlib.import_module(WORKER).Worker(self.setup.config, ranks(self.setup))
+            self.worker = importlib.import_module(WORKER).Worker(self.setup.config, self.ranks())
             self._send(self._facts())
             while True:
                 for data in self.commands.wait():
@@ -70,6 +70,9 @@ class RankProcess:
                         self._send(reply)
         except Exception as error:
             return self._fail(error)
+
+    def ranks(self) -> "Ranks":
+        return ranks(self.setup)
 
     def carry_out(self, command: Command) -> Reply | None:
         worker = self.worker
@@ -139,17 +142,20 @@ def ranks(setup: RankSetup) -> "Ranks":
     parallel = setup.config.parallel
     if parallel.num_workers == 1:
         return ALONE
-    if setup.config.device.device == "cuda":
-        raise ConfigError("several GPUs are not built yet: use a tensor and pipeline parallel size of 1")
+    shared = setup.shared
+    if shared.store is not None:
+        from quire.distributed import nccl
+
+        return nccl.connect(shared.store, setup.rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
     from quire.distributed.shared_memory import SharedMemoryGroup, SharedMemoryLink
 
     def link(fd: int | None) -> "Link | None":
         return None if fd is None else SharedMemoryLink(fd)
 
     group = ALONE.group
-    if setup.group is not None:
-        group = SharedMemoryGroup(setup.group, setup.place, parallel.tensor_parallel_size)
-    return Ranks(group, setup.stage, parallel.pipeline_parallel_size, link(setup.before), link(setup.after))
+    if shared.group is not None:
+        group = SharedMemoryGroup(shared.group, setup.place, parallel.tensor_parallel_size)
+    return Ranks(group, setup.stage, parallel.pipeline_parallel_size, link(shared.before), link(shared.after))
 
 
 def main(process: type[RankProcess] = RankProcess) -> int:

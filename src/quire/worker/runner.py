@@ -138,7 +138,7 @@ class Runner:
         context.slots_T.clear()
         context.output_tokens = context.received = None
         for layer in cache_layers(self.model).values():
-            del layer.backend  # it holds the memory of the batch and of the inputs
+            layer.detach_cache()
         del self.recordings, self.model, self.memory
 
     # -- forward ---------------------------------------------------------------------------------------------

@@ -54,6 +54,11 @@ class CacheLayer(Layer, ABC):
     def attach_cache(self, name: str, group_idx: int, parts: dict[str, Tensor]) -> None:
         """Sets the memory of one of its caches: of each part, [num_blocks, entries of a block, *shape of an entry]."""
 
+    def detach_cache(self) -> None:
+        """Forgets what the worker set: the memory of caches and of the backend, which weights may outlive."""
+        del self.cache, self.backend
+        self.scales = None
+
 
 class Attention(CacheLayer):
     """`rope` None: no positions. `softcap`: scores are squashed by tanh to stay below it. `sinks`: a learned logit per

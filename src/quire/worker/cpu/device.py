@@ -49,7 +49,7 @@ MAX_KV_BYTES = 4 << 30
 scatter_segments = None
 
 
-def open(device: torch.device) -> None:
+def open(device: torch.device, idx: int = 0) -> None:
     pass
 
 

@@ -50,14 +50,14 @@ MIN_CAPABILITY = (8, 0)  # compute capability: the first with bfloat16 products
 RESERVE_BYTES = 256 << 20  # for other processes on the GPU, the driver and fragmentation
 
 
-def open(device: torch.device) -> None:
-    """Sets the GPU up for this process, or raises an error that says why it cannot be used."""
+def open(device: torch.device, idx: int = 0) -> None:
+    """Sets GPU number `idx` up for this process, or raises an error that says why it cannot be used."""
     if device.type == "cpu":
         if not INTERPRETED:
             raise ConfigError("Triton's interpreter runs where TRITON_INTERPRET=1 is set: leave out interpret_triton")
         return
     try:
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(idx)
         torch.cuda.mem_get_info()
     except (RuntimeError, AssertionError) as error:
         raise EngineError(
