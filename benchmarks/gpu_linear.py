@@ -1,8 +1,8 @@
-"""Checks and times the linear kernel of few rows: `PYTHONPATH=src python benchmarks/gpu_linear.py [--json PATH]`.
+"""Checks and times the linear kernels of one row and of few rows: `PYTHONPATH=src python benchmarks/gpu_linear.py`.
 
 First it compares the plain and the gated form with their float32 twins. Then, for the linear layers of published
-models, it compares ways to cut the work (`Config`) with what runs where `few_rows` is False: cuBLAS, and the gated
-activation after it. All run in CUDA graphs that cycle through several times as many weights as the L2 cache holds.
+models, it compares ways to cut the work (`Config`) with what runs with more rows: cuBLAS, and the gated activation
+after it. All run in CUDA graphs that cycle through several times as many weights as the L2 cache holds.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import itertools
 import json
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -19,11 +20,13 @@ from torch.nn import functional
 
 from quire.ops.elementwise.triton import silu_mul
 from quire.ops.linear import reference as ref
-from quire.ops.linear import triton as ops
-from quire.ops.linear.triton import Config
+from quire.ops.linear import triton as one_row
+from quire.ops.linear import triton_rows as few_rows
+
+Config = one_row.Config | few_rows.Config
 
 DTYPE = torch.bfloat16
-ROWS = (1, 2, 3, 4)
+ROWS = (1, 2, 4, 8, 16)
 CYCLE_BYTES = 320 << 20  # several times the L2 cache
 COMPILERS = 14  # processes; compiling is most of the time that this script takes
 
@@ -39,6 +42,7 @@ class Case(NamedTuple):
         return random(self.N * (2 if self.gated else 1), self.K) * self.K**-0.5
 
     def ours(self, x: Tensor, weight: Tensor, cut: Config) -> Tensor:
+        ops = kernels(len(x))
         if self.gated:
             return ops.linear_silu_mul(x, weight, cut=cut)
         return ops.linear(x, weight, out_dtype=self.out_dtype, cut=cut)
@@ -47,16 +51,20 @@ class Case(NamedTuple):
         y = functional.linear(x, weight)
         return silu_mul(y) if self.gated else y.to(self.out_dtype)
 
-    def cuts(self) -> list[Config]:
+    def cuts(self, M: int) -> list[Config]:
         """The default, then others near it."""
-        block_n, block_k, warps = default = ops.config(self.N, self.K, DTYPE, self.gated)
+        if M > 1:
+            default = few_rows.config(self.N, self.K, self.gated)
+            others = [few_rows.WIDE, few_rows.NARROW, few_rows.SHORT]
+            return list(dict.fromkeys([default, *others, few_rows.Config(16, 256, 1, 2, 5)]))
+        block_n, block_k, warps = default = one_row.config(self.N, self.K, DTYPE, self.gated)
         wide_k = block_k * 2 if self.K > block_k else block_k
         cuts = [
             default,
-            Config(block_n * 2, block_k, warps),
-            Config(max(1, block_n // 2), block_k, warps),
-            Config(block_n, wide_k, warps * 2),
-            Config(block_n * 2, wide_k, warps * 2),
+            one_row.Config(block_n * 2, block_k, warps),
+            one_row.Config(max(1, block_n // 2), block_k, warps),
+            one_row.Config(block_n, wide_k, warps * 2),
+            one_row.Config(block_n * 2, wide_k, warps * 2),
         ]
         return list(dict.fromkeys(cuts))
 
@@ -78,6 +86,10 @@ CASES = [
 ]
 
 
+def kernels(M: int) -> ModuleType:
+    return one_row if M == 1 else few_rows
+
+
 def random(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=dtype)
 
@@ -88,7 +100,7 @@ def check(form: str, M: int, size: tuple[int, int], dtype: torch.dtype) -> None:
     N, K = size
     rows = N if form == "linear" else 2 * N
     args = random(M, K, dtype=dtype), random(rows, K, dtype=dtype) * K**-0.5, random(rows, dtype=dtype)
-    y = getattr(ops, form)(*args).float()
+    y = getattr(kernels(M), form)(*args).float()
     expected = getattr(ref, form)(*(arg.float() for arg in args))
     worst = ((y - expected).abs() / (1 + expected.abs())).max().item()
     if not worst <= (5e-2 if dtype == torch.bfloat16 else 2e-5):
@@ -110,8 +122,9 @@ def time_case(case: Case) -> list[dict]:
     for M in ROWS:
         x = random(M, case.K)
         cublas = graph_us(lambda weight, x=x: case.cublas(x, weight), weights)
-        us = {cut: graph_us(lambda weight, x=x, cut=cut: case.ours(x, weight, cut), weights) for cut in case.cuts()}
-        default, best = case.cuts()[0], min(us, key=us.get)
+        cuts = case.cuts(M)
+        us = {cut: graph_us(lambda weight, x=x, cut=cut: case.ours(x, weight, cut), weights) for cut in cuts}
+        default, best = cuts[0], min(us, key=us.get)
         results.append(
             {
                 "case": case.name,
@@ -125,10 +138,9 @@ def time_case(case: Case) -> list[dict]:
                 "all": [(tuple(cut), t) for cut, t in us.items()],
             }
         )
-        preferred = "*" if M <= ops.max_rows(case.K) else " "
         rate = num_bytes / us[default] / 1e6
         figures = f"{cublas:8.2f} {us[default]:8.2f} {rate:6.2f} {us[best]:8.2f}"
-        print(f"{case.name:>14} {M:>2}{preferred} {figures}  {tuple(best)}", flush=True)
+        print(f"{case.name:>14} {M:>2}  {figures}  {tuple(best)}", flush=True)
     return results
 
 
@@ -139,16 +151,16 @@ def main() -> None:
     args = parser.parse_args()
     cases = [case for case in CASES if not args.cases or case.name.startswith(tuple(args.cases))]
     sizes = ((1024, 1024), (203, 576))
-    dtypes = (torch.bfloat16, torch.float32)
-    checks = itertools.product(("linear", "linear_silu_mul"), ROWS, sizes, dtypes)
-    cuts = [(case, M, cut) for case in cases for M in ROWS for cut in case.cuts()]
+    forms = ("linear", "linear_silu_mul")
+    checks = [*itertools.product(forms, ROWS, sizes, [DTYPE]), *itertools.product(forms, [1], sizes, [torch.float32])]
+    cuts = [(case, M, cut) for case in cases for M in ROWS for cut in case.cuts(M)]
     with ProcessPoolExecutor(COMPILERS, multiprocessing.get_context("spawn")) as pool:
         compiled = pool.map(compile_cut, *zip(*cuts, strict=True))
         list(pool.map(check, *zip(*checks, strict=True)))
         print("both forms equal their float32 twins")
         list(compiled)
-    print("us of a call; * where few_rows prefers ours")
-    print(f"{'case':>14} {'M':>2}  {'cuBLAS':>8} {'default':>8} {'TB/s':>6} {'best':>8}  block_n, block_k, warps")
+    print("us of a call")
+    print(f"{'case':>14} {'M':>2}  {'cuBLAS':>8} {'default':>8} {'TB/s':>6} {'best':>8}  its cut")
     results = [result for case in cases for result in time_case(case)]
     if args.json:
         with open(args.json, "w") as file:

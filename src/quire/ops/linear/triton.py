@@ -1,9 +1,10 @@
-"""Linear layers of few rows, as fast as their weights can be read; twin: `ops/linear/reference.py`.
+"""Linear layers of one row, as fast as their weights can be read; twin: `ops/linear/reference.py`.
 
-Called by quantization methods where `few_rows` says so. Knows tensors only. Every program starts to load its share of
-the weights before its input has been computed, so that with dependent launch memory is never idle between two layers.
+Called by quantization methods where `fits` says so; `triton_rows.py` is for a few rows more. Knows tensors only. Every
+program starts to load its share of the weights before its input has been computed, so that with dependent launch memory
+is never idle between two layers.
 
-Shape letters: M rows, N outputs, K inputs, F half of a gated projection.
+Shape letters: N outputs, K inputs, F half of a gated projection.
 """
 
 from typing import NamedTuple
@@ -15,10 +16,6 @@ from torch import Tensor
 
 from quire.ops.launch import options, pdl
 
-# The largest K at which four rows, and at which two rows, are multiplied here rather than by cuBLAS; one row always is.
-# Measured in whole decode steps on an H200: Qwen3-0.6B (K up to 3072) at 4 rows 1.20 ms, with cuBLAS 1.40; Qwen3-8B (K
-# 4096 and 12288) at 2 rows 4.91, with cuBLAS 5.01, at 4 rows 7.0, with cuBLAS 5.0. The limits lie between these K.
-FOUR_ROWS_K, TWO_ROWS_K = 3072, 8192
 MULTIPROCESSORS = 132
 TILE_BYTES = 16 << 10  # of weights that a program has in flight: with 4 warps, 32 registers per thread
 
@@ -31,24 +28,15 @@ class Config(NamedTuple):
     warps: int
 
 
-def few_rows(x_MK: Tensor, weight_NK: Tensor) -> bool:
-    """Whether this module is faster than torch here. Its kernel needs both tensors contiguous."""
-    if not x_MK.is_cuda or len(x_MK) > max_rows(x_MK.shape[1]) or x_MK.dtype != weight_NK.dtype:
+def fits(x_1K: Tensor, weight_NK: Tensor) -> bool:
+    """Whether this module can compute the product, and is faster than torch."""
+    if not x_1K.is_cuda or len(x_1K) != 1 or x_1K.dtype != weight_NK.dtype:
         return False
-    return x_MK.is_contiguous() and weight_NK.is_contiguous()
-
-
-def max_rows(K: int) -> int:
-    if K <= FOUR_ROWS_K:
-        return 4
-    return 2 if K <= TWO_ROWS_K else 1
+    return x_1K.is_contiguous() and weight_NK.is_contiguous()
 
 
 def config(N: int, K: int, dtype: torch.dtype, gated: bool = False) -> Config:
-    """`N` counts outputs: half the weight's rows if gated.
-
-    The same for any M, so that a row's sums do not depend on other rows.
-    """
+    """`N` counts outputs: half the weight's rows if gated."""
     row_bytes = K * dtype.itemsize * (2 if gated else 1)
     warps = min(16, max(4, triton.next_power_of_2(row_bytes * 4 // TILE_BYTES)))
     block_k = min(triton.next_power_of_2(K), warps * 32 * 16 // dtype.itemsize)  # 16 bytes per thread
@@ -57,7 +45,7 @@ def config(N: int, K: int, dtype: torch.dtype, gated: bool = False) -> Config:
 
 
 def linear(
-    x_MK: Tensor,
+    x_1K: Tensor,
     weight_NK: Tensor,
     bias_N: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -65,22 +53,22 @@ def linear(
     cut: Config | None = None,
 ) -> Tensor:
     """x W^T + b, rounded to x's dtype, then converted to `out_dtype`."""
-    y_MN = torch.empty(len(x_MK), len(weight_NK), dtype=out_dtype or x_MK.dtype, device=x_MK.device)
-    _launch(x_MK, weight_NK, bias_N, y_MN, False, cut)
-    return y_MN
+    y_1N = torch.empty(1, len(weight_NK), dtype=out_dtype or x_1K.dtype, device=x_1K.device)
+    _launch(x_1K, weight_NK, bias_N, y_1N, False, cut)
+    return y_1N
 
 
 def linear_silu_mul(
-    x_MK: Tensor, weight_2F_K: Tensor, bias_2F: Tensor | None = None, *, cut: Config | None = None
+    x_1K: Tensor, weight_2F_K: Tensor, bias_2F: Tensor | None = None, *, cut: Config | None = None
 ) -> Tensor:
     """silu(gate) * up; gate is the first half of the weight's rows, up the second."""
-    y_MF = torch.empty(len(x_MK), len(weight_2F_K) // 2, dtype=x_MK.dtype, device=x_MK.device)
-    _launch(x_MK, weight_2F_K, bias_2F, y_MF, True, cut)
-    return y_MF
+    y_1F = torch.empty(1, len(weight_2F_K) // 2, dtype=x_1K.dtype, device=x_1K.device)
+    _launch(x_1K, weight_2F_K, bias_2F, y_1F, True, cut)
+    return y_1F
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, gated: bool, cut: Config | None) -> None:
-    (M, K), N = x.shape, y.shape[1]
+    K, N = x.shape[1], y.shape[1]
     block_n, block_k, warps = cut or config(N, K, x.dtype, gated)
     dependent = pdl(x)
     _linear_kernel[(triton.cdiv(N, block_n),)](
@@ -89,7 +77,6 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, gated: bo
         bias,
         y,
         N,
-        M=M,
         K=K,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
@@ -107,14 +94,13 @@ def _linear_kernel(
     bias_ptr,
     y_ptr,
     N,
-    M: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program computes BLOCK_N outputs of every row. It holds so many rows of the weight (twice, if gated)."""
+    """A program computes BLOCK_N outputs. It holds so many rows of the weight (twice, if gated)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -128,18 +114,15 @@ def _linear_kernel(
         up_bias = tl.load(bias_ptr + row + N) if bias_ptr is not None else 0.0
     if PDL:
         tl.extra.cuda.gdc_wait()
-    xs: tl.tuple = ()
-    for m in tl.static_range(M):
-        xs += (_load_chunks(x_ptr + m * K, K, BLOCK_K),)
-    for m in tl.static_range(M):
-        y = _sum_products(weights, xs[m], bias)
-        if GATED:
-            up = _sum_products(up_weights, xs[m], up_bias)
-            # Rounded at the same points as in the twin.
-            gate = y.to(tl.float32)
-            gate = (gate / (1.0 + tl.exp(-gate))).to(y.dtype)
-            y = (gate.to(tl.float32) * up.to(tl.float32)).to(y.dtype)
-        tl.store(y_ptr + m * N + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
+    xs = _load_chunks(x_ptr, K, BLOCK_K)
+    y = _sum_products(weights, xs, bias)
+    if GATED:
+        up = _sum_products(up_weights, xs, up_bias)
+        # Rounded at the same points as in the twin.
+        gate = y.to(tl.float32)
+        gate = (gate / (1.0 + tl.exp(-gate))).to(y.dtype)
+        y = (gate.to(tl.float32) * up.to(tl.float32)).to(y.dtype)
+    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
 
 
 @triton.jit

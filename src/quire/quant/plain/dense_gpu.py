@@ -6,15 +6,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.ops.linear.triton import few_rows, linear, linear_silu_mul
+from quire.ops.linear import triton, triton_rows
 from quire.quant.plain.dense import Dense, why_not
 
 __all__ = ["METHOD", "DenseGpu", "why_not"]
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-    if few_rows(x, weight):
-        return linear(x, weight, bias, out_dtype)
+    for kernels in (triton, triton_rows):
+        if kernels.fits(x, weight):
+            return kernels.linear(x, weight, bias, out_dtype)
     y = functional.linear(x, weight, bias)
     return y if out_dtype is None else y.to(out_dtype)
 
@@ -24,8 +25,9 @@ class DenseGpu(Dense):
         return multiply(x, self.weight, bias, out_dtype)
 
     def apply_silu_mul(self, x: Tensor, bias: Tensor | None, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
-        if few_rows(x, self.weight):
-            return linear_silu_mul(x, self.weight, bias)
+        for kernels in (triton, triton_rows):
+            if kernels.fits(x, self.weight):
+                return kernels.linear_silu_mul(x, self.weight, bias)
         return super().apply_silu_mul(x, bias, silu_mul)
 
 
