@@ -21,7 +21,7 @@ chat: $(VENV)/.installed
 ALONE := $(addprefix tests/,test_chaos.py test_soak.py api/test_bench_serve.py api/test_cli.py security/test_findings.py \
 	security/test_fuzz.py security/test_grammars.py security/test_loop.py security/test_raw_http.py \
 	security/test_security.py $(addprefix api/server/,test_connection.py test_guard.py test_memory.py test_serve.py \
-	test_shape.py))
+	test_shape.py)) tests/ui
 
 test: $(VENV)/.installed-test lint
 	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup tests $(addprefix --ignore=,$(ALONE))

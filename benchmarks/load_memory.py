@@ -1,8 +1,9 @@
-"""How much memory loading takes: `python benchmarks/load_memory.py MODEL [--kinds none int8 …] [--device cpu]`.
+"""How much memory loading takes: `python benchmarks/load_memory.py MODEL [--kinds none int8 …] [--device cpu] [-tp N]`.
 
-Each kind (`--quantization`) is loaded in a process of its own. Printed are the bytes of the weights that stay, and the
-peak above what the process had before, as a multiple of them: of anonymous memory (RssAnon), and on GPUs of torch's
-allocations. A GGUF file is dequantized to bfloat16 safetensors first for the kinds that start from those.
+Each kind (`--quantization`), and each rank's part of it, is loaded in a process of its own. Printed are the bytes of
+the weights that stay, and the peak above what the process had before, as a multiple of them: of anonymous memory
+(RssAnon), and on GPUs of torch's allocations. A GGUF file is dequantized to bfloat16 safetensors first for the kinds
+that start from those.
 """
 
 import argparse
@@ -44,15 +45,19 @@ def watched_peak() -> Iterator[list[int]]:
         thread.join()
 
 
-def load(model: str, kind: str, device: str) -> str:
+def load(model: str, kind: str, device: str, rank: int, num_ranks: int) -> str:
     """In a process of its own."""
     import torch
 
     from quire.config import EngineConfig
+    from quire.distributed.base import Group, Ranks
     from quire.frontend.model import ModelInfo
     from quire.worker.worker import Worker
 
-    options = {"model": model, "quantization": kind, "device": device, "max_model_len": 512}
+    group = Group()  # loading exchanges nothing
+    group.rank, group.size = rank, num_ranks
+    options = {"model": model, "quantization": kind, "device": device, "max_model_len": 128}
+    options["skip_tokenizer_init"] = True
     info = ModelInfo.open(EngineConfig.from_kwargs(**options))
     if device == "cpu":
         from quire.ops.packed_linear.cpu import supported
@@ -62,9 +67,9 @@ def load(model: str, kind: str, device: str) -> str:
         torch.zeros(1, device=device)
     before = anonymous_bytes()
     with watched_peak() as peak:
-        worker = Worker(info.config)
+        worker = Worker(info.config, Ranks(group))
     size = worker.weight_bytes
-    line = f"| {kind} | {size / 1e6:.0f} | {(peak[0] - before) / size:.2f} |"
+    line = f"| {kind} | {rank} | {size / 1e6:.0f} | {(peak[0] - before) / size:.2f} |"
     return line if device == "cpu" else f"{line} {torch.cuda.max_memory_allocated() / size:.2f} |"
 
 
@@ -73,12 +78,17 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--kinds", nargs="+", default=KINDS)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
     parser.add_argument("--one", help="load this kind in this process")
+    parser.add_argument("--rank", type=int, default=0, help="of the ranks, the one that it loads it as")
     args = parser.parse_args()
     if args.one:
-        print(load(args.model, args.one, args.device))
+        print(load(args.model, args.one, args.device, args.rank, args.tensor_parallel_size))
         return
-    print("| kept as | MB | peak of host memory, times that |" + (" of the GPU's |" if args.device != "cpu" else ""))
+    print(
+        "| kept as | rank | MB | peak of host memory, times that |"
+        + (" of the GPU's |" if args.device != "cpu" else "")
+    )
     with tempfile.TemporaryDirectory() as folder:
         for kind in args.kinds:
             model = args.model
@@ -88,8 +98,10 @@ def main() -> None:
                     from benchmarks.quality import dequantized
 
                     dequantized(Path(args.model), Path(folder))
-            command = [sys.executable, __file__, model, "--one", kind, "--device", args.device]
-            print(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip(), flush=True)
+            for rank in range(args.tensor_parallel_size):
+                command = [sys.executable, __file__, model, "--one", kind, "--device", args.device]
+                command += ["-tp", str(args.tensor_parallel_size), "--rank", str(rank)]
+                print(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip(), flush=True)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def dequantized(gguf: Path, folder: Path) -> None:
     """The model of a GGUF file as a Hugging Face folder in bfloat16, without its tokenizer."""
     files = find(str(gguf))
     config = read_config(files)
-    tensors = {name: raw.dense(torch.bfloat16) for name, raw in checkpoint_tensors(files, config)}
+    tensors = {name: tensor.read().dense(torch.bfloat16) for name, tensor in checkpoint_tensors(files, config)}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
 

@@ -44,6 +44,7 @@ ECHO = "--executor echo --max-model-len 2048 --num-gpu-blocks-override 2048".spl
 KEYS = ["--api-key", KEY, "--admin-api-key", ADMIN_KEY]
 MODEL = "smollm2 --max-model-len 256 --max-num-seqs 4 --num-threads 1 --kv-cache-memory-bytes 64M".split()
 SERVERS = {"keys": [*ECHO, *KEYS], "open": ECHO, "model": [*MODEL, *KEYS]}
+ENDLESS = "/v1/engine/live"
 UNDO = {"/pause": "/resume", "/sleep": "/wake_up"}
 SHORT = {"max_tokens": 2, "min_tokens": 0}
 TIMEOUT_S = 60.0
@@ -132,7 +133,7 @@ def _try_case(case: Any, url: str, headers: Mapping[str, str], tried: Tried) -> 
 
 
 def operations(document: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    return [(method, path) for path, methods in document["paths"].items() for method in methods]
+    return [(method, path) for path, methods in document["paths"].items() for method in methods if path != ENDLESS]
 
 
 def try_server(name: str, num_examples: int, paths: list[str]) -> int:

@@ -136,7 +136,7 @@ class Soak:
 
     async def half_a_request(self, client: HttpClient) -> str:
         _, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
-        headers = b"Host: x\r\nContent-Type: application/json\r\nContent-Length: 500\r\n"
+        headers = b"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: 500\r\n"
         request = b"POST /v1/completions HTTP/1.1\r\n" + headers + b"\r\n{" + b" " * 300
         writer.write(request[: self.rng.randrange(len(request))])
         await asyncio.sleep(self.rng.uniform(0, 0.05))

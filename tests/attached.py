@@ -29,4 +29,4 @@ def filled(layer: nn.Module, state: dict[str, Tensor]) -> nn.Module:
 
 
 def raw(tensor: Tensor):
-    return plain(tensor.detach().to(torch.float32))
+    return plain(tensor.detach().to(torch.float32)).read()

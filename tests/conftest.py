@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.flaky(reruns=3, reruns_delay=5, condition=was_starved))
         if item.path.parent == TESTS or TESTS / "api" in item.path.parents or TESTS / "security" in item.path.parents:
             item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(TESTS))))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tests of the page need a browser: where there is none, the end of the run says what was left out."""
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if "tests/ui/" in report.nodeid]
+    for reason, count in Counter(report.longrepr[2] for report in skipped).items():
+        terminalreporter.write_line(f"{count} tests of tests/ui were left out: {reason.removeprefix('Skipped: ')}")
 
 
 @pytest.fixture(scope="session")

@@ -256,7 +256,9 @@ def test_nginx_passes_every_token_on_and_lets_nobody_in_but_to_the_api(tmp_path)
     assert seconds(arguments(upstream, "keepalive_timeout")[0]) < ServerConfig().keep_alive_s
     assert arguments(plain, "return")[0] == "301"
     places = {each["args"][0]: each for each in secure["block"] if each["directive"] == "location"}
-    assert set(places) == {"/v1/", "/"} and arguments(places["/"], "return") == ["404"]
+    assert set(places) == {"/v1/", "/v1/engine/", "/"}
+    assert arguments(places["/"], "return") == arguments(places["/v1/engine/"], "return") == ["404"]
+    assert given["allowed_hosts"] == arguments(secure, "server_name")
     api = places["/v1/"]
     assert arguments(api, "proxy_pass") == ["http://quire"] and arguments(api, "proxy_http_version") == ["1.1"]
     assert arguments(api, "proxy_buffering") == ["off"] and arguments(api, "proxy_next_upstream") == ["off"]
@@ -285,7 +287,8 @@ def test_caddy_does_the_same():
     [(_, site)] = braces((DEPLOY / "Caddyfile").read_text())
     given = read_options(str(DEPLOY / "serve.yaml"), OPTIONS[1:])
     parts = {" ".join(words): inner for words, inner in site}
-    assert set(parts) == {"request_body", "handle /v1/*", "handle"} and parts["handle"] == [(["respond", "404"], [])]
+    assert set(parts) == {"request_body", "handle /v1/*", "handle /v1/engine/*", "handle"}
+    assert parts["handle"] == parts["handle /v1/engine/*"] == [(["respond", "404"], [])]
     assert parts["request_body"] == [(["max_size", f"{ServerConfig().max_body_bytes >> 20}MiB"], [])]
     [(words, options)] = parts["handle /v1/*"]
     assert words == ["reverse_proxy", f"{given['host']}:{given['port']}"]

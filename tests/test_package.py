@@ -24,7 +24,8 @@ def test_a_wheel_holds_the_kernels_the_licence_and_the_command(tmp_path):
     wheel = next(tmp_path.glob("quire-*.whl"))
     held = set(zipfile.ZipFile(wheel).namelist())
     package = (ROOT / "src" / "quire").rglob("*")
-    sources = {str(path.relative_to(ROOT / "src")) for path in package if path.suffix in {".py", ".cpp", ".h"}}
+    kinds = {".py", ".cpp", ".h", ".html", ".js", ".css"}
+    sources = {str(path.relative_to(ROOT / "src")) for path in package if path.suffix in kinds}
     assert sources <= held
     assert any(name.endswith("LICENSE") for name in held)
     subprocess.run([*pip, "install", "-q", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)], check=True)

@@ -91,6 +91,12 @@ class Hold(msgspec.Struct, array_like=True, tag="hold"):
     is_held: bool = True
 
 
+class Watch(msgspec.Struct, array_like=True, tag="watch"):
+    """Somebody watches the engine from now on, or nobody any more: whether the core sends a LiveUpdate now and then."""
+
+    is_on: bool
+
+
 class ChoiceDelta(msgspec.Struct, array_like=True, gc=False):
     """What one choice gained in a step."""
 
@@ -152,9 +158,15 @@ class Answer(msgspec.Struct, array_like=True, tag="answer"):
     problem: str = ""  # what is wrong, or why it was not done; empty: all is well
 
 
+class LiveUpdate(msgspec.Struct, array_like=True, tag="live"):
+    """What somebody who watches is shown of the core: JSON, passed on as it is."""
+
+    body: bytes
+
+
 Question = Check | ResetPrefixCache | Sleep | WakeUp | Hold  # the core answers each, between two steps
-ToCore = AddRequest | Vocabulary | Abort | Question
-FromCore = Ready | Failed | StepOutputs | Answer
+ToCore = AddRequest | Vocabulary | Abort | Watch | Question
+FromCore = Ready | Failed | StepOutputs | Answer | LiveUpdate
 
 
 class CoreSetup(msgspec.Struct):

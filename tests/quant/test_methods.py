@@ -140,7 +140,7 @@ def test_blocks_of_a_gguf_file_stay_as_they_are_beside_plain_parts():
     blocks[:, :2] = torch.tensor([0.001], dtype=torch.float16).view(torch.uint8)
     tensors = (
         RawTensor("Q8_0", blocks.flatten(), (32, 64)),
-        plain_tensor(torch.randn(32, 64, generator=generator).bfloat16()),
+        plain_tensor(torch.randn(32, 64, generator=generator).bfloat16()).read(),
     )
     parts = [Part(f"layer.{name}", (32, 64)) for name in ("gate", "up")]
     find = quantization({})
@@ -183,7 +183,7 @@ def test_blocks_of_a_gguf_file_stay_packed_for_gpus(type_name):
         raw[:, 0] = 124
     if type_name != "F16":
         raw[:, num_bytes // 2] = torch.arange(len(raw)).to(torch.uint8)  # some codes
-    tensors = RawTensor(type_name, raw.flatten(), (n, k)), plain_tensor(torch.randn(n, k).bfloat16())
+    tensors = RawTensor(type_name, raw.flatten(), (n, k)), plain_tensor(torch.randn(n, k).bfloat16()).read()
     parts = [Part(f"layer.{name}", (n, k)) for name in ("gate", "up")]
     kept = quantization({})("any", Choice(Use.PRODUCT, Dense, Words, is_gpu=True))(parts, torch.float32, device)
     dense = Dense(parts, torch.float32, device)

@@ -73,7 +73,9 @@ def test_a_bad_answer_is_found() -> None:
     check("too much" in answered(400, error("<Thing object at 0x7f3a00112233>")), "an address")
     check("characters" in answered(400, error("9" * 5000)), "a very long message")
     check("no JSON" in answered(200, b"{"), "half an answer")
-    check("ended before" in fuzz_json.judge(Answer(COMPLETIONS, 0, "", b"", False, 0.1, broken=True)), "no answer at all")
+    check(
+        "ended before" in fuzz_json.judge(Answer(COMPLETIONS, 0, "", b"", False, 0.1, broken=True)), "no answer at all"
+    )
     stream = "text/event-stream; charset=utf-8"
     check("[DONE]" in answered(200, b'data: {"a":1}\n\n', stream), "a stream without an end")
     check("middle" in answered(200, b'data: {"a":1}\n\ndata: {', stream), "a stream that is cut off")

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from tests.security.conftest import check
 from tests.serving import ServerProcess, until
 
-HEAD = b"GET /live HTTP/1.1\r\nhost: x\r\n"
+HEAD = b"GET /live HTTP/1.1\r\nhost: localhost\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n"
 KEEP_ALIVE_S = 2
 SOME_MB = 8 << 20
@@ -95,7 +95,7 @@ def test_finding_4_trailers_without_end_are_held_nowhere_and_end_the_connection(
 
 
 def test_finding_5_trailers_never_become_headers(server):
-    models = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    models = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
     body = b"transfer-encoding: chunked\r\n\r\n0\r\nauthorization: Bearer k1\r\nx-request-id: from-a-trailer\r\n\r\n"
     with connected(server) as sock:
         sock.sendall(models + body)
@@ -111,7 +111,7 @@ def test_finding_5_trailers_never_become_headers(server):
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"anything"])
 def test_finding_6_what_follows_an_upgrade_is_never_a_request(server, protocol):
     upgrade = b"connection: upgrade\r\nupgrade: " + protocol + b"\r\n"
-    hidden = b"GET /hidden HTTP/1.1\r\nhost: x\r\n\r\n"
+    hidden = b"GET /hidden HTTP/1.1\r\nhost: localhost\r\n\r\n"
     with connected(server) as sock:
         sock.sendall(HEAD + upgrade + b"\r\n")
         time.sleep(0.05)
@@ -145,7 +145,8 @@ def test_finding_7_a_bare_line_end_does_not_stop_the_clock(server):
 
 def test_requests_sent_behind_a_slow_one_do_not_grow_memory(server):
     body = b'{"prompt": [1, 2, 3], "max_tokens": 20, "ignore_eos": true}'
-    slow = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k1\r\ncontent-type: application/json\r\n"
+    slow = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer k1\r\n"
+    slow += b"content-type: application/json\r\n"
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(connected(server)) for _ in range(4)]
         for sock in socks:

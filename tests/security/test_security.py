@@ -23,6 +23,7 @@ import httpx
 import pytest
 import zmq
 
+import quire
 from quire.api.server.app import ENDPOINTS
 from quire.api.server.errors import ErrorBody
 from quire.api.server.keys import Keys
@@ -190,7 +191,7 @@ def test_template_arguments_cannot_reach_what_is_reserved(server, name):
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: f"{endpoint.method} {endpoint.path}")
 def test_with_keys_every_route_but_liveness_needs_one(locked, endpoint):
-    path = endpoint.path.replace("{model}", "smollm2")
+    path = endpoint.path.replace("{model}", "smollm2").replace("{name}", "index.html")
     body = b"{}" if endpoint.method == "POST" else None
 
     def ask(authorization: str | None) -> httpx.Response:
@@ -213,11 +214,40 @@ def test_with_keys_every_route_but_liveness_needs_one(locked, endpoint):
 
 def test_only_liveness_is_open_and_every_route_states_its_policy():
     is_open = {endpoint.path for endpoint in ENDPOINTS if endpoint.policy == "open"}
-    check(is_open == {"/live", "/ready", "/health", "/ping"}, "another route is open")
-    check({endpoint.policy for endpoint in ENDPOINTS} <= {"open", "user", "admin"}, "a route without a policy")
+    page = {"/", "/ui/{name}"}  # the same bytes everywhere: see the next test
+    check(is_open == {"/live", "/ready", "/health", "/ping", *page}, "another route is open")
+    check({endpoint.policy for endpoint in ENDPOINTS} <= {"open", "user", "admin", "watch"}, "a route without a policy")
 
 
-UNLISTED = "/ /pause/ /update_weights /live/ //live /live/../v1/models /LIVE /%6cive/x /docs/ /v1"
+def test_the_open_page_is_the_same_for_any_model_and_keys(server, locked):
+    """Each path of it by its name. Nothing of them depends on the server: they are files of the package."""
+    folder = Path(quire.__file__).parent / "ui"
+    paths = {"/": folder / "index.html", **{f"/ui/{path.name}": path for path in folder.iterdir()}}
+    check(len(paths) > 1, "there is no page")
+    for path, file in paths.items():
+        answers = [httpx.get(each.url + path) for each in (server, locked)]
+        check(all(answer.status_code == 200 and answer.content == file.read_bytes() for answer in answers), path)
+        head = [{name: value for name, value in answer.headers.items() if name not in VARYING} for answer in answers]
+        check(head[0] == head[1], path)
+
+
+def test_who_watches_the_engine_needs_the_operators_key_where_there_are_keys(locked):
+    live = locked.url + "/v1/engine/live"
+    for key in ("k1", "k2", "wrong"):
+        refused(httpx.get(live, headers={"authorization": f"Bearer {key}"}), 401)
+    with httpx.stream("GET", live, headers={"authorization": "Bearer root"}) as answer:
+        check(answer.status_code == 200)
+        check(next(line for line in answer.iter_lines() if line.startswith("data: ")), "no update")
+
+
+def test_a_name_that_was_led_to_this_machine_gets_nothing(server):
+    """DNS rebinding: a page of another site asks by that site's name."""
+    for path in ("/", "/live", "/v1/models", "/metrics", "/nowhere", "/v1/engine/live"):
+        refused(httpx.get(server.url + path, headers={"host": "evil.example"}), 403, says="--allowed-hosts")
+
+
+VARYING = ("date", "x-request-id")
+UNLISTED = "/ui /ui/ /pause/ /update_weights /live/ //live /live/../v1/models /LIVE /%6cive/x /docs/ /v1"
 
 
 @pytest.mark.parametrize("path", UNLISTED.split())
@@ -330,7 +360,7 @@ def test_the_body_size_is_checked_while_reading(server):
     chunks = (b" " * 65536 for _ in range(64))  # does not say how much will come
     refused(server.client.post(COMPLETIONS, content=chunks, headers=JSON), 413, says="1,048,576")
     with socket.create_connection(("127.0.0.1", server.port)) as sock:  # refused by the size it announces, unread
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         sock.sendall(head + b"content-length: 99999999999\r\n\r\n")
         sock.settimeout(5)
         check(sock.recv(65536).startswith(b"HTTP/1.1 413"), "not refused before reading")
@@ -718,7 +748,7 @@ def test_a_slow_reader_does_not_grow_memory_without_bound(fragile):
         return int(Path(f"/proc/{fragile.process.pid}/statm").read_text().split()[1]) * 4096
 
     body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 4000, "ignore_eos": True, "stream": True}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     head += b"content-length: %d\r\n\r\n" % len(body)
     before = resident_bytes()
     with contextlib.ExitStack() as stack:

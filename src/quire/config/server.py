@@ -13,6 +13,7 @@ from quire.config.fields import check, knob
 from quire.errors import ConfigError
 
 _ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.\-\[\]:]+")
+_HOST = re.compile(r"\*|[A-Za-z0-9_]([A-Za-z0-9_.\-]{0,251}[A-Za-z0-9_])?")
 _KEY = re.compile(r"[\x21-\x7e]+")  # what a header can carry
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
 _COLLECTOR = re.compile(r"(https?|grpcs?)://[A-Za-z0-9.\-\[\]:]+(/[A-Za-z0-9._~/-]*)?")
@@ -50,6 +51,13 @@ class ServerConfig:
     allowed_origins: list[str] = knob(
         [], "web pages that may call from a browser, as https://host, or * (default: none)", metavar="ORIGIN"
     )
+    allowed_hosts: list[str] = knob(
+        [],
+        "names that clients may reach this server by when it listens on a loopback address, beside localhost and IP "
+        "addresses; needed behind a proxy that passes its own name on, or * for any",
+        metavar="HOST",
+    )
+    ui: bool = knob(True, "serve a page for people at /: chat, and what the engine does")
     max_body_bytes: int = knob(4 << 20, "largest request body (default: 4M)", low=1)
     max_held_bytes: int = knob(
         1 << 30, "bodies of all requests under way together; half of it for one address (default: 1G)", low=1
@@ -79,7 +87,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        for name in ("served_model_name", "api_key", "allowed_origins"):
+        for name in ("served_model_name", "api_key", "allowed_origins", "allowed_hosts"):
             if not all(isinstance(value, str) and value for value in getattr(self, name)):
                 raise ConfigError(f"{name} must hold non-empty texts")
         for key in self.api_key:
@@ -91,6 +99,9 @@ class ServerConfig:
                 raise ConfigError(
                     f"{origin!r:.100} is no origin: write https://host or https://host:port, without a path, or *"
                 )
+        for host in self.allowed_hosts:
+            if not _HOST.fullmatch(host):
+                raise ConfigError(f"{host!r:.100} is no host name: write it without a port, as llm.example.org, or *")
         self._check_tls()
         if not _ROOT_PATH.fullmatch(self.root_path.rstrip("/")):
             raise ConfigError("--root-path must be a path such as /llm")
@@ -117,6 +128,11 @@ class ServerConfig:
             raise ConfigError("--otlp-traces-endpoint must be a URL such as http://127.0.0.1:4318 or grpc://host:4317")
         if self.otlp_traces_content and endpoint is None:
             raise ConfigError("--otlp-traces-content needs --otlp-traces-endpoint")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches it by its network: then pages of other sites may try to, in a browser."""
+        return not self.uds and _is_loopback(self.host)
 
     def open_doors(self) -> list[str]:
         """Warnings for the log: what anybody who reaches the server may do, although it may not be meant so."""

@@ -6,6 +6,7 @@ not text, tensors or clients.
 
 import importlib
 import logging
+import time
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import msgspec
 from quire import registry
 from quire.config import EngineConfig, resolved
 from quire.core.drafting import Drafting
-from quire.core.pipeline import Pipeline
+from quire.core.pipeline import Pipeline, PlannedStep
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.errors import EngineError
@@ -39,15 +40,18 @@ from quire.messages import (
     ToCore,
     Vocabulary,
     WakeUp,
+    Watch,
 )
 from quire.utils.flight import FlightRecorder, NoRecorder
 
 if TYPE_CHECKING:
     from quire.core.guides import Guides
+    from quire.core.live.view import LiveView
 
 log = logging.getLogger(__name__)
 
 GUIDES = "quire.core.guides"  # imported when the first request needs it: grammar engines are large
+LIVE = "quire.core.live.view"  # imported when somebody watches
 
 
 def executor_module(name: str) -> ModuleType:
@@ -89,13 +93,16 @@ class Engine:
     ) -> None:
         self.config = config
         self.max_model_len = resolved(config.model.max_model_len)
+        started = time.monotonic()
         self.executor = executor or executor_module(config.parallel.executor).EXECUTOR(config)
+        self.load_s = time.monotonic() - started
         try:
             layout = self._layout(tier)
             self.executor.allocate(layout)
         except BaseException:
             self.executor.close()
             raise
+        self.allocate_s = time.monotonic() - started - self.load_s
         self.pipeline = Pipeline(self.executor, resolved(config.scheduler.pipeline_depth), recorder)
         self.kv = KVManager(layout, config.cache.enable_prefix_caching, tier)
         drafting = Drafting(
@@ -111,6 +118,7 @@ class Engine:
         self.can_propose = self.kv.can_rewind and not config.structured.logits_processors
         self.guides: NoGuides | Guides = NoGuides()
         self.unsent: list[ChoiceDelta] = []  # for the next step's outputs: requests that will never run, and others
+        self.live: LiveView | None = None  # what those who watch are shown
         self.is_asleep = False
         self.is_held = False  # nothing is computed: the operator has paused everything
 
@@ -125,6 +133,8 @@ class Engine:
                 self.pipeline.late_inputs = guides
             case Abort():
                 self._abort(message)
+            case Watch():
+                self._watch(message.is_on)
             case Check():
                 return Answer(self._problem())
             case ResetPrefixCache():
@@ -142,10 +152,11 @@ class Engine:
         return None
 
     def step(self) -> StepOutputs:
-        """One turn: fill the pipeline, then wait for the oldest step and apply its results.
+        """One turn: fill the pipeline, then wait for the oldest step and apply its results."""
+        return self._step() if self.live is None else self.live.timed(self._step)
 
-        Threads fill grammars' masks from the moment a step's tokens arrive until the next step is planned.
-        """
+    def _step(self) -> StepOutputs:
+        """Threads fill grammars' masks from the moment a step's tokens arrive until the next step is planned."""
         unsent, self.unsent = self.unsent, []
         if self.is_asleep or self.is_held:
             return StepOutputs(unsent, self.stats())
@@ -162,6 +173,8 @@ class Engine:
         step, result = self.pipeline.wait()
         deltas = self.scheduler.apply(step, result)
         deltas += unsent
+        if self.live is not None:
+            self._show(step)
         return StepOutputs(deltas, self.stats(step.plan.total_tokens))
 
     def refuse(self, request_id: str, choice_idx: int = 0, error: str = "") -> None:
@@ -209,6 +222,31 @@ class Engine:
         for choice_idx in choices:
             self.scheduler.abort(message.request_id, choice_idx)
 
+    def _watch(self, is_on: bool) -> None:
+        if is_on and self.live is None:
+            self.live = importlib.import_module(LIVE).LiveView(self)
+        elif not is_on and self.live is not None:
+            self.live.close()
+            self.live = None
+
+    def _show(self, step: PlannedStep) -> None:
+        """Whatever goes wrong with what is shown, requests go on."""
+        try:
+            if self.live is not None:
+                self.live.saw(step)
+        except Exception:
+            log.exception("what the engine does cannot be shown")
+            self._watch(False)
+
+    def live_update(self) -> bytes | None:
+        """What those who watch are shown next, if it is time for it."""
+        try:
+            return self.live.due_update() if self.live is not None else None
+        except Exception:
+            log.exception("what the engine does cannot be shown")
+            self._watch(False)
+            return None
+
     def _problem(self) -> str:
         """What is wrong with the KV cache's bookkeeping; empty if nothing is."""
         try:
@@ -237,7 +275,9 @@ class Engine:
 
     def _finish_steps(self) -> None:
         while self.pipeline.steps:
-            self.unsent += self.scheduler.apply(*self.pipeline.wait())
+            step, result = self.pipeline.wait()
+            self.unsent += self.scheduler.apply(step, result)
+            self._show(step)
 
     def _wake_up(self) -> None:
         if self.is_asleep:

@@ -5,14 +5,14 @@ Used by the engine's loop. Knows the order of steps, not their contents: those a
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from quire.core.request import Request, Status
 from quire.errors import EngineError
-from quire.executor.base import Executor, PendingStep
-from quire.step import NOTHING, StepPlan, StepResult
+from quire.executor.base import PendingStep
+from quire.step import NOTHING, Masks, StepPlan, StepResult
 from quire.utils.flight import FlightRecorder, NoRecorder
 
 if TYPE_CHECKING:  # these import grammar engines, which are large
@@ -47,8 +47,18 @@ class PlannedStep:
     ahead: "Ahead | None" = None  # masks that threads began to fill before the second launch
 
 
+class Launcher(Protocol):
+    """What is needed of an executor here."""
+
+    def forward(self, plan: StepPlan) -> None: ...
+
+    def sample(self, plan: StepPlan, masks: Masks | None = None) -> PendingStep: ...
+
+    def launch(self, plan: StepPlan) -> PendingStep: ...
+
+
 class Pipeline:
-    def __init__(self, executor: Executor, depth: int, recorder: NoRecorder | FlightRecorder = NoRecorder()) -> None:
+    def __init__(self, executor: Launcher, depth: int, recorder: NoRecorder | FlightRecorder = NoRecorder()) -> None:
         self.executor = executor
         self.depth = depth
         self.recorder = recorder  # written before a step is launched, so that a crash can be traced to its requests

@@ -17,7 +17,18 @@ import zmq
 
 from quire.core.engine import Engine, executor_module
 from quire.errors import QuireError, WorkerDied
-from quire.messages import AddRequest, Answer, CoreSetup, EngineStats, Failed, FromCore, Ready, StepOutputs, ToCore
+from quire.messages import (
+    AddRequest,
+    Answer,
+    CoreSetup,
+    EngineStats,
+    Failed,
+    FromCore,
+    LiveUpdate,
+    Ready,
+    StepOutputs,
+    ToCore,
+)
 from quire.utils import child
 from quire.utils.flight import FlightRecorder
 
@@ -58,7 +69,7 @@ class CoreProcess:
 
     def _serve(self) -> NoReturn:
         while True:
-            self._read(0 if self.engine.has_work else HEARTBEAT_MS)
+            self._read(0 if self.engine.has_work else self._idle_ms())
             if not self.engine.has_work:
                 self.engine.executor.check()
             started = time.perf_counter()
@@ -66,6 +77,12 @@ class CoreProcess:
             if outputs.stats.step_tokens:
                 outputs.step_s = time.perf_counter() - started
             self._send(outputs)
+            if self.engine.live is not None and (update := self.engine.live_update()) is not None:
+                self._send(LiveUpdate(update))
+
+    def _idle_ms(self) -> int:
+        live = self.engine.live
+        return HEARTBEAT_MS if live is None else live.wait_ms(HEARTBEAT_MS)
 
     def _sleep(self) -> None:
         """Until the message that wakes it up comes, before which there are no others."""

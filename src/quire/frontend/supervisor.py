@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import time
 from asyncio.subprocess import Process
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -39,12 +40,14 @@ from quire.messages import (
     Failed,
     FromCore,
     Hold,
+    LiveUpdate,
     Question,
     Ready,
     Sleep,
     StepOutputs,
     Vocabulary,
     WakeUp,
+    Watch,
 )
 from quire.metrics.serving import ServingMetrics
 from quire.utils.loop_share import LoopShare
@@ -58,6 +61,7 @@ SLOW_STEPS = 3  # a core may be silent for this many of its longest recent steps
 STEP_DECAY = 0.99  # per step: how long a long step is remembered
 REFUSED_FOR_S = 600.0
 MAX_REFUSED = 1024
+MAX_RESTARTS = 16  # that are remembered for those who watch
 MAX_SOCKET_PATH = 90  # bytes; the system's limit is 107
 MAX_REQUEST_BYTES = 16 << 20  # of a request as it is sent to the core
 
@@ -87,6 +91,8 @@ class Supervisor:
         self.epoch = 0
         self.stats = EngineStats()
         self.num_restarts = 0
+        self.restarts: deque[tuple[float, Cause, bool]] = deque(maxlen=MAX_RESTARTS)  # when, why, whether it was ready
+        self._on_live: Callable[[bytes], None] | None = None  # gets what the core shows those who watch
         self.paused = False  # requests that the core has not seen wait
         self.held = False  # the others, too
         self.failure: QuireError | None = None  # why there is no core and will be none
@@ -110,6 +116,16 @@ class Supervisor:
     def _ready_core(self) -> CoreClient | None:
         """The core, if it takes requests now."""
         return self.core if self.core is not None and self.core.ready else None
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready_core is not None
+
+    @property
+    def num_convicted(self) -> int:
+        """Requests that are refused because they made a core fail."""
+        now = time.monotonic()
+        return sum(until > now for until in self.refused.values())
 
     async def start(self) -> None:
         """Returns when the first core takes requests; raises what kept it from that."""
@@ -162,6 +178,17 @@ class Supervisor:
         core.send(question)
         return await answer
 
+    def watch(self, on_live: Callable[[bytes], None] | None) -> None:
+        """`on_live` gets what this core and those after it show, several times a second; None: nobody watches."""
+        self._on_live = on_live
+        self._tell_watched()
+
+    def _tell_watched(self) -> None:
+        """A core that loads nothing before it is woken up takes any message for that: it is told afterwards."""
+        core = self._ready_core
+        if core is not None and self.state != "asleep":
+            core.send(Watch(self._on_live is not None))
+
     async def sleep(self, question: Sleep, mode: Mode) -> None:
         """Has the core give the device's memory back; does nothing if it has already.
 
@@ -203,6 +230,7 @@ class Supervisor:
         finally:
             self.is_loading = False
         self._unsent.set()  # requests that were kept
+        self._tell_watched()
         if problem:
             raise EngineError(f"the engine is {before}: {problem}")
 
@@ -343,12 +371,17 @@ class Supervisor:
                 core.ready = True
                 self._first_core.set()
                 self._unsent.set()
+                if self._on_live is not None:
+                    self._tell_watched()
             case Failed():
                 kind = getattr(errors, message.kind, EngineError)
                 self.failure = kind(message.message) if not self._first_core.is_set() else None
                 log.error("the engine could not start: %s", message.message)
             case Answer():
                 self._answer(message.problem)
+            case LiveUpdate():
+                if self._on_live is not None:
+                    self._on_live(message.body)
 
     def _answer(self, problem: str) -> None:
         answer = self._asked.pop(0)
@@ -481,6 +514,7 @@ class Supervisor:
             return
         log.warning("the engine %s; %d requests go on in a new one", cause.value, len(self.live))
         self.num_restarts += 1
+        self.restarts.append((time.monotonic(), cause, was_ready))
         self.metrics.restarted(cause.name.lower())
         guilty = self.blame.died(cause, in_flight, self.live)
         if guilty is not None:

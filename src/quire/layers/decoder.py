@@ -17,7 +17,7 @@ from quire.layers.base import Layer, StepContext
 from quire.layers.config import DecoderConfig
 from quire.layers.embedding import Embedding
 from quire.layers.linear import LMHead
-from quire.layers.weights import RawTensor
+from quire.layers.weights import CheckpointTensor
 from quire.ops.rounding.reference import FLOAT8
 
 MakeNorm = Callable[[], nn.Module]
@@ -224,7 +224,7 @@ class CausalLM(Layer):
             logits_RV = self.logit_softcap * torch.tanh(logits_RV / self.logit_softcap)
         return logits_RV
 
-    def translate(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, RawTensor]]:
+    def translate(self, name: str, tensor: CheckpointTensor) -> Iterator[tuple[str, CheckpointTensor]]:
         """A checkpoint's tensor by its name here, with its rows in our order; a family may split it into several."""
         for theirs, ours in self.renames:
             name = name.replace(theirs, ours)
@@ -238,7 +238,7 @@ class CausalLM(Layer):
         elif not is_unused:
             yield name, tensor
 
-    def _take_cache_scale(self, name: str, tensor: RawTensor) -> None:
+    def _take_cache_scale(self, name: str, tensor: CheckpointTensor) -> None:
         """The scale that a checkpoint has for all cached keys, or values, of a layer: used if the cache is float8."""
         found = re.fullmatch(r"(.+)\.self_attn\.(?:[kv]_proj\.)?([kv])_scale", name)
         if not found or self.runtime.cache_dtype != FLOAT8:
@@ -246,7 +246,7 @@ class CausalLM(Layer):
         attention = dict(self.named_modules()).get(f"{found[1]}.self_attn.attn")
         if not isinstance(attention, Attention):
             return
-        values = tensor.dense(torch.float32).flatten()
+        values = tensor.read().dense(torch.float32).flatten()
         if len(values) != 1 or not 0 < values.item() < math.inf:
             raise BadModelFileError(f"{name} must be one positive number: the scale of a layer's KV cache")
         attention.own_scales["keys" if found[2] == "k" else "values"] = values.item()

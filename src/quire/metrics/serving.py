@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from quire.messages import EngineStats
 from quire.metrics.histogram import Histogram
+from quire.metrics.latencies import Latencies
 from quire.outputs import RequestMetrics
 from quire.params import SamplingParams
 
@@ -126,6 +127,7 @@ class ServingMetrics:
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.labelled = {name: dict.fromkeys(values, 0) for name, values in KNOWN_VALUES.items()}
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+        self.latencies: Latencies | None = None  # of the last minute, while somebody watches
         self._core = EngineStats()  # as last reported by the core, whose counts start at zero with every restart
         self._num_first_tokens = 0  # since the last step: these are no time between two tokens
 
@@ -137,6 +139,8 @@ class ServingMetrics:
         self.counters["prompt_tokens"] += len(request.prompt_token_ids)
         self.counters["prompt_tokens_cached"] += times.num_cached_tokens
         histograms["time_to_first_token_seconds"].observe(times.first_token_latency)
+        if self.latencies is not None:
+            self.latencies.first_token.add(times.first_token_latency)
         histograms["request_queue_time_seconds"].observe(times.scheduled_ts - times.queued_ts)
         histograms["request_prefill_time_seconds"].observe(max(0.0, times.first_token_ts - times.scheduled_ts))
 
@@ -189,6 +193,8 @@ class ServingMetrics:
             histograms["request_params_max_tokens"].observe(request.params.max_tokens)
         if times.finished_ts:
             histograms["e2e_request_latency_seconds"].observe(times.finished_ts - times.queued_ts)
+            if self.latencies is not None and reason is None:
+                self.latencies.request.add(times.finished_ts - times.queued_ts)
         if times.first_token_ts:
             decode_s = times.last_token_ts - times.first_token_ts
             longest = max(num_tokens)
@@ -196,6 +202,8 @@ class ServingMetrics:
             histograms["request_inference_time_seconds"].observe(times.last_token_ts - times.scheduled_ts)
             if longest > 1:
                 histograms["request_time_per_output_token_seconds"].observe(decode_s / (longest - 1))
+                if self.latencies is not None:
+                    self.latencies.token.add(decode_s / (longest - 1))
 
     def http_request(self, method: str, handler: str, status: int) -> None:
         """A call was answered. `handler`: its path as the table of endpoints has it, of which there are few."""

@@ -22,7 +22,7 @@ from quire.layers.attention import Attention
 from quire.layers.base import Layer, Runtime, StepContext, join
 from quire.layers.linear import Linear, LMHead
 from quire.layers.rope import Rope
-from quire.layers.weights import RawTensor, Weight
+from quire.layers.weights import CheckpointTensor, Weight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -137,7 +137,7 @@ class TransformersModel(Layer):
         self.computed_hidden = hidden_RX[None]
         return self.hf(inputs_embeds=self.computed_hidden, use_cache=False).logits[0]
 
-    def translate(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, RawTensor]]:
+    def translate(self, name: str, tensor: CheckpointTensor) -> Iterator[tuple[str, CheckpointTensor]]:
         """Names are transformers'; in checkpoints of the bare decoder they lack its prefix."""
         if any(re.search(pattern, name) for pattern in self.hf._keys_to_ignore_on_load_unexpected or ()):
             return

@@ -2,7 +2,7 @@
 the choice of experts."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import nn
@@ -12,7 +12,7 @@ from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE, Routing
 from quire.layers.self_attention import SelfAttention
-from quire.layers.weights import RawTensor
+from quire.layers.weights import CheckpointTensor
 
 ARCHITECTURES = ("Ernie4_5_MoeForCausalLM",)
 
@@ -77,12 +77,12 @@ class Ernie45Moe(CausalLM):
         layers = [PreNormLayer(attention(), feed_forward(i), config.norm) for i in range(config.num_hidden_layers)]
         super().__init__(config, layers, config.norm(), head_bias=bias)
 
-    def translate(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, RawTensor]]:
+    def translate(self, name: str, tensor: CheckpointTensor) -> Iterator[tuple[str, CheckpointTensor]]:
         """Checkpoints hold the correction bias as a matrix of one row, and layers for further tokens, unused here."""
         if name.startswith("model.mtp_"):
             return
-        if name.endswith(CORRECTION_BIAS) and len(tensor.shape) == 2:
-            tensor = RawTensor(tensor.type_name, tensor.raw, tensor.shape[1:])
+        if name.endswith(CORRECTION_BIAS) and tensor.shape[:-1] == (1,):
+            tensor = replace(tensor, units=tensor.units[0])
         yield from super().translate(name, tensor)
 
 

@@ -13,7 +13,7 @@ from quire.layers.decoder import CausalLM, ParallelLayer, PreNormLayer
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
 from quire.layers.self_attention import SelfAttention
-from quire.layers.weights import RawTensor, order_q_k_v
+from quire.layers.weights import CheckpointTensor, order_q_k_v
 
 ARCHITECTURES = ("FalconForCausalLM",)
 
@@ -82,7 +82,7 @@ class Falcon(CausalLM):
         ]
         super().__init__(config, layers, norm())
 
-    def translate(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, RawTensor]]:
+    def translate(self, name: str, tensor: CheckpointTensor) -> Iterator[tuple[str, CheckpointTensor]]:
         if ".query_key_value." in name:
             config = self.config
             tensor = order_q_k_v(name, tensor, config.num_attention_heads, config.num_kv_heads, config.head_size)

@@ -9,7 +9,7 @@ from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, SandwichLayer
 from quire.layers.mlp import GatedMLP
 from quire.layers.self_attention import SelfAttention
-from quire.layers.weights import RawTensor, unit_offset
+from quire.layers.weights import CheckpointTensor, unit_offset
 
 ARCHITECTURES = ("Gemma3ForCausalLM",)
 
@@ -61,7 +61,7 @@ class Gemma3(CausalLM):
             logit_softcap=config.final_logit_softcapping,
         )
 
-    def translate(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, RawTensor]]:
+    def translate(self, name: str, tensor: CheckpointTensor) -> Iterator[tuple[str, CheckpointTensor]]:
         yield from super().translate(name, unit_offset(tensor) if name.endswith("norm.weight") else tensor)
 
 

@@ -12,7 +12,7 @@ from quire.layers.embedding import Embedding
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
 from quire.layers.self_attention import SelfAttention
-from quire.layers.weights import RawTensor, transposed
+from quire.layers.weights import CheckpointTensor, transposed
 
 ARCHITECTURES = ("GPT2LMHeadModel",)
 
@@ -76,7 +76,7 @@ class GPT2(CausalLM):
         super().__init__(config, layers, norm())
         self.model.embed_positions = Embedding(config.max_position_embeddings, config.hidden_size, wide_ids=True)
 
-    def translate(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, RawTensor]]:
+    def translate(self, name: str, tensor: CheckpointTensor) -> Iterator[tuple[str, CheckpointTensor]]:
         if name.startswith(("h.", "wte.", "wpe.", "ln_f.")):
             name = f"transformer.{name}"  # the first checkpoints are of the decoder alone
         if name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):

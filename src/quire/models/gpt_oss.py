@@ -11,7 +11,7 @@ from quire.layers.config import DecoderConfig
 from quire.layers.decoder import CausalLM, PreNormLayer
 from quire.layers.moe import MoE, Routing
 from quire.layers.self_attention import SelfAttention
-from quire.layers.weights import RawTensor, transposed
+from quire.layers.weights import CheckpointTensor, pick, transposed
 
 ARCHITECTURES = ("GptOssForCausalLM",)
 
@@ -83,19 +83,18 @@ class GptOss(CausalLM):
         ]
         super().__init__(config, layers, config.norm())
 
-    def translate(self, name: str, tensor: RawTensor) -> Iterator[tuple[str, RawTensor]]:
+    def translate(self, name: str, tensor: CheckpointTensor) -> Iterator[tuple[str, CheckpointTensor]]:
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             tensor = transposed(tensor)
-        if ".experts.gate_up_proj" in name:
+        if ".experts.gate_up_proj" in name and len(tensor.shape) > 1:
             tensor = _gates_first(tensor)
         yield from super().translate(name, tensor)
 
 
-def _gates_first(tensor: RawTensor) -> RawTensor:
+def _gates_first(tensor: CheckpointTensor) -> CheckpointTensor:
     """Reorders the rows of each expert, packed or not: all of gate, then all of up."""
-    num_experts, num_rows, *_ = tensor.shape
-    raw = tensor.raw.view(num_experts, num_rows // 2, 2, -1).transpose(1, 2).flatten()
-    return RawTensor(tensor.type_name, raw, tensor.shape)
+    rows = range(tensor.shape[1])
+    return pick(tensor, [*rows[::2], *rows[1::2]], dim=1)
 
 
 MODEL = GptOss

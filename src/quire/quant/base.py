@@ -43,7 +43,10 @@ AXES: dict[int, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RawTensor:
-    """A tensor as a checkpoint holds it: `raw` is bytes, usually a view into the mapped file, never written to."""
+    """A tensor as a checkpoint holds it, or a rank's part of it.
+
+    `raw` is bytes, usually a view into the mapped file, never written to.
+    """
 
     type_name: str  # GGUF's names: F32, BF16, Q4_1, …
     raw: Tensor  # uint8
@@ -64,41 +67,11 @@ class RawTensor:
         """As the checkpoint holds them, not copied; a power of two (E8M0) as its exponent's byte."""
         return self.raw.view((PLAIN | CODES)[self.type_name]).view(self.shape)
 
-    def cut(self, pieces: Sequence[tuple[slice, ...]]) -> "RawTensor":
-        """Pieces of it (`Weight.pieces`), joined along the dimension in which they lie; not copied if they need not."""
-        dim = max(map(len, pieces)) - 1
-        if dim < 0:
-            return self
-        self.check_cut(pieces)
-        block, block_bytes = self._block
-        bytes_X = self.raw.view(*self.shape[:-1], -1)  # the last dimension in bytes
-        parts = []
-        for *before, piece in pieces:
-            if dim == len(self.shape) - 1:
-                piece = slice(piece.start // block * block_bytes, piece.stop // block * block_bytes)
-            parts.append(bytes_X[(*before, piece)])
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-        length = sum(piece[dim].stop - piece[dim].start for piece in pieces)
-        return RawTensor(self.type_name, joined.reshape(-1), (*self.shape[:dim], length, *self.shape[dim + 1 :]))
-
-    def check_cut(self, pieces: Sequence[tuple[slice, ...]]) -> None:
-        """Raises if pieces begin or end within a block of numbers that are packed together."""
-        block, _ = self._block
-        last = [piece[-1] for piece in pieces if len(piece) == len(self.shape)]
-        if any(piece.start % block or piece.stop % block for piece in last):
-            raise UnsupportedModelError(f"blocks of {block}")
-
-    @property
-    def _block(self) -> tuple[int, int]:
-        """How many numbers are packed together, and in how many bytes."""
-        return BLOCK[self.type_name] if self.type_name in BLOCK else (1, CODES[self.type_name].itemsize)
-
     def _dense(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if device.type == "cpu":
-            return dequantize(self.type_name, self.raw, self.shape, dtype)
         if self.type_name not in PLAIN:
             return dequantize(self.type_name, self.raw, self.shape, dtype).to(device)
-        return self.raw.to(device).view(PLAIN[self.type_name]).view(self.shape).to(dtype)
+        values = self.raw.to(device).view(PLAIN[self.type_name]).view(self.shape)
+        return values.to(dtype, copy=device.type == "cpu")
 
 
 # ---- what a layer wants of a checkpoint, and how it is divided over ranks --------------------------------------------

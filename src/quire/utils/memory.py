@@ -1,11 +1,19 @@
-"""How much memory this process may still take, container limits included."""
+"""How much memory this process may still take, container limits included, and giving back what it no longer needs."""
 
+import ctypes
 from pathlib import Path
 
 
 def available_bytes() -> int:
     """MemAvailable, or less where a control group allows less."""
     return min([_meminfo("MemAvailable"), *_cgroup_room()])
+
+
+def give_back_freed() -> None:
+    """Returns freed memory to the system, also what glibc keeps because it lies between what is in use."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _meminfo(key: str) -> int:

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from quire.checkpoint.gguf import BLOCK
+from quire.layers.weights import CheckpointTensor
 from quire.ops.dequantize.gguf import dequantize
 from quire.quant._dummy import FLOAT8_MASK, STD, set_block_scales
-from quire.quant.base import CODES, PLAIN, Fill, RawTensor, Weight
+from quire.quant.base import CODES, PLAIN, Fill, Weight
 from quire.worker.load import declared_weights
 
 # How names of a router's biases end. They are zero: any other would send all tokens to the same experts.
 ROUTER_BIASES = (".gate.bias", ".router.bias", "correction_bias")
 
 
-def dummy_tensors(model: nn.Module, seed: int, device: torch.device) -> Iterator[tuple[str, RawTensor]]:
+def dummy_tensors(model: nn.Module, seed: int, device: torch.device) -> Iterator[tuple[str, CheckpointTensor]]:
     """A tensor depends on its name and the seed alone: ranks and stages draw the same, whatever part they keep."""
     generator = torch.Generator(device)
     for name, (weight, *_) in declared_weights(model).items():
@@ -29,18 +30,18 @@ def dummy_tensors(model: nn.Module, seed: int, device: torch.device) -> Iterator
             yield name, _drawn(weight, generator.manual_seed(int.from_bytes(digest[:7], "little")))
 
 
-def _drawn(weight: Weight, generator: torch.Generator) -> RawTensor:
+def _drawn(weight: Weight, generator: torch.Generator) -> CheckpointTensor:
     if weight.fill is not None:
         return _filled(weight, weight.fill, generator.device)
     type_name = "BF16" if "BF16" in weight.types else next(iter(weight.types))
     if type_name in PLAIN:
         return _raw(type_name, _normal(weight, generator).to(PLAIN[type_name]))
     if type_name in BLOCK:
-        return RawTensor(type_name, _random_blocks(weight.shape, type_name, generator), weight.shape)
+        return CheckpointTensor.of(type_name, _random_blocks(weight.shape, type_name, generator), weight.shape)
     return _raw(type_name, _random_codes(weight.shape, type_name, generator))
 
 
-def _filled(weight: Weight, fill: Fill, device: torch.device) -> RawTensor:
+def _filled(weight: Weight, fill: Fill, device: torch.device) -> CheckpointTensor:
     (type_name, *_) = weight.types
     dtype = (PLAIN | CODES)[type_name]
     if not callable(fill):
@@ -81,5 +82,5 @@ def _random_blocks(shape: tuple[int, ...], type_name: str, generator: torch.Gene
     return blocks.flatten()
 
 
-def _raw(type_name: str, values: Tensor) -> RawTensor:
-    return RawTensor(type_name, values.flatten().view(torch.uint8), tuple(values.shape))
+def _raw(type_name: str, values: Tensor) -> CheckpointTensor:
+    return CheckpointTensor.of(type_name, values.flatten().view(torch.uint8), tuple(values.shape))

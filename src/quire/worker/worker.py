@@ -21,6 +21,7 @@ from quire.kv.specs import CacheSpec, KVLayout
 from quire.layers.attention.base import Limits
 from quire.layers.decoder import CausalLM
 from quire.layers.linear import LMHead
+from quire.ops.transfer import Upload
 from quire.sampling.custom import load as load_processors
 from quire.spec import draft_model, synthetic
 from quire.spec.base import NoDrafter
@@ -36,7 +37,6 @@ from quire.worker.load import (
     layers,
     load_weights,
     translated,
-    uploaded,
 )
 from quire.worker.runner import Runner
 
@@ -75,7 +75,7 @@ class Worker:
         self.device = torch.device(config.device.device)
         torch.set_num_threads(resolved(config.device.num_threads))
         self.module = device_module(config)
-        self.module.open(self.device)
+        self.module.open(self.device, ranks.device_idx)
         self.is_rehearsed = self.device.type == "cpu"  # a GPU must run the largest step once before it serves
         self.away: HostCopies | None = None  # weights, while the device's memory is not ours
         self._load_models()
@@ -114,16 +114,17 @@ class Worker:
     def _load(self, config: EngineConfig, files: ModelFiles, hf_config: dict[str, Any]) -> Model:
         model = build(config, hf_config, ranks=self.ranks)
         elsewhere = self._take_stage(model)
+        upload = None
         if config.model.load_format == "dummy":
             tensors = dummy_tensors(model, config.model.seed, self.device)
         else:
             tensors = checkpoint_tensors(files, hf_config)
-            if self.device.type == "cuda":
-                tensors = uploaded(tensors, self.device)
             if files.kind == "hf":  # GGUF files are read with the model's own names
                 tensors = translated(model, tensors)
+            if self.device.type == "cuda":
+                upload = Upload(self.device)
         with self.module.capacity("loading the weights"):
-            self.bytes_read = load_weights(model, tensors, self.ranks.group, elsewhere)
+            self.bytes_read = load_weights(model, tensors, self.ranks.group, elsewhere, upload)
         return model
 
     def _take_stage(self, model: Model) -> set[str]:

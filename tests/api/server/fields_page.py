@@ -17,7 +17,12 @@ from quire.api.server.fields import RequestBody, SamplingFields
 
 PAGE = Path(__file__).parents[3] / "docs" / "api.md"
 START, END = "<!-- written by tests/api/server/fields_page.py: from here -->", "<!-- to here -->"
-KEYS = {"open": "none", "user": "a user's", "admin": "the operator's"}
+KEYS = {
+    "open": "none",
+    "user": "a user's",
+    "admin": "the operator's",
+    "watch": "the operator's, where there are keys",
+}
 HUGE = 2**53  # larger bounds are only those of the machine
 
 

@@ -394,6 +394,48 @@ PREFLIGHT = [
 ]
 
 
+LOCAL_NAMES = (
+    "localhost LocalHost:8000 127.0.0.1 127.0.0.1:8000 10.1.2.3 [::1] [::1]:8000 [FE80::1]:1 0.0.0.0:80".split()
+)
+FOREIGN_NAMES = """
+evil.example evil.example:8000 localhost.evil.example 127.0.0.1.evil.example a.localhost localhost@evil.example
+evil.example:localhost [::1].evil.example [evil.example] localhost:8000.evil.example 127.0.0.1:80:80 xn--localhost-
+""".split()
+
+
+@pytest.mark.parametrize("host", LOCAL_NAMES)
+def test_a_server_on_this_machine_is_called_by_its_own_names(host):
+    assert call("GET", "/live", [("host", host)]).status == 200
+    assert call("GET", "/live").status == 200  # before HTTP/1.1 nobody sent a name, and browsers always do
+
+
+@pytest.mark.parametrize("host", FOREIGN_NAMES)
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/live"), ("POST", "/echo"), ("GET", "/none"), ("OPTIONS", "/echo")]
+)
+def test_a_foreign_name_that_was_led_here_is_refused_on_every_path(host, method, path):
+    asks = [("origin", "https://a.example"), ("access-control-request-method", "POST")] if method == "OPTIONS" else []
+    options = {"allowed_origins": ["https://a.example"], "api_key": ["k"]}
+    reply = call(method, path, [("host", host), *asks], **options)
+    assert reply.status == 403 and "--allowed-hosts" in reply.error["message"] and host not in reply.error["message"]
+
+
+def test_names_that_the_operator_allows_are_answered_with_any_port_and_case():
+    options = {"allowed_hosts": ["llm.example.org", "other"]}
+    for host in ("llm.example.org", "LLM.Example.org:443", "other:80", "localhost"):
+        assert call("GET", "/live", [("host", host)], **options).status == 200
+    for host in ("example.org", "x.llm.example.org", "llm.example.org.evil.example"):
+        assert call("GET", "/live", [("host", host)], **options).status == 403
+    assert call("GET", "/live", [("host", "evil.example")], allowed_hosts=["*"]).status == 200
+
+
+def test_where_other_machines_may_call_any_name_will_do():
+    for options in ({"host": "0.0.0.0"}, {"host": "192.168.1.7"}, {"uds": "/tmp/quire.sock"}):
+        assert call("GET", "/live", [("host", "llm.example.org")], **options).status == 200
+    for host in ("localhost", "127.0.0.9", "::1"):
+        assert call("GET", "/live", [("host", "llm.example.org")], host=host).status == 403
+
+
 def test_cors_is_off_until_asked_for():
     for reply in (call("OPTIONS", "/echo", PREFLIGHT), post(headers=[JSON, ("origin", "https://a.example")])):
         assert not any(name.startswith("access-control") for name in reply.headers)

@@ -14,12 +14,13 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from quire import __version__
-from quire.api.server import chat, completions, invocations, models, openapi, operate, render, status, tokens
+from quire.api.server import chat, completions, invocations, live, models, openapi, operate, render, status, tokens, ui
 from quire.api.server.anthropic import messages as anthropic
 from quire.api.server.anthropic.errors import AnthropicError
 from quire.api.server.calls import Answer, Call, Receive, Scope, Send, Service, read_body
 from quire.api.server.errors import ErrorBody, ErrorForm, no_such_path, problem, wrong_method
 from quire.api.server.fields import RequestBody
+from quire.api.server.live import LiveStream
 from quire.api.server.logs import CallRecord
 from quire.api.server.ollama import generate as ollama
 from quire.api.server.ollama import models as ollama_models
@@ -29,13 +30,14 @@ from quire.frontend.async_llm import AsyncLLM
 
 MAX_QUERY_FIELDS = 64
 
-Policy = Literal["open", "user", "admin"]  # no key, a key, an operator's key
+# No key, a key, an operator's key; "watch": an operator's where there are keys at all.
+Policy = Literal["open", "user", "admin", "watch"]
 
 
 class Endpoint(NamedTuple):
     method: str
     path: str  # may end with {argument}, which stands for the rest of the path
-    handler: Callable[[Call], Awaitable[Answer | EventStream]]
+    handler: Callable[[Call], Awaitable[Answer | EventStream | LiveStream]]
     policy: Policy
     summary: str
     body: type[RequestBody] | None = None
@@ -44,9 +46,12 @@ class Endpoint(NamedTuple):
     stream_type: str = "text/event-stream"
     query: type[msgspec.Struct] | None = None  # what its query string may say
     errors: type[ErrorForm] = ErrorBody  # how its protocol writes errors
+    is_page: bool = False  # part of the page that --no-ui turns off
 
 
 ENDPOINTS = [
+    Endpoint("GET", "/", ui.start_page, "open", "The page for people", None, "text/html", is_page=True),
+    Endpoint("GET", "/ui/{name}", ui.page_file, "open", "A file of that page", None, "text/javascript", is_page=True),
     Endpoint("GET", "/live", status.live, "open", "The process is up", None, status.Alive),
     Endpoint("GET", "/ready", status.ready, "open", "The engine makes progress", None, status.Alive),
     Endpoint("GET", "/health", status.ready, "open", "The engine makes progress", None, status.Alive),
@@ -199,6 +204,14 @@ ENDPOINTS = [
         body=invocations.Invocation,
         streams=True,
     ),
+    Endpoint(
+        "GET",
+        "/v1/engine/live",
+        live.live_engine,
+        "watch",
+        "What the engine does, as server-sent events",
+        answer="text/event-stream",
+    ),
     Endpoint("GET", "/server_info", operate.server_info, "admin", "Options in effect", None, operate.ServerInfo),
     Endpoint(
         "POST",
@@ -271,6 +284,10 @@ def _pick(methods: dict[str, Endpoint], method: str) -> Endpoint | None:
     return methods.get("GET" if method == "HEAD" else method)
 
 
+def _is_page(methods: dict[str, Endpoint]) -> bool:
+    return any(endpoint.is_page for endpoint in methods.values())
+
+
 def policy_of(method: str, path: str) -> Policy | None:
     """Who may call; None where there is no such endpoint. The guard then asks for a key all the same, so that nobody
     learns without one which paths exist."""
@@ -293,22 +310,32 @@ def template_of(path: str) -> str:
     return next((endpoint.path for endpoint in methods.values()), "none")
 
 
-def build_app(llm: AsyncLLM, served_names: Sequence[str]) -> "App":
-    """The application. `served_names`: what requests may call the model; the first is used where they name none."""
+def build_app(llm: AsyncLLM, served_names: Sequence[str], has_page: bool = True) -> "App":
+    """The application. `served_names`: what requests may call the model; the first is used where they name none.
+
+    `has_page`: whether it serves the page for people."""
     names = list(served_names)
     model_hash = hashlib.sha256(llm.model.config.model.model.encode()).hexdigest()[:8]
-    return App(Service(llm, names, openapi.build(ENDPOINTS), f"quire-{__version__}-{model_hash}"))
+    shown = [endpoint for endpoint in ENDPOINTS if has_page or not endpoint.is_page]
+    return App(Service(llm, names, openapi.build(shown), f"quire-{__version__}-{model_hash}"), has_page)
 
 
 class App:
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, has_page: bool = True) -> None:
         self.service = service
+        self.has_page = has_page
+
+    def policy_of(self, method: str, path: str) -> Policy | None:
+        """As the function of this name; without a page its paths are none."""
+        return policy_of(method, path) if self.has_page or not _is_page(find(path)[0]) else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await _live(receive, send)
         elif scope["type"] == "http":
             methods, argument = find(scope["path"])
+            if not self.has_page and _is_page(methods):
+                methods = {}
             endpoint = _pick(methods, scope["method"])
             if endpoint is not None:
                 await self._answer(endpoint, argument, scope, receive, send)
@@ -324,8 +351,8 @@ class App:
             return  # the client left
         record = _record(scope)
         query = _query(scope) if endpoint.query is not None else {}
-        call = Call(self.service, record, receive, body, argument, query, endpoint.errors)
-        answer: Answer | EventStream
+        call = Call(self.service, record, receive, body, argument, query, scope.get("headers", ()), endpoint.errors)
+        answer: Answer | EventStream | LiveStream
         try:
             answer = await endpoint.handler(call)
         except Exception as error:

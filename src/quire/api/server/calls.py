@@ -4,6 +4,7 @@ Used by every handler. Knows ASGI and AsyncLLM, no protocol and no endpoint.
 """
 
 import asyncio
+import functools
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import msgspec
 
 from quire.api.server.errors import ErrorBody, ErrorForm, Problem, UnknownModelError
+from quire.api.server.live_feed import LiveFeed
 from quire.api.server.logs import CallRecord
 from quire.frontend.async_llm import AsyncLLM, Stream
 
@@ -36,6 +38,11 @@ class Service:
     fingerprint: str = ""  # of the model as it runs here
     started_s: int = field(default_factory=lambda: int(time.time()))
 
+    @functools.cached_property
+    def live(self) -> LiveFeed:
+        """What those who watch the engine are shown."""
+        return LiveFeed(self.llm, self.names[0], self.started_s)
+
     def model_name(self, asked: str | None) -> str:
         if asked is None:
             return self.names[0]
@@ -54,6 +61,7 @@ class Call:
     body: bytes = b""
     argument: str = ""  # what `{…}` in the endpoint's path stood for
     query: dict[str, str] = field(default_factory=dict)
+    headers: Sequence[tuple[bytes, bytes]] = ()
     errors: type[ErrorForm] = ErrorBody  # how its endpoint writes errors
     own_id: str | None = None  # the id that the body asks for
     created_s: int = field(default_factory=lambda: int(time.time()))

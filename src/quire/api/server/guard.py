@@ -38,6 +38,10 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _ONCE = frozenset(b"authorization content-length content-type host transfer-encoding x-api-key x-request-id".split())
 
 
+# What a browser that was not led here by a foreign name says in Host, with or without a port.
+_LOCAL_HOST = re.compile(rb"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]*)?", re.IGNORECASE)
+
+
 class ClientGone(Exception):
     """The client disconnected while sending."""
 
@@ -70,6 +74,7 @@ class Guard:
         self.root_path = config.root_path.rstrip("/")
         self.keys = Keys(config)
         self.cors = Cors(config.allowed_origins)
+        self.hosts = Hosts(config)
         self.held = HeldBytes(config.max_held_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -134,6 +139,7 @@ class Guard:
     ) -> None:
         """Checks the call, and passes it on to its endpoint with all of its body."""
         check_head(scope["headers"])
+        self.hosts.check(headers)
         if self.cors.is_preflight(scope, headers):
             await self.cors.preflight(headers, reply)
             return
@@ -284,6 +290,24 @@ class Share:
         if not held.by_address[self.address]:
             del held.by_address[self.address]
         self.num_bytes = 0
+
+
+class Hosts:
+    """Refuses calls by foreign names to a server that only this machine reaches: a page of another site, whose name an
+    attacker has led to 127.0.0.1 (DNS rebinding), could else read answers in a visitor's browser."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.is_checked = config.is_local and "*" not in config.allowed_hosts
+        self.names = {host.lower().encode() for host in config.allowed_hosts}
+
+    def check(self, headers: dict[bytes, bytes]) -> None:
+        if not self.is_checked:
+            return
+        host = headers.get(b"host")  # every browser sends it
+        if not host or _LOCAL_HOST.fullmatch(host) or host.partition(b":")[0].lower() in self.names:
+            return
+        text = "this server is not known by the name in the Host header: start it with --allowed-hosts NAME to allow it"
+        raise Refused(403, "host_not_allowed", text, "permission_error", hint="--allowed-hosts")
 
 
 class Cors:

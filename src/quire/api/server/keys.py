@@ -20,7 +20,8 @@ from quire.api.server.watched import WatchedFiles
 from quire.config.server import ServerConfig, check_key
 from quire.errors import ConfigError
 
-Policy = Literal["open", "user", "admin"]  # no key, a key, an operator's key
+# No key, a key, an operator's key; "watch": an operator's where there are keys at all.
+Policy = Literal["open", "user", "admin", "watch"]
 
 MAX_KEY_FILE_BYTES = 1 << 20
 MAX_LIMIT = 10**12
@@ -63,7 +64,7 @@ class Keys:
 
     def check(self, policy: Policy | None, headers: dict[bytes, bytes]) -> Caller:
         """Whose key it is. Refused: it is missing or wrong."""
-        is_admin = policy == "admin"
+        is_admin = policy == "admin" or (policy == "watch" and bool(self.users or self.admins))
         needs_key = is_admin or bool(self.users)
         if policy == "open" or not needs_key:
             return NOBODY

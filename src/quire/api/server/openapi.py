@@ -23,7 +23,7 @@ REF = "#/components/schemas/{name}"
 ERRORS = {
     "400": "The request is wrong; the message says how",
     "401": "A key is missing or wrong",
-    "403": "This path is for operators, and the server has no operator's key",
+    "403": "This path is for operators, and the server has no operator's key; or it is called by a foreign name",
     "404": "There is no such path or model",
     "408": "The request's own time limit passed",
     "413": "The body is too large",

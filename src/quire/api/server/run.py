@@ -17,7 +17,7 @@ import uvicorn
 import uvloop
 
 from quire.api.server import logs
-from quire.api.server.app import TRACED, build_app, errors_of, only_metrics, policy_of, template_of
+from quire.api.server.app import TRACED, build_app, errors_of, only_metrics, template_of
 from quire.api.server.connection import Connections
 from quire.api.server.guard import App, Guard
 from quire.api.server.keys import Keys, Policy, with_environment
@@ -66,11 +66,13 @@ def serve(engine: EngineConfig, serving: ServingConfig, server: ServerConfig) ->
         async def main() -> int:
             llm = await AsyncLLM.open(engine, serving)
             llm.metrics.model_name, llm.metrics.prefix = names[0], server.metrics_prefix
-            app = build_app(llm, names)
+            app = build_app(llm, names, server.ui)
             web = Web(tracer)
-            web.add(app, policy_of, server, sock, llm.metrics)
+            web.add(app, app.policy_of, server, sock, llm.metrics)
             if metrics_sock is not None:
-                plain = ServerConfig(access_log=server.access_log)  # neither keys nor TLS
+                plain = ServerConfig(  # neither keys nor TLS
+                    host=server.metrics_host, allowed_hosts=server.allowed_hosts, access_log=server.access_log
+                )
                 web.add(only_metrics(app), lambda method, path: "open", plain, metrics_sock, llm.metrics)
             return await live(llm, web, announce)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.packed_linear import cpu as linear
-from quire.quant.base import Method, Part, RawTensor, runs_of
+from quire.quant.base import PLAIN, Method, Part, RawTensor, runs_of
 
 
 class Packed(Method):
@@ -21,7 +21,8 @@ class Packed(Method):
         self.wide_bias: Tensor | None = None  # in float32, as the kernels want it
 
     def load_part(self, part_idx: int, tensor: RawTensor) -> None:
-        values = tensor.dense(self.dtype)
+        is_copied = PLAIN.get(tensor.type_name) != self.dtype  # else it is packed as it lies in the file
+        values = tensor.dense(self.dtype) if is_copied else tensor.values()
         self.put(part_idx, linear.pack_dense(values.view(-1, values.shape[-1])))
 
     def put(self, part_idx: int, packed: linear.PackedWeight) -> None:
