@@ -21,7 +21,7 @@ class ServerProcess:
     Leaving the block kills what still runs.
     """
 
-    def __init__(self, *flags: str, wait: bool = True) -> None:
+    def __init__(self, *flags: str, wait: bool = True, environment: dict[str, str] = {}) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = tempfile.TemporaryFile("w+")
@@ -29,7 +29,7 @@ class ServerProcess:
         self._folder = tempfile.TemporaryDirectory(prefix="q-")
         self.folder = Path(self._folder.name)  # its TMPDIR
         # Tests under -O are about servers under -O.
-        env = {**os.environ, "PYTHONOPTIMIZE": str(sys.flags.optimize or ""), "TMPDIR": str(self.folder)}
+        env = {**os.environ, "PYTHONOPTIMIZE": str(sys.flags.optimize or ""), "TMPDIR": str(self.folder), **environment}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True, cwd=ROOT, env=env)
         self.client = httpx.Client(base_url=self.url, timeout=120)
         if wait:

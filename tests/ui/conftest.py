@@ -20,6 +20,7 @@ from selenium.webdriver.common.keys import Keys
 from tests.serving import ServerProcess
 from tests.ui import stub as stub_server
 from tests.ui.stub import Stub
+from tests.wheel import build, install
 
 NO_BROWSER = "they need a browser: apt-get install chromium chromium-driver"
 WAIT_S = 20.0
@@ -248,9 +249,17 @@ def page(browser, stub_url, stub) -> Page:
 
 
 @pytest.fixture(scope="session")
-def server(smollm2) -> Iterator[ServerProcess]:
+def installed(tmp_path_factory) -> dict[str, str]:
+    """The environment in which the package is the one of a wheel, with the page's files that are in it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    install(build(folder), folder / "site")
+    return {"PYTHONPATH": str(folder / "site")}
+
+
+@pytest.fixture(scope="session")
+def server(smollm2, installed) -> Iterator[ServerProcess]:
     flags = ["--max-model-len", "1024", "--kv-cache-memory-bytes", "256M", "--no-access-log"]
-    with ServerProcess("smollm2", *flags) as server:
+    with ServerProcess("smollm2", *flags, environment=installed) as server:
         yield server
 
 

@@ -1,5 +1,6 @@
 """The engine view in front of the real server, on SmolLM2 under load: what is shown is what it does."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -12,19 +13,20 @@ from tests.serving import ServerProcess
 from tests.ui.conftest import fresh
 from tests.ui.engine_page import EnginePage
 
+FEW_BLOCKS = ["--max-model-len", "512", "--num-gpu-blocks-override", "40", "--no-access-log"]
 PREFIX = "You are a patient librarian who knows every book. " * 20
 
 
-@pytest.fixture
-def load(server) -> Iterator[None]:
+@contextlib.contextmanager
+def asking(url: str, max_tokens: int = 40) -> Iterator[None]:
     """Four clients that ask on and on, with prompts that begin alike."""
     stop = threading.Event()
 
     def ask(number: int) -> None:
-        body = {"model": "smollm2", "max_tokens": 40, "ignore_eos": True, "prompt": f"{PREFIX}{number}"}
+        body = {"model": "smollm2", "max_tokens": max_tokens, "ignore_eos": True, "prompt": f"{PREFIX}{number}"}
         while not stop.is_set():
             try:
-                httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+                httpx.post(f"{url}/v1/completions", json=body, timeout=60)
             except httpx.HTTPError:
                 stop.wait(0.1)
 
@@ -35,6 +37,12 @@ def load(server) -> Iterator[None]:
     stop.set()
     for thread in threads:
         thread.join(60)
+
+
+@pytest.fixture
+def load(server) -> Iterator[None]:
+    with asking(server.url):
+        yield
 
 
 @pytest.fixture
@@ -71,3 +79,13 @@ def test_how_the_engine_was_set_up_is_told(engine):
     setup = engine.text(".setup")
     assert "Device\ncpu" in setup
     assert "Weights loaded in" in setup
+
+
+def test_preempted_requests_are_told(browser, smollm2):
+    with ServerProcess("smollm2", *FEW_BLOCKS) as small, asking(small.url, max_tokens=200):
+        fresh(browser, small.url)
+        engine = EnginePage(browser, small.url).enter()
+        engine.until(lambda: figure(engine, "Preemptions") > 0, "a preemption", 60)
+        preempted = engine.until(lambda: [row for row in engine.cells("tr.request") if row[6] != "0"], "its row", 60)
+        engine.toggle(preempted[0][0])
+        engine.until(lambda: "reempted" in engine.text(".timeline"), "its timeline", 60)
