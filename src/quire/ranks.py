@@ -122,6 +122,10 @@ class Blocks(msgspec.Struct, array_like=True, tag="blocks"):
     num_blocks: list[int]  # of each pool
 
 
+class Allocated(msgspec.Struct, array_like=True, tag="allocated"):
+    num_graphs: int  # that are recorded before the first step
+
+
 class Done(msgspec.Struct, array_like=True, tag="done"):
     pass
 
@@ -140,4 +144,4 @@ class Failure(msgspec.Struct, array_like=True, tag="failure"):
         return getattr(errors, self.kind, EngineError)(self.message)
 
 
-Reply = Facts | Blocks | Done | Stepped | Failure
+Reply = Facts | Blocks | Allocated | Done | Stepped | Failure

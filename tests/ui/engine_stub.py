@@ -31,6 +31,7 @@ STARTUP = {
     "pipeline_depth": 1,
     "load_s": 0.9,
     "allocate_s": 0.3,
+    "graphs": 1,
 }
 BLOCK = 16
 STEP_S = 0.04

@@ -78,7 +78,7 @@ def test_an_engine_that_was_killed_is_told(engine, load, server: ServerProcess):
 def test_how_the_engine_was_set_up_is_told(engine):
     setup = engine.text(".setup")
     assert "Device\ncpu" in setup
-    assert "Weights loaded in" in setup
+    assert "Weights loaded in" in setup and "Graphs recorded\n1" in setup
 
 
 def test_preempted_requests_are_told(browser, smollm2):

@@ -267,6 +267,7 @@ def test_startup_tells_device_kernels_and_times(frozen):
     text = frozen.part("Start-up")
     assert "Device\ncpu" in text and "Attention kernels\ncpu" in text
     assert "Weights loaded in\n900 ms" in text and "Memory, kernels, graphs in\n300 ms" in text
+    assert "Graphs recorded\n1" in text
 
 
 def test_restarts_and_suspects_are_told_in_words(frozen):

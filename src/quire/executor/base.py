@@ -39,6 +39,11 @@ class Executor(ABC):
         """How long the drafter takes to guess a token, in steps."""
         return 0.0
 
+    @property
+    def num_graphs(self) -> int:
+        """Recordings of steps, on a worker, that are replayed; known once it is allocated."""
+        return 0
+
     @abstractmethod
     def __init__(self, config: EngineConfig) -> None:
         """Loads the model; `config` is resolved."""

@@ -33,6 +33,10 @@ class InprocExecutor(Executor):
     def draft_cost(self) -> float:
         return self.worker.drafter.cost
 
+    @property
+    def num_graphs(self) -> int:
+        return self.worker.num_graphs
+
     def kv_specs(self) -> dict[str, CacheSpec]:
         return self.worker.kv_specs()
 

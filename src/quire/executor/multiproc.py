@@ -21,6 +21,7 @@ from quire.executor.base import Executor
 from quire.kv.specs import CacheSpec, KVLayout
 from quire.ranks import (
     Allocate,
+    Allocated,
     Blocks,
     Collect,
     Command,
@@ -46,7 +47,7 @@ log = logging.getLogger(__name__)
 
 PROCESS = "quire.worker.process"
 
-Kind = TypeVar("Kind", Facts, Blocks, Done)
+Kind = TypeVar("Kind", Facts, Blocks, Allocated, Done)
 
 
 def prepare(num_workers: int) -> None:
@@ -61,6 +62,7 @@ class MultiprocExecutor(Executor):
         self.is_done_at_once = config.device.device == "cpu"  # see `worker/process.py`
         self.encode = msgspec.msgpack.Encoder().encode
         self.decode = msgspec.msgpack.Decoder(Reply).decode
+        self._num_graphs = 0
         self.problem = ""  # why the workers cannot be used any more
         num_workers = config.parallel.num_workers
         self.replies: list[deque[Reply]] = [deque() for _ in range(num_workers)]  # to commands, by rank
@@ -109,8 +111,13 @@ class MultiprocExecutor(Executor):
             log.info("%s has memory for %s blocks", self._name(rank), " and ".join(map(str, count)))
         return [min(of_pool) for of_pool in zip(*counts)]
 
+    @property
+    def num_graphs(self) -> int:
+        return self._num_graphs
+
     def allocate(self, layout: KVLayout) -> None:
-        self._ask(Allocate(layout))
+        self._send(Allocate(layout))
+        self._num_graphs = max(reply.num_graphs for reply in self._replies(Allocated))
 
     def forward(self, plan: StepPlan) -> None:
         self._send(Forward(plan))

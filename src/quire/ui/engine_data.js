@@ -136,7 +136,7 @@ function readStartup(x) {
   const startup = object(x);
   const out = { loadS: real(startup.load_s), allocateS: real(startup.allocate_s) };
   for (const name of STARTUP) out[name] = word(startup[name], 32);
-  return { ...out, workers: count(startup.workers), depth: count(startup.pipeline_depth), kvTokens: count(startup.kv_tokens) };
+  return { ...out, workers: count(startup.workers), depth: count(startup.pipeline_depth), kvTokens: count(startup.kv_tokens), graphs: count(startup.graphs) };
 }
 
 function readCore(x) {

@@ -149,6 +149,7 @@ const SETUP = [
   ["Steps in flight", (s) => number(s.depth)],
   ["Weights loaded in", (s) => seconds(s.loadS)],
   ["Memory, kernels, graphs in", (s) => seconds(s.allocateS)],
+  ["Graphs recorded", (s) => number(s.graphs)],
 ];
 
 export class Setup {

@@ -49,6 +49,10 @@ class DeviceRecordings(Protocol):
     def sample(self, exact: SampleShape) -> bool:
         """Samples by replaying a recording that `exact` fits into; False: there is none, and nothing is done."""
 
+    @property
+    def num_recorded(self) -> int:
+        """How many there are."""
+
     def record_next(self) -> None:
         """Called between steps: may make one more recording."""
 

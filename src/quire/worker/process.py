@@ -18,6 +18,7 @@ from quire.config import resolved
 from quire.errors import QuireError
 from quire.ranks import (
     Allocate,
+    Allocated,
     Blocks,
     Collect,
     Command,
@@ -89,7 +90,7 @@ class RankProcess:
             case Allocate():
                 worker.allocate(command.layout)
                 child.freeze_memory()
-                return Done()
+                return Allocated(worker.num_graphs)
             case Sleep():
                 worker.sleep(command.keep_weights)
                 return Done()

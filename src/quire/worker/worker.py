@@ -139,6 +139,10 @@ class Worker:
     def weight_bytes(self) -> int:
         return sum(weight_bytes(model) for model in (self.model, self.draft) if model is not None)
 
+    @property
+    def num_graphs(self) -> int:
+        return self.runner.recordings.num_recorded
+
     def kv_specs(self) -> dict[str, CacheSpec]:
         specs = kv_specs(self.model, cache_dtype(self.config))
         return specs if self.draft is None else specs | kv_specs(self.draft, cache_dtype(self.config), DRAFT)

@@ -238,5 +238,6 @@ def _startup(engine: "Engine") -> dict[str, Any]:
         "pipeline_depth": resolved(config.scheduler.pipeline_depth),
         "load_s": round(engine.load_s, 3),
         "allocate_s": round(engine.allocate_s, 3),
+        "graphs": engine.executor.num_graphs,
         "kv_tokens": engine.kv.num_tokens,
     }

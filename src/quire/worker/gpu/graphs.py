@@ -167,6 +167,10 @@ class Recordings:
             self.samplings.ask(padded)
         return False
 
+    @property
+    def num_recorded(self) -> int:
+        return len(self.forwards.graphs) + len(self.samplings.graphs)
+
     def record_next(self) -> None:
         for graphs in (self.samplings, self.forwards):
             graphs.record_next()
