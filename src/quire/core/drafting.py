@@ -26,7 +26,7 @@ def costs(num_drafts: int, on_cpu: bool, draft_cost: float = 0.0) -> list[float]
 
     Products of a CPU take four rows at a time: with 135 million and 500 million weights in 4 bits, 4 rows take 1.2 to
     1.4 times as long as one, 5 rows 1.7 times, 8 rows 1.9 to 2, 12 rows 2.7. Those of a GPU take up to 16 rows in the
-    same time: on an H200, 5 rows of Qwen3-8B take 1.16 times as long as one, of Qwen3-0.6B 1.65 times.
+    same time: on an H200, with 8 billion weights, 5 rows take 1.16 times as long as one, with 0.6 billion 1.65 times.
     """
     if on_cpu:
         verifying = [0.7 * (k // 4) + 0.1 * (k % 4) for k in range(num_drafts + 1)]

@@ -63,7 +63,7 @@ def over(path: Path) -> httpx.Client:
 
 def test_a_unix_socket_is_for_this_user_alone_and_gone_at_the_end(tmp_path):
     path = tmp_path / "s"
-    with listen_unix(str(path)) as sock, serving(sock):
+    with listen_unix(str(path)) as sock, serving(sock, uds=str(path)):
         assert stat.S_IMODE(os.lstat(path).st_mode) == 0o600
         with over(path) as client:
             assert client.get("/a").text == "/a http"
@@ -75,7 +75,7 @@ def test_a_socket_that_was_left_behind_is_replaced(tmp_path):
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
-    with listen_unix(str(path)) as sock, serving(sock), over(path) as client:
+    with listen_unix(str(path)) as sock, serving(sock, uds=str(path)), over(path) as client:
         assert client.get("/").status_code == 200
 
 
