@@ -267,6 +267,12 @@ def test_a_full_batch_is_not_split_and_one_long_row_is_spread_over_the_card() ->
     assert len(one) == 64 and (one[:, 5] - one[:, 4] == 128).all()
 
 
+def test_small_rests_are_not_split_off_and_splits_of_a_tile_are_about_equal() -> None:
+    assert (plan([1] * 64, [520] * 64)[:, NUM_SPLITS] == 1).all()  # equal shares would be of 512 keys
+    units = plan([1] * 3, [9000, 1000, 300], num_kv_heads=1, num_programs=16)
+    assert (units[:, 5] - units[:, 4]).tolist() == [704] * 12 + [552, 512, 488, 300]
+
+
 def test_the_longest_tiles_come_first() -> None:
     units = plan([1] * 100, [*range(1, 101)])
     assert (np.diff(units[:, END_KEY]) < 0).all()

@@ -10,7 +10,7 @@ Shape letters: K key/value heads, D head size, U units, M rows of a tile.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from quire.ops.launch import num_multiprocessors
 # Split boundaries are multiples of this many keys; below MIN_CHUNK keys a split costs more than it saves.
 CHUNK_STEP = 64
 MIN_CHUNK = 256
+LEAST_REST = 4  # a rest of less than a chunk's fourth is not split off: that costs more than it saves
 
 # The columns of a unit of work.
 (
@@ -86,8 +87,8 @@ def plan_units(
     """The units of a step, int32 [U, 8]: longest tiles first, so that all programs end at about the same time.
 
     Each row has `num_queries` tokens of the step, from `starts` on, and `context_lens` tokens in all, these included.
-    Tiles are split when they alone would give fewer programs than `num_programs`. A tile's splits follow each other,
-    and split tiles come before the others, as they are longer.
+    Tiles are split when they alone would give fewer programs than `num_programs`, or some would take far longer than
+    others. A tile's splits follow each other, and split tiles come before the others, as they are longer.
     """
     units = np.ones((len(context_lens), UNIT_WORDS), np.int32)
     units[:, ROW] = np.arange(len(units)) if rows is None else rows
@@ -109,7 +110,7 @@ def plan_units(
     longest = int(length[0]) if len(length) else 0
     chunk = _round_up(max(MIN_CHUNK, chunk), CHUNK_STEP)
     units[:, FIRST_UNIT] = np.arange(len(units))
-    return _splits(units, length, chunk) if longest > chunk else units
+    return _splits(units, length, chunk) if longest >= chunk + chunk // LEAST_REST else units
 
 
 def _tiles(rows: np.ndarray, tokens_per_tile: int) -> np.ndarray:
@@ -126,17 +127,20 @@ def _tiles(rows: np.ndarray, tokens_per_tile: int) -> np.ndarray:
 
 
 def _splits(tiles: np.ndarray, length: np.ndarray, chunk: int) -> np.ndarray:
-    """Tiles cut into splits of `chunk` keys: sets the columns that say which keys."""
-    num_splits = (length + (chunk - 1)) // chunk
+    """Tiles cut into equal splits of about `chunk` keys: sets the columns that say which keys."""
+    num_splits = np.maximum((length + (chunk - chunk // LEAST_REST)) // chunk, 1)
+    keys = _round_up(-(-length // num_splits), CHUNK_STEP)  # of a split
+    num_splits = np.maximum(-(-length // keys), 1)
     tiles[:, NUM_SPLITS] = num_splits
     tiles[:, FIRST_UNIT] = num_splits.cumsum() - num_splits
     units = tiles.repeat(num_splits, 0)
-    units[:, FIRST_KEY] += (np.arange(len(units)) - units[:, FIRST_UNIT]) * chunk
-    np.minimum(units[:, FIRST_KEY] + chunk, units[:, END_KEY], out=units[:, END_KEY])
+    keys = keys.repeat(num_splits)
+    units[:, FIRST_KEY] += (np.arange(len(units)) - units[:, FIRST_UNIT]) * keys
+    np.minimum(units[:, FIRST_KEY] + keys, units[:, END_KEY], out=units[:, END_KEY])
     return units
 
 
-def _round_up(n: int, step: int) -> int:
+def _round_up(n: int | np.ndarray, step: int) -> Any:
     return -(-n // step) * step
 
 

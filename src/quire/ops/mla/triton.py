@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.attention.reference import AttentionTables
-from quire.ops.attention.triton_codes import as_bytes, code_kind, code_values, for_codes
+from quire.ops.attention.triton_codes import as_bytes, code_kind, converted, for_codes
 from quire.ops.attention.triton_parts import LOG2_E, LOWEST, load_unit, merge
 from quire.ops.attention.work import Tile, WorkShape, plan
 from quire.ops.elementwise.triton import scaled
@@ -56,7 +56,7 @@ def config(dtype: torch.dtype, latent_size: int, group_size: int, *, decode: boo
     if has_little_shared_memory():
         return Tile(lowest, 32, 4, 2, 2)
     if decode and lowest == 16:
-        return Tile(lowest, 64, 4, 2, 2)
+        return Tile(lowest, 32, 4, 3, 2)
     if decode and lowest == 32:
         return Tile(lowest, 32, 8, 3, 2)
     num_keys = 64 if capability() < (10, 0) else 32  # on Blackwell products keep more in shared memory
@@ -329,6 +329,7 @@ def latent_attention(
             TILE_M=work.tile.tile_m,
             TILE_N=work.tile.tile_n,
             MERGE_COLUMNS=min(MERGE_COLUMNS, L),
+            ON_CARD=not INTERPRETED,
             PDL=dependent,
             num_warps=work.tile.num_warps,
             num_stages=work.tile.num_stages,
@@ -338,19 +339,9 @@ def latent_attention(
 
 
 @triton.jit
-def _coded_scores(q_MD, q_scale_M, codes_ND, scales_N, inside_N, CODES: tl.constexpr):
-    """q k^T, where keys are codes with scales at the pointers `scales_N`, and q is `for_codes`."""
-    s_MN = tl.dot(q_MD, tl.trans(code_values(codes_ND, CODES, q_MD.dtype)), input_precision="ieee")
-    return s_MN * q_scale_M[:, None] * tl.load(scales_N, mask=inside_N, other=0.0)[None, :]
-
-
-@triton.jit
-def _coded_sums(p_MN, codes_ND, scales_N, inside_N, CODES: tl.constexpr, DTYPE: tl.constexpr):
-    """p v, where values are codes with scales at the pointers `scales_N`, multiplied as DTYPE."""
-    scale_N = tl.load(scales_N, mask=inside_N, other=0.0)
-    largest = tl.maximum(tl.max(scale_N, 0), 1e-30)  # so that probabilities times scales fit float16
-    p_MN = (p_MN * (scale_N / largest)[None, :]).to(DTYPE)
-    return tl.dot(p_MN, code_values(codes_ND, CODES, DTYPE), input_precision="ieee") * largest
+def _scaled_scores(q_MD, q_scale_M, k_ND, scale_N):
+    """q k^T, where keys are unscaled codes, and q is `for_codes`."""
+    return tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * q_scale_M[:, None] * scale_N[None, :]
 
 
 @triton.jit
@@ -385,6 +376,7 @@ def _latent_attention(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     MERGE_COLUMNS: tl.constexpr,
+    ON_CARD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -431,21 +423,26 @@ def _latent_attention(
             s_MN = tl.dot(q_MR, tl.trans(k_NR), input_precision="ieee")
             s_MN = tl.dot(q_ML, tl.trans(c_NL), s_MN, input_precision="ieee")
         else:
-            s_MN = _coded_scores(q_MR, rope_scale_M, k_NR, scales + scale_N + 1, key_N < end, CODES)
-            s_MN += _coded_scores(q_ML, latent_scale_M, c_NL, scales + scale_N, key_N < end, CODES)
+            k_scale_N = tl.load(scales + scale_N + 1, mask=key_N < end, other=0.0)
+            c_scale_N = tl.load(scales + scale_N, mask=key_N < end, other=1.0)
+            c_NL = converted(c_NL, CODES, q_ML.dtype, ON_CARD)
+            s_MN = _scaled_scores(q_MR, rope_scale_M, converted(k_NR, CODES, q_ML.dtype, ON_CARD), k_scale_N)
+            s_MN += _scaled_scores(q_ML, latent_scale_M, c_NL, c_scale_N)
         if start + TILE_N > tl.minimum(end, pos + 1):  # else all queries see all these keys
             visible_MN = (key_N[None, :] <= pos_M[:, None]) & (key_N < end)[None, :]
             s_MN = tl.where(visible_MN, s_MN, float("-inf"))
-        new_max_M = tl.maximum(max_M, tl.max(s_MN, 1) * factor)
-        p_MN = tl.exp2(s_MN * factor - new_max_M[:, None])
+        s_MN *= factor
+        if CODES is None:
+            new_max_M = tl.maximum(max_M, tl.max(s_MN, 1))
+        else:  # so that probabilities times scales, by which codes are multiplied, are at most 1
+            new_max_M = tl.maximum(max_M, tl.max(s_MN + tl.log2(c_scale_N)[None, :], 1))
+        p_MN = tl.exp2(s_MN - new_max_M[:, None])
         alpha_M = tl.exp2(max_M - new_max_M)
         max_M = new_max_M
         sum_M = sum_M * alpha_M + tl.sum(p_MN, 1)
-        acc_ML *= alpha_M[:, None]
-        if CODES is None:
-            acc_ML = tl.dot(p_MN.to(c_NL.dtype), c_NL, acc_ML, input_precision="ieee")
-        else:
-            acc_ML += _coded_sums(p_MN, c_NL, scales + scale_N, key_N < end, CODES, q_ML.dtype)
+        if CODES is not None:
+            p_MN *= c_scale_N[None, :]
+        acc_ML = tl.dot(p_MN.to(c_NL.dtype), c_NL, acc_ML * alpha_M[:, None], input_precision="ieee")
 
     if num_splits == 1:
         out_M = token_M.to(tl.int64) * out_token_stride + head_M.to(tl.int64) * out_head_stride
