@@ -380,33 +380,35 @@ def for_codes(q, AXIS: tl.constexpr):
     return q, scale
 
 
+# Four codes in a register as float16 in two. A byte b, its highest bit turned, behind 0x64 is the float16 1024 + 128 + b.
+E4M3_TO_HALF = tl.constexpr("""
+{
+.reg .b16 low, high;
+mov.b32 {low, high}, $2;
+cvt.rn.f16x2.e4m3x2 $0, low;
+cvt.rn.f16x2.e4m3x2 $1, high;
+}
+""")
+INT8_TO_HALF = tl.constexpr("""
+{
+.reg .b32 turned, offset;
+xor.b32 turned, $2, 0x80808080;
+mov.b32 offset, 0x64806480;
+prmt.b32 $0, turned, 0x64, 0x4140;
+prmt.b32 $1, turned, 0x64, 0x4342;
+sub.f16x2 $0, $0, offset;
+sub.f16x2 $1, $1, offset;
+}
+""")
+
+
 @triton.jit
 def converted(codes, CODES: tl.constexpr, DTYPE: tl.constexpr, ON_CARD: tl.constexpr):
     """As `code_values`, by instructions that the compiler does not move: they are converted as they were loaded. It
     would have operands of products converted once for each product, and read bytes one by one for that."""
     if DTYPE == tl.float16 and ON_CARD:
-        if CODES == "e4m3":
-            asm: tl.constexpr = """
-            {
-            .reg .b16 low, high;
-            mov.b32 {low, high}, $2;
-            cvt.rn.f16x2.e4m3x2 $0, low;
-            cvt.rn.f16x2.e4m3x2 $1, high;
-            }
-            """
-        else:  # a byte b, its highest bit turned, behind 0x64 is the float16 1024 + 128 + b
-            asm: tl.constexpr = """
-            {
-            .reg .b32 turned, offset;
-            xor.b32 turned, $2, 0x80808080;
-            mov.b32 offset, 0x64806480;
-            prmt.b32 $0, turned, 0x64, 0x4140;
-            prmt.b32 $1, turned, 0x64, 0x4342;
-            sub.f16x2 $0, $0, offset;
-            sub.f16x2 $1, $1, offset;
-            }
-            """
-        return tl.inline_asm_elementwise(asm, "=r,=r,r", [codes], dtype=tl.float16, is_pure=False, pack=4)
+        ASM: tl.constexpr = E4M3_TO_HALF if CODES == "e4m3" else INT8_TO_HALF
+        return tl.inline_asm_elementwise(ASM, "=r,=r,r", [codes], dtype=tl.float16, is_pure=False, pack=4)
     else:
         return code_values(codes, CODES, DTYPE)
 
