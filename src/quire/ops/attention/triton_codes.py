@@ -380,7 +380,7 @@ def for_codes(q, AXIS: tl.constexpr):
     return q, scale
 
 
-# Four codes in a register as float16 in two. A byte b, its highest bit turned, behind 0x64 is the float16 1024 + 128 + b.
+# Four codes in a register as float16 in two. A byte b, its highest bit turned, behind 0x64 is the float16 1152 + b.
 E4M3_TO_HALF = tl.constexpr("""
 {
 .reg .b16 low, high;
