@@ -117,6 +117,8 @@ def engine(page: Page, folder: Path) -> None:
         time.sleep(40)
         save(page, folder / "ui-engine.png")
         page.theme("dark")
+        part = "[...document.querySelectorAll('.part h2')].find(title => title.innerText === 'KV memory')"
+        page.js(f"{part}.scrollIntoView()")
         save(page, folder / "ui-engine-dark.png")
 
 

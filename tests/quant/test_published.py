@@ -170,3 +170,18 @@ def test_slices_of_two_ranks_are_slices_of_the_whole(name, axis):
         return
     found = torch.cat([numbers_of(settings, part, tensors, rank, 2) for rank in range(2)], int(axis == "inputs"))
     torch.testing.assert_close(found.to(expected.dtype), expected, rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("name", sorted(UNDIVIDED))
+def test_weights_whose_inputs_cannot_be_divided_are_refused_with_the_size_that_would_do(name):
+    settings, _, expected = (fixture if name in FIXTURES else one_layer)(name)
+    find = load("quire.quant", quantization_file(settings["quant_method"])).quantization(settings)
+    make = find(OTHER, Choice(Use.PRODUCT, Dense, Numbers))
+    for axis, size in zip(("outputs", "inputs"), expected.shape):
+        part = Part(OTHER, tuple(expected.shape), Split(axis, (Section(size, (2,)),)), num_ranks=2)
+        method = make([part], torch.float32, torch.device("cpu"))
+        if axis == "outputs":
+            assert list(method.weights())
+            continue
+        with pytest.raises(UnsupportedModelError, match=rf"size 2 would cut .*{OTHER}: its .*: 1 would do"):
+            list(method.weights())

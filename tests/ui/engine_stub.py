@@ -256,6 +256,8 @@ class Simulation:
             "state": "awake",
             "model": "smollm2",
             "uptime_s": 4000 + self.now,
+            "engine": 0,
+            "engines": 1,
             "watchers": 1,
             "requests": len(self.running) + len(self.waiting),
             "max_requests": 4096,
@@ -332,7 +334,8 @@ def _percentiles(count: int, middle: float) -> dict[str, Any]:
 
 class EngineStub(StubServer):
     """`with EngineStub() as stub: stub.url`. `refuse` makes the next watchers fail, `drop()` ends the streams there
-    are, `change` edits each update before it is sent; `raw` and `once` are sent in its place."""
+    are, `is_silent` keeps them open and says nothing, `change` edits each update before it is sent; `raw` and `once`
+    are sent in its place."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -349,6 +352,7 @@ class EngineStub(StubServer):
             self.last_step = time.monotonic()
             self.is_frozen = is_frozen  # the simulation stands still
             self.refuse = 0  # a status
+            self.is_silent = False
             self.key = ""
             self.change: Callable[[dict[str, Any]], Any] = lambda update: update
             self.raw: bytes | None = None
@@ -382,7 +386,8 @@ class EngineStub(StubServer):
     def stream(self) -> Iterator[bytes]:
         epoch = self.epoch
         while epoch == self.epoch:
-            yield self.next_update()
+            if not self.is_silent:
+                yield self.next_update()
             time.sleep(0.25)
 
 
@@ -391,7 +396,7 @@ class Handler(stub.Handler):
 
     def do_GET(self) -> None:
         self.server.paths.append(self.path)
-        if self.path == "/v1/engine/live":
+        if self.path.partition("?")[0] == "/v1/engine/live":
             self._live()
         else:
             super().do_GET()
@@ -399,9 +404,8 @@ class Handler(stub.Handler):
     def _live(self) -> None:
         server = self.server
         if server.refuse:
-            return self.error(
-                server.refuse, "refused", "not now", [("Retry-After", "1")] if server.refuse == 503 else []
-            )
+            soon = [("Retry-After", "1")] if server.refuse < 500 or server.refuse == 503 else []  # tests need not wait
+            return self.error(server.refuse, "refused", "not now", soon)
         if server.key and self.headers.get("Authorization", "") != f"Bearer {server.key}":
             return self.error(401, "invalid_api_key", "an operator's key is needed")
         self.close_connection = True

@@ -210,6 +210,17 @@ def test_text_files_are_attached(page, stub, tmp_path):
     page.until(lambda: "not a text file" in page.text("#notices"), "a refusal")
 
 
+def test_a_text_file_that_is_dropped_is_attached(page, stub):
+    page.js(
+        "const data = new DataTransfer(); data.items.add(new File(['plums'], 'list.txt', {type: 'text/plain'}));"
+        "document.querySelector('#message').dispatchEvent("
+        "new DragEvent('drop', {dataTransfer: data, bubbles: true, cancelable: true}))"
+    )
+    page.until(lambda: "list.txt" in page.text(".chips"), "the file")
+    page.say("what is on it?")
+    assert "plums" in body(stub)["messages"][0]["content"]
+
+
 def paste(page: Page, text: str) -> None:
     page.js(
         "const data = new DataTransfer(); data.setData('text/plain', arguments[0]);"
@@ -264,6 +275,43 @@ def test_shortcuts(page):
     page.keys(Keys.ALT, "2")
     page.until(lambda: page.js("return location.hash") == "#engine", "the engine view")
     page.keys(Keys.ALT, "1")
+
+
+def test_shortcuts_of_what_is_shown_and_of_the_open_conversation(page):
+    page.say("hello")
+    for key, part in (("b", "#sidebar"), (".", "#panel")):
+        is_seen = f"return document.querySelector('{part}').checkVisibility({{visibilityProperty: true}})"
+        before = page.js(is_seen)
+        page.keys(Keys.CONTROL, key)
+        page.until(lambda is_seen=is_seen, before=before: page.js(is_seen) is not before, part)
+        page.keys(Keys.CONTROL, key)
+        page.until(lambda is_seen=is_seen, before=before: page.js(is_seen) is before, part)
+    theme = "return document.documentElement.dataset.theme"
+    before = page.js(theme)
+    page.keys(Keys.ALT, "t")
+    assert page.js(theme) != before
+    page.keys(Keys.ALT, "r")
+    page.until_idle()
+    assert page.text(".assistant .branches") == "2/2"
+    page.keys(Keys.ALT, "2")
+    page.until(lambda: page.js("return location.hash") == "#engine", "the engine view")
+    page.keys(Keys.CONTROL, Keys.SHIFT, Keys.BACKSPACE)  # what is not seen is not deleted
+    page.keys(Keys.ALT, "1")
+    page.until(lambda: page.answer() == "You said: hello", "the conversation")
+    page.keys(Keys.ALT, "1")  # it is there already
+    page.keys(Keys.CONTROL, Keys.SHIFT, Keys.BACKSPACE)
+    page.until(lambda: not page.count(".entry"), "an empty list")
+
+
+def test_the_way_back_from_the_engine_leads_to_the_conversation_that_was_open(page):
+    page.say("slow", wait=False)
+    page.until(lambda: "word3" in page.answer(), "some words")
+    page.find("#to-engine").click()
+    page.until(lambda: page.js("return location.hash") == "#engine", "the engine view")
+    page.find("#to-chat").click()
+    page.until(lambda: "word20 " in page.answer() + " ", "the answer, which went on")
+    page.click("Stop")
+    page.until_idle()
 
 
 def test_the_theme_is_the_systems_until_one_is_chosen(page):

@@ -1,5 +1,6 @@
 """The engine view in a real browser, against a stub that streams what docs/live.md describes."""
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -352,6 +353,29 @@ def test_without_an_operators_key_the_flag_is_named(engine):
     assert engine.stub.paths.count("/v1/engine/live") == calls, "it asks on, though nothing can change"
 
 
+def test_a_server_without_the_endpoint_is_told_and_not_asked_on(engine):
+    engine.stub.refuse = 404
+    engine.enter(".state.missing")
+    assert "This server has no engine view" in engine.text(".state")
+    calls = engine.stub.paths.count("/v1/engine/live")
+    time.sleep(1.5)
+    assert engine.stub.paths.count("/v1/engine/live") == calls, "it asks on, though nothing can change"
+    engine.stub.refuse = 0
+    engine.click("Try now")
+    engine.until(lambda: engine.text(".headline"), "the figures")
+
+
+def test_a_server_that_fails_to_answer_is_told_and_asked_again(engine):
+    engine.stub.refuse = 500
+    engine.enter(".state.failed")
+    assert "The server could not answer" in engine.text(".state")
+    engine.says("Trying again in 5 s.")
+    engine.says("Trying again in 4 s.")
+    engine.stub.refuse = 0
+    engine.until(lambda: engine.text(".headline"), "the figures")
+    assert not engine.text(".state")
+
+
 def test_too_many_watchers_waits_for_a_place(engine):
     engine.stub.refuse = 503
     engine.enter(".state.full")
@@ -411,6 +435,83 @@ def test_leaving_the_view_gives_the_place_back(engine):
     engine.js("location.hash = '#engine'")
     engine.until(lambda: engine.text(".headline"), "the figures")
     assert engine.stub.num_streams == 1
+
+
+@contextlib.contextmanager
+def hastened(page: EnginePage, from_ms: int) -> Iterator[EnginePage]:
+    """The view where the page's waits of `from_ms` and more take a tenth of their time."""
+    wait = "then, ms >= FROM ? ms / 10 : ms, ...rest".replace("FROM", str(from_ms))
+    script = f"{{ const real = setTimeout; window.setTimeout = (then, ms, ...rest) => real({wait}); }}"
+    added = page.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": script})
+    try:
+        yield page.enter()
+    finally:
+        page.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+        page.driver.refresh()  # with time as it is
+
+
+@contextlib.contextmanager
+def hidden(page: EnginePage) -> Iterator[None]:
+    """Another tab is in front."""
+    own = page.driver.current_window_handle
+    page.driver.switch_to.new_window("tab")
+    try:
+        yield
+    finally:
+        page.driver.close()
+        page.driver.switch_to.window(own)
+
+
+def test_a_tab_that_is_hidden_for_half_a_minute_gives_its_place_back(engine):
+    stub = engine.stub
+    with hastened(engine, from_ms=20_000):
+        with hidden(engine):
+            time.sleep(1)  # ten seconds
+        assert stub.num_streams == 1
+        with hidden(engine):
+            since = time.monotonic()
+            engine.until(lambda: stub.num_streams == 0, "the end of the stream", 15)
+            assert time.monotonic() - since > 2.5, "it left too soon"
+            calls = stub.paths.count("/v1/engine/live")
+            time.sleep(1.5)
+            assert stub.paths.count("/v1/engine/live") == calls, "it came back, though nobody looks"
+        engine.until(lambda: stub.num_streams == 1, "the stream, once somebody looks again")
+        engine.after_updates(2)
+        assert "Live" in engine.text(".engine-head")
+
+
+def test_a_stream_that_says_nothing_for_eight_seconds_is_opened_anew(engine):
+    with hastened(engine, from_ms=8_000):
+        engine.stub.is_silent = True
+        since = time.monotonic()
+        engine.says("The connection was lost. These are the last figures.")
+        assert time.monotonic() - since > 0.5, "it was given up too soon"
+        engine.stub.is_silent = False
+        engine.until(lambda: not engine.text(".engine .banner"), "the stream")
+        assert "Live" in engine.text(".engine-head")
+
+
+# ---- several engines ----
+
+
+def test_one_of_several_engines_can_be_chosen(engine):
+    def several(update: dict[str, Any]) -> dict[str, Any]:
+        return {**update, "server": {**update["server"], "engines": 3}}
+
+    engine.stub.change = several
+    engine.enter()
+    engine.until(lambda: "Engine 0 of 3" in engine.text(".which"), "the choice")
+    engine.stub.paths.clear()
+    engine.js(
+        "const which = document.querySelector('.which'); which.value = '2'; which.dispatchEvent(new Event('change'))"
+    )
+    engine.until(lambda: "/v1/engine/live?engine=2" in engine.stub.paths, "the other engine")
+    engine.until(lambda: engine.text(".headline"), "its figures")
+    assert engine.js("return document.querySelector('.which').value") == "2" and engine.stub.num_streams == 1
+
+
+def test_one_engine_needs_no_choice(frozen):
+    assert not frozen.text(".which") and "Live" in frozen.text(".engine-head")
 
 
 # ---- sizes ----

@@ -362,6 +362,10 @@ class Reader(ABC):
     def stored(self, part: Part) -> Iterable[Stored]:
         """The tensors of a part. UnsupportedModelError: such a weight cannot be quantized like this."""
 
+    def undivided(self, part: Part) -> str:
+        """Why ranks cannot divide the inputs of a part, not even between blocks; empty if they can."""
+        return ""
+
     def read_raw(self, part: Part, tensors: dict[str, RawTensor]) -> Form:
         """The form of a part (all its rows, if it is of several experts), from its tensors by the ends of their names.
 
@@ -412,6 +416,9 @@ class Quantized(Method):
             self.put_form(part_idx, self.reader.read_raw(self.parts[part_idx], self.arrived.pop(part_idx)))
 
     def _check_share(self, part: Part, rank: int, num_ranks: int) -> None:
+        is_cut = num_ranks > 1 and part.split is not None and part.split.axis == "inputs"
+        if is_cut and (why := self.reader.undivided(part)):
+            raise UnsupportedModelError(f"{part.path}: {why}")
         kept = part._replace(rank=rank, num_ranks=num_ranks).kept()
         if kept is not None:
             list(self.reader.stored(kept))

@@ -44,6 +44,9 @@ class FourBits(Reader):
             yield Stored(".weight.nested_absmax", (nested,), ("F32",), ("outputs",), fill=1.0)
             yield Stored(".weight.nested_quant_map", (256,), ("F32",), (None,), fill=0.0)
 
+    def undivided(self, part: Part) -> str:
+        return "its rows follow each other in one run of blocks"
+
     def _dummy_state(self, n: int, k: int, offset: float) -> Tensor:
         state = {"quant_type": self.kind, "blocksize": BLOCK, "shape": [n, k], "nested_offset": offset}
         return torch.tensor(list(json.dumps(state).encode()))

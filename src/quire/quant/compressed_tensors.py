@@ -14,7 +14,7 @@ from quire.quant._dummy import E2M1_EXPONENT, E2M1_SCALE, group_of_input, signed
 from quire.quant._select import Targets, choice, group_size
 from quire.quant.base import Choice, Fill, MethodMaker, Part, Reader, Stored
 from quire.quant.fp8 import SCALES, Blocks, Scaled, checked_scales
-from quire.quant.gptq import HALVES, affine, fields, finite, group_order
+from quire.quant.gptq import HALVES, ORDERED, affine, fields, finite, group_order
 from quire.quant.mxfp4 import nibbles
 
 
@@ -60,6 +60,9 @@ class Packed(Reader):
             yield Stored(".weight_zero_point", (-(-n // per_word), num_groups), ("I32",), axes, fill=zeros)
         groups = partial(group_of_input, k, group)
         yield Stored(".weight_g_idx", (k,), ("I32",), ("inputs",), unused=not self.has_order, fill=groups)
+
+    def undivided(self, part: Part) -> str:
+        return ORDERED if self.has_order and 0 < self.group < part.shape[-1] else ""
 
     def _dummy_scales(self, num_outputs: int) -> Fill:
         if self.symmetric:

@@ -18,6 +18,7 @@ from quire.quant._select import Modules, choice, group_size, pattern
 from quire.quant.base import Choice, MethodMaker, Part, Reader, Stored, Use
 
 HALVES = ("F16", "BF16", "F32")
+ORDERED = "its groups are of inputs in any order, not of neighbours"
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ class Gptq(Reader):
         yield Stored(".scales", (num_groups, n), HALVES, axes, fill=scales)
         groups = partial(group_of_input, k, k // num_groups)
         yield Stored(".g_idx", (k,), ("I32",), ("inputs",), unused=not self.has_order, fill=groups)
+
+    def undivided(self, part: Part) -> str:
+        return ORDERED if self.has_order and self._num_groups(part) > 1 else ""
 
     def _num_groups(self, part: Part) -> int:
         k = part.shape[-1]

@@ -81,6 +81,8 @@ async function route() {
   byId("chat").hidden = wantsEngine;
   byId("engine").hidden = !wantsEngine;
   byId("open-panel").hidden = byId("open-sidebar").hidden = wantsEngine;
+  const { id: openId, leaf } = chat.conversation;
+  byId("to-chat").href = wantsEngine && leaf ? `#chat/${openId}` : "#chat"; // from the engine back to what was open
   for (const [name, isIt] of [["to-chat", !wantsEngine], ["to-engine", wantsEngine]]) {
     if (isIt) byId(name).setAttribute("aria-current", "page");
     else byId(name).removeAttribute("aria-current");
@@ -150,17 +152,18 @@ function onKey(event) {
     event.preventDefault();
     action();
   };
-  if (mod && event.shiftKey && key === "o") does(() => chat.create());
+  if (mod && key === "/" && isFree) does(shortcuts);
+  else if (event.altKey && key === "t") does(nextTheme);
+  else if (event.altKey && (key === "1" || key === "2")) does(() => { if (isEngineShown === (key === "1")) byId(key === "1" ? "to-chat" : "to-engine").click(); });
+  else if (isEngineShown) return; // the others change the chat, which should be seen
+  else if (mod && event.shiftKey && key === "o") does(() => chat.create());
   else if (mod && event.shiftKey && key === "backspace") does(() => chat.removeOpen());
   else if (mod && key === "k") does(() => { toggleSidebar(true); byId("search").focus(); });
   else if (mod && key === "b") does(() => toggleSidebar());
   else if (mod && key === ".") does(() => togglePanel());
-  else if (mod && key === "/" && isFree) does(shortcuts);
-  else if (event.altKey && key === "t") does(nextTheme);
   else if (event.altKey && key === "c") does(() => chat.compare(!chat.isComparing));
   else if (event.altKey && key === "r") does(() => chat.regenerateLast());
-  else if (event.altKey && (key === "1" || key === "2")) does(() => { location.hash = key === "1" ? "#chat" : "#engine"; });
-  else if (key === "escape" && isFree && !isEngineShown) does(() => (isNarrow() && document.body.classList.contains("with-sidebar") ? toggleSidebar(false) : chat.stop()));
+  else if (key === "escape" && isFree) does(() => (isNarrow() && document.body.classList.contains("with-sidebar") ? toggleSidebar(false) : chat.stop()));
 }
 
 async function start() {

@@ -4,6 +4,8 @@ Made by `view.py` with the first watcher. Branches are told apart by the content
 leave this file: what is shown has random numbers and counts. Knows no tokens.
 """
 
+import bisect
+import heapq
 import secrets
 from typing import Any
 
@@ -12,8 +14,8 @@ import msgspec
 from quire.kv.manager import KVManager
 
 MAX_NODES = 200
+SLACK_NODES = 56  # that may be there besides, until it is next made smaller: dropping many at once costs less
 MAX_DEPTH = 1024  # blocks of a prompt that are looked at
-KEY_BYTES = 8  # of a block's hash, enough to tell blocks apart here
 ENCODED_FOR = 4  # updates
 COLUMNS = ("id", "parent", "tokens", "requests", "hits", "hit_tokens", "cached")
 
@@ -21,23 +23,22 @@ COLUMNS = ("id", "parent", "tokens", "requests", "hits", "hit_tokens", "cached")
 class Node:
     """A run of blocks that all prompts which have its first have to its end, as far as they are known."""
 
-    __slots__ = ("number", "parent", "children", "start", "key", "end_hash", "requests", "hits", "hit_blocks", "used")
+    __slots__ = ("number", "parent", "children", "hashes", "requests", "hits", "hit_blocks", "used")
 
-    def __init__(self, number: int, parent: "Node | None", start: int, key: bytes, end_hash: bytes) -> None:
+    def __init__(self, number: int, parent: "Node | None", hashes: list[bytes]) -> None:
         self.number = number
-        self.parent = parent
-        self.children: dict[bytes, Node] = {}  # by the first block's part of their key
-        self.start = start  # blocks before it
-        self.key = key  # KEY_BYTES per block
-        self.end_hash = end_hash  # of its last block
+        self.parent = parent or self  # the root's is itself
+        self.children: dict[bytes, Node] = {}  # by the hash of their first block
+        self.hashes = hashes  # of its blocks
         self.requests = 0
         self.hits = 0
         self.hit_blocks = 0
         self.used = 0  # number of the last insertion that went through it
 
-    @property
-    def num_blocks(self) -> int:
-        return len(self.key) // KEY_BYTES
+    def num_common(self, hashes: list[bytes], depth: int) -> int:
+        """How many of its blocks follow in a prompt after `depth` others. Where hashes agree, all before them do."""
+        length = min(len(self.hashes), len(hashes) - depth)
+        return bisect.bisect_left(range(length), True, key=lambda idx: self.hashes[idx] != hashes[depth + idx])
 
 
 class PrefixTree:
@@ -45,64 +46,65 @@ class PrefixTree:
         self.kv = kv
         self.block_tokens = max(kv.block_sizes)
         self.group_idx = kv.block_sizes.index(self.block_tokens)
-        self.root = Node(0, None, 0, b"", b"")
+        self.root = Node(0, None, [])
         self.nodes: dict[int, Node] = {}
         self.num_inserted = 0
         self._encoded: msgspec.Raw | None = None
         self._age = 0
 
-    def insert(self, hashes: list[bytes], num_hit: int) -> None:
-        """A prompt's blocks, the first `num_hit` of which were found in the cache."""
-        hashes = hashes[:MAX_DEPTH]
-        keys = b"".join([content_hash[:KEY_BYTES] for content_hash in hashes])
+    def insert(self, hashes: list[bytes], num_blocks: int, num_hit: int) -> None:
+        """The first `num_blocks` are a prompt's; the first `num_hit` of these were found in the cache."""
+        hashes = hashes[: min(num_blocks, MAX_DEPTH)]
         self.num_inserted += 1
         node, depth = self.root, 0
         while depth < len(hashes):
-            rest = keys[depth * KEY_BYTES :]
-            child = node.children.get(rest[:KEY_BYTES])
+            child = node.children.get(hashes[depth])
             if child is None:
                 # What was found ends a node of its own: others may share it.
                 end = num_hit if depth < num_hit < len(hashes) else len(hashes)
-                child = self._add(node, depth, rest[: (end - depth) * KEY_BYTES], hashes[end - 1])
-            elif (num_common := _common_blocks(child.key, rest)) < child.num_blocks:
-                child = self._split(child, num_common, hashes[depth + num_common - 1])
+                child = self._add(node, hashes[depth:end])
+            elif (num_common := child.num_common(hashes, depth)) < len(child.hashes):
+                child = self._split(child, num_common)
             child.requests += 1
             child.used = self.num_inserted
             if num_hit > depth:
                 child.hits += 1
-                child.hit_blocks += min(num_hit - depth, child.num_blocks)
-            depth += child.num_blocks
+                child.hit_blocks += min(num_hit - depth, len(child.hashes))
+            depth += len(child.hashes)
             node = child
-        while len(self.nodes) > MAX_NODES:
+        if len(self.nodes) > MAX_NODES + SLACK_NODES:
             self._drop_oldest()
 
-    def _add(self, parent: Node, start: int, key: bytes, end_hash: bytes) -> Node:
+    def _add(self, parent: Node, hashes: list[bytes]) -> Node:
         number = secrets.randbelow(999) + 1
         while number in self.nodes:
             number = secrets.randbelow(999) + 1
-        node = self.nodes[number] = parent.children[key[:KEY_BYTES]] = Node(number, parent, start, key, end_hash)
+        node = self.nodes[number] = parent.children[hashes[0]] = Node(number, parent, hashes)
         return node
 
-    def _split(self, node: Node, num_blocks: int, end_hash: bytes) -> Node:
+    def _split(self, node: Node, num_blocks: int) -> Node:
         """Cuts a node after `num_blocks`; returns the upper part, which is new."""
-        parent = node.parent or self.root
-        upper = self._add(parent, node.start, node.key[: num_blocks * KEY_BYTES], end_hash)
+        upper = self._add(node.parent, node.hashes[:num_blocks])
         upper.requests, upper.hits = node.requests, node.hits
         # How much of each part was hit is known where all hits took all of it; else it was mostly the beginning.
         upper.hit_blocks = min(node.hit_blocks, node.hits * num_blocks)
         node.hit_blocks -= upper.hit_blocks
-        node.hits = min(node.hits, -(-node.hit_blocks // max(1, node.num_blocks - num_blocks)))
-        node.key = node.key[num_blocks * KEY_BYTES :]
-        node.start += num_blocks
+        del node.hashes[:num_blocks]
+        node.hits = min(node.hits, -(-node.hit_blocks // len(node.hashes)))
         node.parent = upper
-        upper.children[node.key[:KEY_BYTES]] = node
+        upper.children[node.hashes[0]] = node
         return upper
 
     def _drop_oldest(self) -> None:
-        oldest = min((node for node in self.nodes.values() if not node.children), key=lambda node: node.used)
-        del self.nodes[oldest.number]
-        parent = oldest.parent or self.root
-        del parent.children[oldest.key[:KEY_BYTES]]
+        """Drops leaves that were not used for longest, until there are not too many nodes."""
+        leaves = [(node.used, node.number) for node in self.nodes.values() if not node.children]
+        heapq.heapify(leaves)
+        while len(self.nodes) > MAX_NODES:
+            node = self.nodes.pop(heapq.heappop(leaves)[1])
+            parent = node.parent
+            del parent.children[node.hashes[0]]
+            if not parent.children and parent is not self.root:
+                heapq.heappush(leaves, (parent.used, parent.number))
 
     def shown(self, max_nodes: int = MAX_NODES) -> msgspec.Raw:
         """Encoded anew every few updates."""
@@ -119,29 +121,16 @@ class PrefixTree:
 
     def _rows(self) -> list[tuple[int, ...]]:
         """Parents before their children, and level by level, so that what is cut off at the end is deep."""
+        if len(self.nodes) > MAX_NODES:
+            self._drop_oldest()
         cached = self.kv.pool_of[self.group_idx].cached
         size, group_idx = self.block_tokens, self.group_idx
         rows: list[tuple[int, ...]] = []
-        level = [self.root]
+        level = list(self.root.children.values())
         while level:
-            level = [child for node in level for child in node.children.values()]
             for node in level:
-                parent = node.parent.number if node.parent is not None else 0
-                counts = node.num_blocks * size, node.requests, node.hits, node.hit_blocks * size
-                rows.append((node.number, parent, *counts, int((group_idx, node.end_hash) in cached)))
+                counts = len(node.hashes) * size, node.requests, node.hits, node.hit_blocks * size
+                is_cached = (group_idx, node.hashes[-1]) in cached
+                rows.append((node.number, node.parent.number, *counts, int(is_cached)))
+            level = [child for node in level if node.children for child in node.children.values()]
         return rows
-
-
-def _common_blocks(a: bytes, b: bytes) -> int:
-    """How many blocks two keys have in common at their beginning."""
-    length = min(len(a), len(b))
-    if a[:length] == b[:length]:
-        return length // KEY_BYTES
-    low, high = 0, length // KEY_BYTES  # in common: at least `low`, fewer than `high`
-    while high - low > 1:
-        middle = (low + high) // 2
-        if a[: middle * KEY_BYTES] == b[: middle * KEY_BYTES]:
-            low = middle
-        else:
-            high = middle
-    return low

@@ -38,7 +38,7 @@ class Track:
 
     __slots__ = (
         "request", "id", "number", "num_preemptions", "entries", "kind", "since", "seen", "is_deferred",
-        "_arrived_s", "_shown", "_num_shown",
+        "_arrived_s", "_shown_as", "_head", "_middle", "_tail",
     )  # fmt: skip
 
     def __init__(self, request: Request, number: int, arrived_s: float, num_groups: int) -> None:
@@ -52,8 +52,9 @@ class Track:
         self.seen = [0] * num_groups  # entries of its block tables that the map knows
         self.is_deferred = False  # its grammar is being compiled
         self._arrived_s = f"{arrived_s:.3f}"
-        self._shown = ""  # the beginning of its timeline as it was last shown
-        self._num_shown = -1  # entries that are over in it; -1: it must be made anew
+        # What of its row stays the same until something happens to it, and the phase and number of entries it is for.
+        self._shown_as = ("", 0)
+        self._head = self._middle = self._tail = ""
 
     # -- what happens to it --------------------------------------------------------------------------------------
 
@@ -84,7 +85,8 @@ class Track:
             self._open("decode", now_s)
 
     def _open(self, kind: str, now_s: float) -> None:
-        self.kind, self.since, self._num_shown = kind, now_s, -1
+        self.kind, self.since = kind, now_s
+        self._changed()
 
     def _close(self, now_s: float) -> None:
         if self.kind:
@@ -93,8 +95,11 @@ class Track:
             self._append(TimelineEntry(self.kind, self.since, now_s, num_tokens))
             self.kind = ""
 
+    def _changed(self) -> None:
+        self._shown_as = ("", 0)
+
     def _append(self, entry: TimelineEntry) -> None:
-        self._num_shown = -1
+        self._changed()
         entries = self.entries
         entries.append(entry)
         if len(entries) < MAX_ENTRIES:
@@ -110,26 +115,26 @@ class Track:
 
     def row(self, phase: str, num_blocks: int, now: str, max_entries: int) -> str:
         """Its row of the table as JSON. Put together here: there are many, and most of each stays the same."""
+        if self._shown_as != (phase, max_entries):
+            self._shown_as = (phase, max_entries)
+            self._write_constant(phase, max_entries)
         request = self.request
-        num_prompt_tokens = request.num_prompt_tokens
         num_known = len(request.token_ids)
-        num_closed = min(len(self.entries), max_entries - bool(self.kind))
-        if num_closed != self._num_shown:
-            self._num_shown = num_closed
-            self._shown = self._beginning(num_closed)
         end = ""
         if self.kind:
             end = f"{now},{num_known - request.num_row_start}]" if self.kind == "decode" else f"{now}]"
-        return (
-            f'["{self.id}","{phase}",{num_prompt_tokens},{request.num_cached_tokens},{request.num_computed},'
-            f"{num_known - num_prompt_tokens},{request.max_total_tokens - num_prompt_tokens},{num_blocks},"
-            f"{request.num_preemptions},{self._arrived_s},[{self._shown}{end}]]"
-        )
+        num_output = num_known - request.num_prompt_tokens
+        return f"{self._head}{request.num_computed},{num_output}{self._middle}{num_blocks}{self._tail}{end}]]"
 
-    def _beginning(self, num_closed: int) -> str:
-        """Of the timeline's JSON: what stays the same until something happens."""
-        entries = [entry.as_json() for entry in self.entries[len(self.entries) - num_closed :]]
-        return ",".join([*entries, f'["{self.kind}",{self.since:.3f},'] if self.kind else entries)
+    def _write_constant(self, phase: str, max_entries: int) -> None:
+        request, kind = self.request, self.kind
+        self._head = f'["{self.id}","{phase}",{request.num_prompt_tokens},{request.num_cached_tokens},'
+        self._middle = f",{request.max_total_tokens - request.num_prompt_tokens},"
+        num_over = min(len(self.entries), max_entries - bool(kind))
+        entries = [entry.as_json() for entry in self.entries[len(self.entries) - num_over :]]
+        if kind:
+            entries.append(f'["{kind}",{self.since:.3f},')  # where it ends is written with each row
+        self._tail = f",{request.num_preemptions},{self._arrived_s},[{','.join(entries)}"
 
 
 class Tracks:

@@ -46,6 +46,7 @@ class LiveView:
         self.tracks = Tracks(self.origin, len(engine.kv.groups))
         self.blocks = BlockMap(engine.kv)
         self.prefixes = PrefixTree(engine.kv)
+        self.limits = msgspec.Raw(_encode(_limits(engine)))
         self.startup = msgspec.Raw(_encode(_startup(engine)))
         self.num_updates = 0
         self.due = self.origin
@@ -92,30 +93,28 @@ class LiveView:
 
     def _saw_prompts(self, step: PlannedStep, launched_s: float, now_s: float) -> int:
         """Notes the chunks of prompts that the step computed; how many tokens these were."""
-        new_rows = {start.row for start in step.plan.new_rows}
+        plan = step.plan
+        new_rows = {start.row for start in plan.new_rows}
         num_prefill = 0
-        for row, start, entry in zip(step.plan.rows, step.plan.starts, step.entries):
+        for row, start, entry in zip(plan.rows, plan.starts, step.entries):
             request = entry.request
-            if row in new_rows and entry.num_preemptions == 0:
-                self._saw_prefix(request)
             if entry.num_preemptions != request.num_preemptions:  # since then it got another row, or none
                 num_prefill += entry.num_tokens if entry.num_tokens != entry.produces else 0
-                continue
-            if start >= request.num_row_start:
-                continue  # it is generating
-            num_prefill += entry.num_tokens
-            self.tracks.of(request).computed_prompt(launched_s, now_s, entry.num_tokens)
-            if entry.produces < TOKEN and request.status is Status.RUNNING:
-                self.prefilling.add(request)
-            else:
-                self.prefilling.discard(request)
+            elif start < request.num_row_start:  # else it is generating
+                num_prefill += entry.num_tokens
+                self.tracks.of(request).computed_prompt(launched_s, now_s, entry.num_tokens)
+                if entry.produces < TOKEN and request.status is Status.RUNNING:
+                    self.prefilling.add(request)
+                else:
+                    self.prefilling.discard(request)
+            if row in new_rows and entry.num_preemptions == 0:
+                self._saw_prefix(request)
         return num_prefill
 
     def _saw_prefix(self, request: Request) -> None:
         size = self.prefixes.block_tokens
-        hashes = request.blocks.chains[size].hashes[: request.num_prompt_tokens // size]
-        if hashes:
-            self.prefixes.insert(hashes, request.num_cached_tokens // size)
+        hashes = request.blocks.chains[size].hashes
+        self.prefixes.insert(hashes, request.num_prompt_tokens // size, request.num_cached_tokens // size)
 
     def _find_ended(self, now_s: float) -> None:
         self.tracks.find_ended(now_s)
@@ -155,8 +154,7 @@ class LiveView:
     def _shown(self, stats: EngineStats, now_s: float) -> dict[str, Any]:
         max_entries, max_nodes = SHORTER[self.shorter]
         requests, row_of = self._requests(stats, now_s, max_entries)
-        self.blocks.sweep()
-        scheduler = self.engine.config.scheduler
+        self.blocks.sweep(row_of)
         return {
             "update": self.num_updates,
             "watched_s": round(now_s, 3),
@@ -169,16 +167,12 @@ class LiveView:
                 "prefix_queries": stats.prefix_queries,
                 "prefix_hits": stats.prefix_hits,
             },
-            "limits": {
-                "max_num_seqs": scheduler.max_num_seqs,
-                "max_num_batched_tokens": resolved(scheduler.max_num_batched_tokens),
-                "max_model_len": self.engine.max_model_len,
-            },
+            "limits": self.limits,
             "rates": self.steps.rates(),
             "requests": requests,
             "steps": self.steps.last_steps(),
             "history": self.steps.history(),
-            "kv": self.blocks.shown(row_of, INTERVAL_S),
+            "kv": self.blocks.shown(INTERVAL_S),
             "prefix": self.prefixes.shown(max_nodes),
             "speculation": self._speculation(stats),
             "startup": self.startup,
@@ -223,6 +217,15 @@ class LiveView:
             "recent_acceptance": self.steps.recent_acceptance(),
             "by_place": stats.accepted_drafts,
         }
+
+
+def _limits(engine: "Engine") -> dict[str, Any]:
+    scheduler = engine.config.scheduler
+    return {
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": resolved(scheduler.max_num_batched_tokens),
+        "max_model_len": engine.max_model_len,
+    }
 
 
 def _startup(engine: "Engine") -> dict[str, Any]:
