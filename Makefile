@@ -18,8 +18,8 @@ chat: $(VENV)/.installed
 	@$(BIN)/quire chat
 
 # These watch clocks, sockets and signals, and have the machine to themselves. All others go on two cores at once.
-ALONE := $(addprefix tests/,test_chaos.py test_soak.py api/test_bench_serve.py api/test_cli.py security/test_findings.py \
-	security/test_fuzz.py security/test_grammars.py security/test_loop.py security/test_raw_http.py \
+ALONE := $(addprefix tests/,test_chaos.py test_soak.py executor/test_ray.py api/test_bench_serve.py api/test_cli.py \
+	security/test_findings.py security/test_fuzz.py security/test_grammars.py security/test_loop.py security/test_raw_http.py \
 	security/test_security.py $(addprefix api/server/,test_connection.py test_guard.py test_memory.py test_serve.py \
 	test_shape.py)) tests/ui
 

@@ -101,8 +101,13 @@ class ServerProcess:
     def core_pid(self) -> int:
         """The engine at work: the child that has a flight recorder, where another stands by; else the only child."""
         living = [pid for pid in children(self.pid) if state(pid) not in "ZX"]
-        (pid,) = [pid for pid in living if "/flight-" in maps(pid)] or living
+        (pid,) = self.core_pids or living
         return pid
+
+    @property
+    def core_pids(self) -> list[int]:
+        """The engines at work, where there may be several."""
+        return [pid for pid in children(self.pid) if state(pid) not in "ZX" and "/flight-" in maps(pid)]
 
 
 def children(pid: int) -> list[int]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,22 @@ ROOT = Path(__file__).parents[1]
 class ServerProcess:
     """`with ServerProcess("--executor", "echo") as server: server.post("/v1/completions", {...})`
 
-    Leaving the block kills what still runs.
+    Leaving the block kills what still runs. `host`: where it listens; `through`: the command that starts it there.
     """
 
-    def __init__(self, *flags: str, wait: bool = True, environment: dict[str, str] = {}) -> None:
+    def __init__(
+        self,
+        *flags: str,
+        wait: bool = True,
+        environment: dict[str, str] = {},
+        host: str = "127.0.0.1",
+        through: Sequence[str] = (),
+    ) -> None:
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{host}:{self.port}"
         self._log = tempfile.TemporaryFile("w+")
-        command = [sys.executable, "-m", "quire", "serve", "--port", str(self.port), *flags]
+        address = "--host", host, "--port", str(self.port)
+        command = [*through, sys.executable, "-m", "quire", "serve", *address, *flags]
         self._folder = tempfile.TemporaryDirectory(prefix="q-")
         self.folder = Path(self._folder.name)  # its TMPDIR
         # Tests under -O are about servers under -O.

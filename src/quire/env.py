@@ -53,6 +53,32 @@ def keep_nccl_local() -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
+def name_nccl_interface(name: str) -> None:
+    """The same for ranks on several machines: unless NCCL_SOCKET_IFNAME names one, NCCL uses this interface."""
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+
+
+def ray_address() -> str:
+    """RAY_ADDRESS: of the Ray cluster that --distributed-executor-backend ray uses; empty: not said."""
+    return os.environ.get("RAY_ADDRESS", "")
+
+
+def set_ray_token(token: str) -> dict[str, str | None]:
+    """Ray's processes that are started from now on take and show this token. Returns what `restore` needs."""
+    told = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    before = {name: os.environ.get(name) for name in told}
+    os.environ |= told
+    return before
+
+
+def restore(variables: dict[str, str | None]) -> None:
+    """Sets them; None: it was not set."""
+    for name, value in variables.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
 def vllm_variables() -> list[str]:
     """Names of vLLM's variables that are set and mean nothing here."""
     return sorted(name for name in os.environ if name.startswith("VLLM_") and name not in API_KEYS)

@@ -13,6 +13,7 @@ Messages are one sentence that says what to do and never hold addresses or inter
     ├── RequestError          this request cannot be served as it is; others are not affected
     │   └── TooLongError      more tokens than the model's context takes
     ├── OverloadedError       too many wait already: come back later
+    │   └── ClusterError      the machines that are to compute are not there, or not fit for it
     ├── RateLimitedError      this key has used up what it may in a minute: come back later
     ├── DeadlineError         the request's own time limit passed
     └── EngineError           the engine itself failed
@@ -92,6 +93,13 @@ class OverloadedError(QuireError):
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.hint = hint
+
+
+class ClusterError(OverloadedError):
+    """A server that has run before tries again until they are."""
+
+    def __init__(self, message: str, retry_after_s: float = 5.0, hint: str = "") -> None:
+        super().__init__(message, retry_after_s, hint)
 
 
 class RateLimitedError(QuireError):

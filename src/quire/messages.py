@@ -129,6 +129,9 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_draft_tokens: int = 0
     accepted_drafts: list[int] = []
     num_deferred: int = 0  # of those that wait: for their grammar
+    # Counted only by a core that is one of several, among which the frontend chooses.
+    num_received: int = 0  # requests since the start
+    num_to_compute: int = 0  # known tokens of these that no step has been given yet, as far as they are not cached
 
 
 class StepOutputs(msgspec.Struct, array_like=True, tag="outputs", gc=False):
@@ -143,6 +146,18 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     """The core takes requests from now on."""
 
     num_tokens: int  # how many fit into the KV cache
+    prefix_block: int = 0  # tokens of the blocks that `Prefixes` tells of; 0: it tells of none
+    hit_unit: int = 0  # tokens: a hit is a multiple of this
+
+
+class Prefixes(msgspec.Struct, array_like=True, tag="prefixes"):
+    """Which blocks can be found in the prefix cache of a core that is one of several, since it last said so.
+
+    Digests of `kv/prefix.py`, one after the other."""
+
+    is_reset: bool  # nothing that was said before holds any more
+    came: bytes
+    went: bytes
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
@@ -166,7 +181,7 @@ class LiveUpdate(msgspec.Struct, array_like=True, tag="live"):
 
 Question = Check | ResetPrefixCache | Sleep | WakeUp | Hold  # the core answers each, between two steps
 ToCore = AddRequest | Vocabulary | Abort | Watch | Question
-FromCore = Ready | Failed | StepOutputs | Answer | LiveUpdate
+FromCore = Ready | Failed | StepOutputs | Answer | LiveUpdate | Prefixes
 
 
 class CoreSetup(msgspec.Struct):

@@ -1,8 +1,8 @@
 """The structs that an executor and its worker processes exchange.
 
-Commands go to all ranks, through one ring; each rank answers through a ring of its own. A step is two commands, as it
-is two launches: only the rank that samples answers with what it gave. Built by `executor/multiproc.py`, carried out by
-`worker/process.py`.
+Commands go to all ranks, and each rank answers for itself. A step is two commands, as it is two launches: only the
+rank that samples answers with what it gave. Built by `executor/_remote.py`, carried out by `worker/rank.py`, carried
+from one to the other by rings (`RankSetup`) or by Ray (`NodeSetup`).
 """
 
 import msgspec
@@ -27,15 +27,11 @@ class SharedFds(msgspec.Struct):
         return [fd for fd in (self.group, self.before, self.after, self.store) if fd is not None]
 
 
-class RankSetup(msgspec.Struct):
-    """What a worker process is told when it starts, over its standard input, with the descriptors named here."""
+class RankPlace(msgspec.Struct, kw_only=True):
+    """Which worker one is."""
 
     config: EngineConfig
     rank: int  # stage * tensor_parallel_size + place in the group that divides the stage's layers
-    commands: RingFds  # this rank's end
-    replies: RingFds
-    shared: SharedFds
-    path: list[str] = []  # where modules are found: a user's own may lie beside the program that started all this
 
     @property
     def stage(self) -> int:
@@ -48,6 +44,15 @@ class RankSetup(msgspec.Struct):
     @property
     def answers_steps(self) -> bool:
         return self.rank == answering_rank(self.config)
+
+
+class RankSetup(RankPlace, kw_only=True):
+    """What a worker process is told when it starts, over its standard input, with the descriptors named here."""
+
+    commands: RingFds  # this rank's end
+    replies: RingFds
+    shared: SharedFds
+    path: list[str] = []  # where modules are found: a user's own may lie beside the program that started all this
 
     def fds(self) -> list[int]:
         """All descriptors, in the order in which they are sent."""
@@ -74,6 +79,47 @@ def answering_rank(config: EngineConfig) -> int:
     """All ranks of the last stage choose the same tokens: the first of them tells."""
     parallel = config.parallel
     return (parallel.pipeline_parallel_size - 1) * parallel.tensor_parallel_size
+
+
+class RankNode(msgspec.Struct, frozen=True):
+    """The machine that a rank of a cluster is on."""
+
+    node_id: str
+    address: str
+
+
+class NodeSetup(RankPlace, kw_only=True):
+    """What a rank is told that runs on some machine of a cluster."""
+
+    nodes: list[RankNode]  # by rank
+    prefix: str  # of all keys of the store in which ranks find each other: nobody else knows it
+    log_level: str
+
+    @property
+    def node(self) -> RankNode:
+        return self.nodes[self.rank]
+
+    @property
+    def neighbours(self) -> list[int]:
+        """The ranks on the same machine, this one included."""
+        return [rank for rank, node in enumerate(self.nodes) if node.node_id == self.node.node_id]
+
+    def stage_ranks(self) -> list[int]:
+        """Those that divide the layers of this one's stage."""
+        size = self.config.parallel.tensor_parallel_size
+        return list(range(self.stage * size, (self.stage + 1) * size))
+
+    def is_near(self, ranks: list[int]) -> bool:
+        return all(self.nodes[rank].node_id == self.node.node_id for rank in ranks)
+
+
+class Offer(msgspec.Struct, array_like=True, tag="offer"):
+    """What a rank of a cluster has opened for others."""
+
+    pid: int
+    store_port: int = 0  # of the store, which the first rank keeps
+    group_fd: int = -1  # memory for the ranks of its stage, if all are on its machine
+    after_fd: int = -1  # memory of the link to the next stage, if that is on its machine
 
 
 class CountBlocks(msgspec.Struct, array_like=True, tag="count_blocks"):

@@ -104,9 +104,11 @@ def test_a_list_never_takes_the_model(words, expected):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"data_parallel_size": 2}, "use -tp and -pp"),
-        ({"nnodes": 2}, "one machine"),
-        ({"headless": True}, "one machine"),
+        ({"data_parallel_size_local": 2}, "a server starts all engines"),
+        ({"data_parallel_external_lb": True}, "--data-parallel-rank"),
+        ({"decode_context_parallel_size": 2}, "use -tp, -pp and -dp"),
+        ({"nnodes": 2}, "several machines are a Ray cluster"),
+        ({"headless": True}, "several machines are a Ray cluster"),
         ({"enable_lora": True}, "adapters"),
         ({"hf_overrides": {"a": 1}}, "config.json"),
         ({"runner": "pooling"}, "vectors"),

@@ -247,9 +247,9 @@ def run(scenario, options: dict, executor: str = "mp", **serving) -> None:
     async def main() -> None:
         config = ServingConfig(watchdog_s=5, **serving)
         async with AsyncLLM(serving=config, distributed_executor_backend=executor, **options) as llm:
-            pids = [core := llm.supervisor.core.pid, *children(core)]
+            pids = [core := llm.cores.supervisors[0].core.pid, *children(core)]
             await asyncio.wait_for(scenario(llm), 120)
-            pids += [core := llm.supervisor.core.pid, *children(core)]
+            pids += [core := llm.cores.supervisors[0].core.pid, *children(core)]
         assert all(map(is_gone, pids))
 
     with Left():
@@ -262,7 +262,7 @@ async def answer(llm: AsyncLLM, prompt: list[int], num_tokens: int = 60) -> list
 
 
 async def worker_of(llm: AsyncLLM) -> int:
-    (pid,) = children(llm.supervisor.core.pid)
+    (pid,) = children(llm.cores.supervisors[0].core.pid)
     return pid
 
 
@@ -274,12 +274,12 @@ def test_streams_go_on_when_a_worker_is_killed(model):
         expected = await asyncio.gather(*(answer(llm, prompt) for prompt in PROMPTS))
         for _ in range(2):
             streams = [asyncio.create_task(answer(llm, prompt)) for prompt in PROMPTS]
-            while not llm.supervisor.stats.num_running:
+            while not llm.cores.supervisors[0].stats.num_running:
                 await asyncio.sleep(0.001)
             os.kill(await worker_of(llm), signal.SIGKILL)
             assert await asyncio.gather(*streams) == expected
-        assert llm.supervisor.num_restarts == 2
-        assert not llm.supervisor.blame.watches
+        assert llm.cores.supervisors[0].num_restarts == 2
+        assert not llm.cores.supervisors[0].blame.watches
 
     run(scenario, options)
 
@@ -300,7 +300,7 @@ def test_a_core_without_work_notices_that_its_worker_died(model):
     async def scenario(llm: AsyncLLM) -> None:
         await answer(llm, PROMPTS[0], 4)
         os.kill(await worker_of(llm), signal.SIGKILL)
-        while not llm.supervisor.num_restarts:
+        while not llm.cores.supervisors[0].num_restarts:
             await asyncio.sleep(0.01)
         await answer(llm, PROMPTS[0], 4)
 
@@ -310,11 +310,11 @@ def test_a_core_without_work_notices_that_its_worker_died(model):
 def test_a_core_that_stands_by_has_a_worker_that_waits(model):
     async def scenario(llm: AsyncLLM) -> None:
         await asyncio.sleep(SPARE_DELAY_S)
-        while llm.supervisor.spare is None or not children(llm.supervisor.spare.pid):
+        while llm.cores.supervisors[0].spare is None or not children(llm.cores.supervisors[0].spare.pid):
             await asyncio.sleep(0.01)
-        (waiting,) = children(spare := llm.supervisor.spare.pid)
+        (waiting,) = children(spare := llm.cores.supervisors[0].spare.pid)
         os.kill(await worker_of(llm), signal.SIGKILL)
-        while llm.supervisor.core.pid != spare:
+        while llm.cores.supervisors[0].core.pid != spare:
             await asyncio.sleep(0.01)
         await answer(llm, PROMPTS[0], 4)
         assert await worker_of(llm) == waiting

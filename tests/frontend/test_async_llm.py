@@ -28,9 +28,9 @@ def run(scenario, executor="echo", serving=ServingConfig(watchdog_s=5), **option
     async def main():
         before = open_files()
         async with AsyncLLM("smollm2", executor=executor, serving=serving, **options) as llm:
-            folder = llm.supervisor._folder
+            folder = llm.cores.supervisors[0]._folder
             result = await asyncio.wait_for(scenario(llm), 120)
-            pid = llm.supervisor.core.pid
+            pid = llm.cores.supervisors[0].core.pid
         assert not folder.exists()
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -121,12 +121,12 @@ def test_a_reader_may_ask_for_several_tokens_at_once(smollm2):
 def test_an_engine_starts_with_its_first_request_and_is_shut_down_at_once(smollm2):
     async def scenario():
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model="smollm2", executor="echo"))
-        assert llm.supervisor is None and llm.is_running and not llm.errored
+        assert llm.cores is None and llm.is_running and not llm.errored
         await llm.check_health()
         both = [[output async for output in llm.generate(prompt, GREEDY)] for prompt in prompts(2)]
         assert [outputs[-1].outputs[0].token_ids for outputs in both] == list(map(echoed, prompts(2)))
         await llm.check_health()
-        folder, process = llm.supervisor._folder, llm.supervisor.core.process
+        folder, process = llm.cores.supervisors[0]._folder, llm.cores.supervisors[0].core.process
         running = asyncio.create_task(answer(llm, [1, 2, 3], endless(5000)))
         await asyncio.sleep(0.1)
         llm.shutdown()
@@ -199,7 +199,7 @@ def test_a_killed_core_is_replaced_and_no_stream_notices(smollm2, num_kills):
         tasks = [asyncio.create_task(answer(llm, prompt, endless(200))) for prompt in prompts(16)]
         for kill in range(num_kills):
             await moving(llm)
-            os.kill(llm.supervisor.core.pid, signal.SIGKILL)
+            os.kill(llm.cores.supervisors[0].core.pid, signal.SIGKILL)
             while llm.num_restarts <= kill:
                 await asyncio.sleep(0.01)
         assert await asyncio.gather(*tasks) == [echoed(prompt, 200) for prompt in prompts(16)]
@@ -215,7 +215,7 @@ def test_vectors_come_beside_answers_and_survive_a_kill(smollm2):
     async def scenario(llm):
         answers = [asyncio.create_task(answer(llm, prompt)) for prompt in prompts(8)]
         streams = [await llm.submit(prompt, GREEDY, wants_vector=True) for prompt in prompts(8)]
-        os.kill(llm.supervisor.core.pid, signal.SIGKILL)
+        os.kill(llm.cores.supervisors[0].core.pid, signal.SIGKILL)
         for prompt, stream in zip(prompts(8), streams):
             request = await stream.wait()
             assert request.vector == prompt
@@ -230,7 +230,7 @@ def test_logprobs_and_choices_survive_a_kill(smollm2):
     async def scenario(llm):
         stream = await llm.submit([5, 6, 7], endless(100, n=3))
         await moving(llm)
-        os.kill(llm.supervisor.core.pid, signal.SIGKILL)
+        os.kill(llm.cores.supervisors[0].core.pid, signal.SIGKILL)
         request = await stream.wait()
         assert [choice.token_ids for choice in request.choices] == [echoed([5, 6, 7], 100)] * 3
 
@@ -242,7 +242,7 @@ def test_a_core_that_stands_still_is_replaced(smollm2):
         task = asyncio.create_task(answer(llm, [1, 2, 3], endless(100)))
         await moving(llm)
         assert llm.health() is None
-        os.kill(llm.supervisor.core.pid, signal.SIGSTOP)
+        os.kill(llm.cores.supervisors[0].core.pid, signal.SIGSTOP)
         assert await task == echoed([1, 2, 3], 100)
         assert llm.num_restarts == 1
 
@@ -251,7 +251,7 @@ def test_a_core_that_stands_still_is_replaced(smollm2):
 
 def test_an_idle_core_that_stands_still_is_noticed(smollm2):
     async def scenario(llm):
-        os.kill(llm.supervisor.core.pid, signal.SIGSTOP)
+        os.kill(llm.cores.supervisors[0].core.pid, signal.SIGSTOP)
         while llm.num_restarts == 0:
             await asyncio.sleep(0.05)
         assert await answer(llm, [1, 2, 3]) == echoed([1, 2, 3])
@@ -282,8 +282,8 @@ def test_a_core_that_always_falls_makes_the_engine_give_up(smollm2):
         await moving(llm)
         while llm.failure is None:
             with contextlib.suppress(ProcessLookupError):
-                if llm.supervisor.core.process is not None:
-                    os.kill(llm.supervisor.core.pid, signal.SIGKILL)
+                if llm.cores.supervisors[0].core.process is not None:
+                    os.kill(llm.cores.supervisors[0].core.pid, signal.SIGKILL)
             await asyncio.sleep(0.02)
         with pytest.raises(EngineError, match="8 times in a row"):
             await task
@@ -385,7 +385,7 @@ def test_pickles_and_noise_on_the_socket_are_dropped(smollm2):
     import zmq
 
     async def scenario(llm):
-        raw = zmq.Socket.shadow(llm.supervisor.core.socket)
+        raw = zmq.Socket.shadow(llm.cores.supervisors[0].core.socket)
         for junk in (pickle.dumps(print), b"", b"\xff" * 100, os.urandom(1000)):
             raw.send(junk)
         assert await answer(llm, [1, 2, 3]) == echoed([1, 2, 3])
@@ -399,7 +399,8 @@ def test_a_core_does_not_outlive_its_frontend(smollm2):
         "import asyncio, os; from quire.frontend.async_llm import AsyncLLM\n"
         "async def main():\n"
         "    llm = AsyncLLM('smollm2', executor='echo'); await llm.start()\n"
-        "    print(llm.supervisor.core.pid, llm.supervisor._folder, flush=True); os.kill(os.getpid(), 9)\n"
+        "    (each,) = llm.cores.supervisors\n"
+        "    print(each.core.pid, each._folder, flush=True); os.kill(os.getpid(), 9)\n"
         "asyncio.run(main())"
     )
     done = subprocess.run(
@@ -433,7 +434,7 @@ async def moving(llm: AsyncLLM) -> None:
     """Waits until every live request has a token in this epoch's core."""
     while llm.health() is not None:
         await asyncio.sleep(0.01)
-    live = llm.supervisor.live
+    live = llm.cores.live
     seen = {request_id: num_tokens(stream) for request_id, stream in live.items()}
     while any(num_tokens(live[request_id]) <= count for request_id, count in seen.items() if request_id in live):
         await asyncio.sleep(0.01)

@@ -15,8 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.frontend.requests import RequestState
 from quire.messages import ChoiceDelta, EngineStats
+from quire.metrics.engine import HISTOGRAMS
 from quire.metrics.histogram import Histogram
-from quire.metrics.serving import HISTOGRAMS, ServingMetrics
+from quire.metrics.serving import ServingMetrics
 from quire.params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -99,14 +100,14 @@ def test_names_agree_with_openmetrics_and_the_text_format():
     from prometheus_client.openmetrics.parser import text_string_to_metric_families as strict
 
     metrics = ServingMetrics("m")
-    metrics.finished(answered())
+    metrics.engines[0].finished(answered())
     names = {family.name for family in strict(generate_latest(metrics.registry).decode())}
     assert "quire:e2e_request_latency_seconds" in names
 
 
 def test_two_engines_in_a_process_count_apart():
     one, two = ServingMetrics("one"), ServingMetrics("two")
-    one.restarted("stall")
+    one.engines[0].restarted("stall")
     assert values(one)["engine_restarts_total stall"] == 1
     assert values(two)["engine_restarts_total stall"] == 0
     assert not any("quire" in family.name for family in prometheus_client.REGISTRY.collect())
@@ -114,10 +115,10 @@ def test_two_engines_in_a_process_count_apart():
 
 def test_drafts_are_counted_by_place_and_over_restarts():
     metrics = ServingMetrics("m")
-    metrics.step(EngineStats(num_drafts=2, num_draft_tokens=6, accepted_drafts=[2, 1, 0]), 0.01, 5)
-    metrics.step(EngineStats(num_drafts=3, num_draft_tokens=10, accepted_drafts=[3, 2, 1, 1]), 0.01, 5)
-    metrics.restarted("own")
-    metrics.step(EngineStats(num_drafts=1, num_draft_tokens=2, accepted_drafts=[1, 0]), 0.01, 2)
+    metrics.engines[0].step(EngineStats(num_drafts=2, num_draft_tokens=6, accepted_drafts=[2, 1, 0]), 0.01, 5)
+    metrics.engines[0].step(EngineStats(num_drafts=3, num_draft_tokens=10, accepted_drafts=[3, 2, 1, 1]), 0.01, 5)
+    metrics.engines[0].restarted("own")
+    metrics.engines[0].step(EngineStats(num_drafts=1, num_draft_tokens=2, accepted_drafts=[1, 0]), 0.01, 2)
     found = values(metrics)
     assert found["spec_decode_num_drafts_total"] == 4
     assert found["spec_decode_num_draft_tokens_total"] == 12
@@ -129,7 +130,7 @@ def test_drafts_are_counted_by_place_and_over_restarts():
 def test_a_step_moves_gauges_counters_and_latencies():
     metrics = ServingMetrics("m")
     counts = {"num_preemptions": 2, "prefix_queries": 100, "prefix_hits": 40, "step_tokens": 48}
-    metrics.step(EngineStats(num_running=3, num_waiting=7, kv_usage=0.25, **counts), 0.03, 3)
+    metrics.engines[0].step(EngineStats(num_running=3, num_waiting=7, kv_usage=0.25, **counts), 0.03, 3)
     found = values(metrics)
     assert (found["num_requests_running"], found["num_requests_waiting"], found["kv_cache_usage_perc"]) == (3, 7, 0.25)
     assert found["num_preemptions_total"] == 2
@@ -145,9 +146,9 @@ def test_a_step_moves_gauges_counters_and_latencies():
 
 def test_a_first_token_is_no_time_between_tokens():
     metrics = ServingMetrics("m")
-    metrics.first_token(answered())
-    metrics.step(EngineStats(), 0.5, 4)
-    metrics.step(EngineStats(), 0.5, 4)
+    metrics.engines[0].first_token(answered())
+    metrics.engines[0].step(EngineStats(), 0.5, 4)
+    metrics.engines[0].step(EngineStats(), 0.5, 4)
     found = values(metrics)
     assert found["inter_token_latency_seconds_count"] == 3 + 4
     assert found["prompt_tokens_total"] == 30
@@ -158,7 +159,7 @@ def test_a_first_token_is_no_time_between_tokens():
 
 def test_a_finished_request_leaves_its_times_and_sizes():
     metrics = ServingMetrics("m")
-    metrics.finished(answered(n=2))
+    metrics.engines[0].finished(answered(n=2))
     found = values(metrics)
     assert found["request_success_total length"] == 1
     assert found["e2e_request_latency_seconds_sum"] == 7.5
@@ -174,8 +175,8 @@ def test_a_finished_request_leaves_its_times_and_sizes():
 
 def test_a_request_that_never_got_a_token_counts_as_aborted():
     metrics = ServingMetrics("m")
-    metrics.finished(RequestState("r", None, [1, 2], SamplingParams(), [], None))
-    metrics.finished(RequestState("r", None, [1, 2], SamplingParams(), [], None), "error")
+    metrics.engines[0].finished(RequestState("r", None, [1, 2], SamplingParams(), [], None))
+    metrics.engines[0].finished(RequestState("r", None, [1, 2], SamplingParams(), [], None), "error")
     found = values(metrics)
     assert (found["request_success_total abort"], found["request_success_total error"]) == (1, 1)
     assert found["e2e_request_latency_seconds_count"] == found["request_time_per_output_token_seconds_count"] == 0
@@ -183,10 +184,10 @@ def test_a_request_that_never_got_a_token_counts_as_aborted():
 
 def test_counters_never_fall_when_the_core_is_replaced():
     metrics = ServingMetrics("m")
-    metrics.step(EngineStats(num_running=9, num_preemptions=5, prefix_queries=1000, prefix_hits=10), 0.01, 1)
-    metrics.restarted("outside")
+    metrics.engines[0].step(EngineStats(num_running=9, num_preemptions=5, prefix_queries=1000, prefix_hits=10), 0.01, 1)
+    metrics.engines[0].restarted("outside")
     assert values(metrics)["num_requests_running"] == 0
-    metrics.step(EngineStats(num_preemptions=1, prefix_queries=2000, prefix_hits=20), 0.01, 1)
+    metrics.engines[0].step(EngineStats(num_preemptions=1, prefix_queries=2000, prefix_hits=20), 0.01, 1)
     found = values(metrics)
     assert found["num_preemptions_total"] == 6
     assert (found["prefix_cache_queries_total"], found["prefix_cache_hits_total"]) == (3000, 30)
@@ -195,11 +196,25 @@ def test_counters_never_fall_when_the_core_is_replaced():
 
 def test_an_idle_core_moves_gauges_only():
     metrics = ServingMetrics("m")
-    metrics.step(EngineStats(num_running=1, num_preemptions=1), 0.01, 1)
-    metrics.step(EngineStats(num_running=0, num_preemptions=2), 0.0, 0)
+    metrics.engines[0].step(EngineStats(num_running=1, num_preemptions=1), 0.01, 1)
+    metrics.engines[0].step(EngineStats(num_running=0, num_preemptions=2), 0.0, 0)
     found = values(metrics)
     assert (found["num_requests_running"], found["num_preemptions_total"]) == (0, 2)
     assert found["engine_step_seconds_count"] == 1
+
+
+def test_every_engine_of_a_server_has_its_own_series():
+    metrics = ServingMetrics("m", ["0", "1"])
+    metrics.engines[1].step(EngineStats(num_running=3, num_waiting=2, num_deferred=1), 0.01, 5)
+    metrics.engines[0].step(EngineStats(num_running=1, kv_usage=0.5), 0.01, 7)
+    for family in families(metrics).values():
+        if family.name.startswith("quire:"):
+            assert {sample.labels["engine"] for sample in family.samples} == {"0", "1"}
+    running = {s.labels["engine"]: s.value for s in families(metrics)["quire:num_requests_running"].samples}
+    assert running == {"0": 1, "1": 3}
+    gauges, counters = metrics.totals()
+    assert gauges["num_requests_running"] == 4 and gauges["kv_cache_usage_perc"] == 0.25
+    assert counters["generation_tokens"] == 12
 
 
 def test_rejections_are_counted_by_reason():
@@ -223,8 +238,8 @@ def test_calls_are_counted_without_a_prefix_by_kind_of_status():
 def test_prompt_tokens_are_told_apart_by_source():
     metrics, request = ServingMetrics("m"), answered()
     request.metrics.num_cached_tokens = 16
-    metrics.first_token(request)
-    metrics.finished(request)
+    metrics.engines[0].first_token(request)
+    metrics.engines[0].finished(request)
     found = values(metrics)
     assert found["prompt_tokens_total"] == 30 and found["prompt_tokens_cached_total"] == 16
     assert found["prompt_tokens_by_source_total local_compute"] == 14
@@ -235,17 +250,17 @@ def test_prompt_tokens_are_told_apart_by_source():
 
 def test_waiting_requests_are_told_apart_by_reason():
     metrics = ServingMetrics("m")
-    metrics.step(EngineStats(num_waiting=7, num_deferred=2), 0.01, 0)
+    metrics.engines[0].step(EngineStats(num_waiting=7, num_deferred=2), 0.01, 0)
     found = values(metrics)
     assert found["num_requests_waiting_by_reason capacity"] == 5
     assert found["num_requests_waiting_by_reason deferred"] == 2
-    metrics.restarted("own")
+    metrics.engines[0].restarted("own")
     assert values(metrics)["num_requests_waiting_by_reason capacity"] == 0
 
 
 def test_how_the_cache_was_set_up_is_told():
     metrics = ServingMetrics("m")
-    metrics.cache_info = {"block_size": "16", "num_gpu_blocks": "512"}
+    metrics.engines[0].cache_info = {"block_size": "16", "num_gpu_blocks": "512"}
     (sample,) = families(metrics)["quire:cache_config_info"].samples
     assert sample.value == 1
     assert sample.labels == {"model_name": "m", "engine": "0", "block_size": "16", "num_gpu_blocks": "512"}
@@ -299,14 +314,14 @@ def test_counting_costs_microseconds():
 
         return min(once() for _ in range(5))
 
-    assert us(lambda: metrics.step(stats, 0.02, 256)) < 20  # about 1.5 on a desktop; per step, not per token
-    assert us(lambda: metrics.finished(request)) < 40
+    assert us(lambda: metrics.engines[0].step(stats, 0.02, 256)) < 20  # about 1.5 on a desktop; per step, not per token
+    assert us(lambda: metrics.engines[0].finished(request)) < 40
 
 
 def test_counting_needs_no_prometheus_client():
     program = (
         "import sys; from quire.metrics.serving import ServingMetrics; from quire.messages import EngineStats\n"
-        "m = ServingMetrics('m'); m.step(EngineStats(), 0.1, 3)\n"
+        "m = ServingMetrics('m'); m.engines[0].step(EngineStats(), 0.1, 3)\n"
         "sys.exit('prometheus_client' in sys.modules or 'torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)

@@ -122,8 +122,8 @@ def test_9_what_choices_have_in_common_is_sent_once(small):
     async def scenario() -> tuple[int, int]:
         async with AsyncLLM("smollm2", executor="echo") as llm:
             sent = []
-            send = llm.supervisor.core.send_encoded
-            llm.supervisor.core.send_encoded = lambda data: sent.append(len(data)) or send(data)
+            send = llm.cores.supervisors[0].core.send_encoded
+            llm.cores.supervisors[0].core.send_encoded = lambda data: sent.append(len(data)) or send(data)
             params = SamplingParams(max_tokens=2, ignore_eos=True, allowed_token_ids=list(range(10_000)))
             for n in (1, 128):
                 params.n = n
@@ -214,7 +214,7 @@ async def works(llm: AsyncLLM) -> None:
     for _ in range(5):  # more than there are places
         state = await (await llm.submit([1, 2, 3], PARAMS)).wait()
         check(len(state.choices[0].token_ids) == 20, "an ordinary request fails")
-    check(not llm.supervisor.live, f"{len(llm.supervisor.live)} places are taken for ever")
+    check(not llm.cores.live, f"{len(llm.cores.live)} places are taken for ever")
     check(await llm.check() == "", "the core's books are not in order")
 
 
@@ -246,7 +246,7 @@ def test_a_request_that_cannot_be_sent_again_fails_alone(smollm2, caplog):
         bad = await llm.submit([4, 5, 6], SamplingParams(max_tokens=4000, temperature=0, ignore_eos=True))
         bad.request.message.cache_salt = Unsendable()
         await anext(good)
-        llm.supervisor.core.kill()
+        llm.cores.supervisors[0].core.kill()
         with pytest.raises(InternalError):
             await bad.wait()
         check(len((await good.wait()).choices[0].token_ids) == 100, "another's stream broke")
@@ -260,15 +260,15 @@ def test_a_request_that_cannot_be_sent_again_fails_alone(smollm2, caplog):
 def test_a_message_that_the_core_cannot_decode_is_that_requests_fault_alone(smollm2):
     async def scenario(llm: AsyncLLM) -> None:
         other = await llm.submit([1, 2, 3], SamplingParams(max_tokens=60, temperature=0, ignore_eos=True))
-        send = llm.supervisor.core.send_encoded
+        send = llm.cores.supervisors[0].core.send_encoded
         for spoil in (
             lambda fields: [*fields[:2], "no ids", *fields[3:]],
             lambda fields: [*fields[:3], {"n": -1}, *fields[4:]],
             lambda fields: fields[:3],
         ):
-            llm.supervisor.core.send_encoded = lambda data, spoil=spoil: send(pack(spoil(unpack(data))))
+            llm.cores.supervisors[0].core.send_encoded = lambda data, spoil=spoil: send(pack(spoil(unpack(data))))
             stream = await llm.submit([4, 5, 6], PARAMS)
-            llm.supervisor.core.send_encoded = send
+            llm.cores.supervisors[0].core.send_encoded = send
             with pytest.raises(InternalError):
                 await asyncio.wait_for(stream.wait(), 10)
         check(len((await other.wait()).choices[0].token_ids) == 60, "another's stream broke")
@@ -320,7 +320,7 @@ def test_no_task_of_the_supervisor_ends_unnoticed(smollm2, caplog, task):
     """Each attendant of a core is made to fail once, with something nobody foresaw; streams go on all the same."""
 
     async def scenario(llm: AsyncLLM) -> None:
-        supervisor = llm.supervisor
+        supervisor = llm.cores.supervisors[0]
         stream = await llm.submit([1, 2, 3], SamplingParams(max_tokens=60, temperature=0, ignore_eos=True))
         await anext(stream)
         original = getattr(supervisor, task)
@@ -349,8 +349,8 @@ def test_no_task_of_the_supervisor_ends_unnoticed(smollm2, caplog, task):
 def test_a_supervisor_that_cannot_mend_itself_ends_with_a_message(smollm2):
     async def scenario(llm: AsyncLLM) -> None:
         stream = await llm.submit([1, 2, 3], SamplingParams(max_tokens=4000, ignore_eos=True))
-        llm.supervisor._after_core_exit = lambda *args: 1 / 0
-        llm.supervisor.core.kill()
+        llm.cores.supervisors[0]._after_core_exit = lambda *args: 1 / 0
+        llm.cores.supervisors[0].core.kill()
         with pytest.raises(Exception, match="supervisor failed"):
             await stream.wait()
         check(llm.failure is not None and llm.health() is not None, "nobody is told")
@@ -380,7 +380,7 @@ def test_whatever_fails_while_an_answer_is_written_ends_its_requests(smollm2, mo
 
         app = App(Service(llm, ["smollm2"], {}))
         await app._answer(endpoint, "", {"type": "http"}, receive, send)
-        check(not llm.supervisor.live, "its request runs on")
+        check(not llm.cores.live, "its request runs on")
         await works(llm)
         return sent
 

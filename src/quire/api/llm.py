@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from quire.api.beam_search import BeamSearch
 from quire.config import EngineArgs, EngineConfig
-from quire.errors import RequestError
+from quire.errors import ConfigError, RequestError
 from quire.frontend.chat import ChatTemplate, ContentFormat, encode_chat
 from quire.frontend.exchange import sleep_at
 from quire.frontend.hf_tokenizer import HFTokenizer
@@ -51,6 +51,11 @@ class LLM:
         return cls.from_config(engine_args.create_engine_config())
 
     def _start(self, config: EngineConfig) -> None:
+        if config.parallel.num_engines > 1:
+            raise ConfigError(
+                f"an LLM has one engine, not data_parallel_size={config.parallel.data_parallel_size}: "
+                "use AsyncLLM or quire serve, which divide requests among several"
+            )
         self.model = ModelInfo.open(config)
         self.model_config = ModelView(config.model.model, self.model)
         self.inputs = InputProcessor(self.model)
@@ -336,7 +341,7 @@ class LLM:
                         if changed.finished:
                             del live[changed.request_id]
                         yield changed
-                    self.metrics.step(outputs.stats, outputs.step_s, num_tokens - before)
+                    self.metrics.engines[0].step(outputs.stats, outputs.step_s, num_tokens - before)
                     if bar is not None and num_tokens:
                         elapsed_s = max(bar.format_dict["elapsed"], 1e-9)
                         bar.set_postfix_str(f"{num_tokens / elapsed_s:.0f} tok/s", refresh=False)
@@ -344,7 +349,7 @@ class LLM:
             self.is_running = False
             for request_id, request in live.items():  # stopped early: by Ctrl-C, an error, or a reader who left
                 client.send(Abort(request_id))
-                self.metrics.finished(request, "abort")
+                self.metrics.engines[0].finished(request, "abort")
 
     def _apply_delta(self, client: InprocClient, request: RequestState, delta: ChoiceDelta) -> None:
         had_no_token = not request.metrics.first_token_ts
@@ -352,9 +357,9 @@ class LLM:
         if error is not None:
             raise error
         if had_no_token and delta.token_ids:
-            self.metrics.first_token(request)
+            self.metrics.engines[0].first_token(request)
         if request.finished:
-            self.metrics.finished(request)
+            self.metrics.engines[0].finished(request)
 
 
 class ModelView:

@@ -33,6 +33,7 @@ KVCacheDtype = Literal[
 ]  # fmt: skip
 KV_CACHE_ALIASES = {"fp8_e4m3": "fp8", "fp8_per_token_head": "fp8", "int8_per_token_head": "int8"}
 ONLINE_QUANTIZATIONS = ("fp8", "int8", "int4", "mxfp4")
+LOCAL_EXECUTORS = ("inproc", "multiproc")  # their workers have the GPUs of this machine, in order
 
 
 def quantization_file(name: str) -> str:
@@ -172,25 +173,73 @@ class ParallelConfig:
     )
     distributed_executor_backend: str | None = knob(
         None,
-        "how the engine reaches its workers: inproc (uni), one in its own process; mp, a process each; echo repeats "
-        "prompts (echo:50: so many steps a second); or the dotted path of a module (default: mp for several workers)",
+        "how the engine reaches its workers: inproc (uni), one in its own process; mp, a process each; ray, on the "
+        "machines of a Ray cluster; echo repeats prompts (echo:50: so many steps a second); or the dotted path of a "
+        "module (default: mp for several workers)",
     )
+    ray_address: str | None = knob(
+        None, "host:port of the Ray cluster (default: RAY_ADDRESS, else one on this machine that is started for this)"
+    )
+    data_parallel_size: int = knob(
+        1, "engines behind one server, each with the devices above: requests are divided among them", low=1, high=1024
+    )
+    data_parallel_backend: Literal["mp", "ray"] = knob(
+        "mp", "where the workers of several engines run: in processes on this machine (mp), or on a cluster (ray)"
+    )
+    data_parallel_rank: int | None = knob(
+        None,
+        "this server has one of the engines alone, of this number: for a balancer of your own, which knows all servers",
+        low=0,
+    )
+    data_parallel_index: int = knob(0, "which of a server's engines this is: the server says so", low=0, hidden=True)
 
     def __post_init__(self) -> None:
         check(self)
+        self._check_engines()
         if self.executor == "inproc" and self.num_workers > 1:
             raise ConfigError(
                 f"{self.num_workers} workers need processes of their own: "
                 "leave --distributed-executor-backend out, or say mp"
             )
 
+    def _check_engines(self) -> None:
+        size, rank = self.data_parallel_size, self.data_parallel_rank
+        if rank is not None and rank >= size:
+            raise ConfigError(
+                f"data_parallel_rank must be below data_parallel_size ({size}), not {rank}: "
+                "it says which of so many servers this is"
+            )
+        if self.data_parallel_index >= self.num_engines:
+            raise ConfigError(
+                f"data_parallel_index must be below the number of engines ({self.num_engines}), "
+                f"not {self.data_parallel_index}"
+            )
+
     @property
     def num_workers(self) -> int:
+        """Of an engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_engines(self) -> int:
+        """That this server starts. With a rank, the others are servers of their own."""
+        return self.data_parallel_size if self.data_parallel_rank is None else 1
+
+    @property
+    def first_worker(self) -> int:
+        """How many workers the engines before this one have."""
+        return self.data_parallel_index * self.num_workers
+
+    @property
+    def first_device(self) -> int:
+        """Number of the GPU that the engine's first worker has; executors from elsewhere choose for themselves."""
+        return self.first_worker if self.executor in LOCAL_EXECUTORS else 0
 
     @property
     def executor(self) -> str:
         """The file of executor/, and what it is told after a colon; or a dotted path."""
+        if self.distributed_executor_backend is None and self.data_parallel_backend == "ray":
+            return "ray"
         return self.distributed_executor_backend or ("multiproc" if self.num_workers > 1 else "inproc")
 
 

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from quire.config.engine import (
     KV_CACHE_ALIASES,
+    LOCAL_EXECUTORS,
     ONLINE_QUANTIZATIONS,
     EngineConfig,
     ModelConfig,
@@ -53,8 +54,9 @@ def resolve(
 ) -> EngineConfig:
     """`path` and `kind` ("gguf" or "hf") of the model's files, its config in Hugging Face's words."""
     model, scheduler = config.model, config.scheduler
-    num_workers = config.parallel.num_workers
-    device = choose_device(config.device.device, machine)
+    # The GPUs of a cluster need not be on this machine.
+    is_elsewhere = config.parallel.executor == "ray" and config.device.device == "cuda"
+    device = "cuda" if is_elsewhere else choose_device(config.device.device, machine)
     _check_devices(config, device, machine)
     dtype = _auto_dtype(device, hf_config) if model.dtype == "auto" else model.dtype
     cache_dtype = _kv_cache_dtype(config.cache.kv_cache_dtype, dtype, hf_config)
@@ -84,11 +86,17 @@ def resolve(
         block_size=config.cache.block_size or default_block,
         max_model_len=max_model_len,
         device=device,
-        # The process that serves HTTP needs a core of its own.
-        num_threads=config.device.num_threads or max(1, (machine.num_cores - serving) // num_workers),
+        num_threads=config.device.num_threads or _num_threads(config, machine, serving),
         max_num_batched_tokens=scheduler.max_num_batched_tokens or max(step_tokens, scheduler.max_num_seqs),
         pipeline_depth=_depth(config, device),
     )
+
+
+def _num_threads(config: EngineConfig, machine: Machine, serving: bool) -> int:
+    """The process that serves HTTP needs a core of its own. Machines of a cluster divide what each has themselves."""
+    parallel = config.parallel
+    num_sharing = 1 if parallel.executor == "ray" else parallel.num_workers * parallel.num_engines
+    return max(1, (machine.num_cores - serving) // num_sharing)
 
 
 def _depth(config: EngineConfig, device: str) -> int:
@@ -98,12 +106,19 @@ def _depth(config: EngineConfig, device: str) -> int:
 
 
 def _check_devices(config: EngineConfig, device: str, machine: Machine) -> None:
-    num_workers = config.parallel.num_workers
-    if device == "cuda" and num_workers > machine.num_gpus and config.parallel.executor == "multiproc":
+    parallel = config.parallel
+    num_workers = parallel.num_workers * parallel.num_engines
+    if device != "cuda" or num_workers <= machine.num_gpus or parallel.executor not in LOCAL_EXECUTORS:
+        return
+    if parallel.num_engines == 1:
         raise ConfigError(
             f"{num_workers} workers need a GPU each, and there are {machine.num_gpus}: lower --tensor-parallel-size "
             "or --pipeline-parallel-size"
         )
+    raise ConfigError(
+        f"{parallel.num_engines} engines with {parallel.num_workers} GPUs each need {num_workers}, and there are "
+        f"{machine.num_gpus}: lower --data-parallel-size, --tensor-parallel-size or --pipeline-parallel-size"
+    )
 
 
 def _with_draft(

@@ -109,11 +109,14 @@ WITHOUT_EFFECT = {
 
 # What would change what happens: accepted only with the value that changes nothing, else refused with these words.
 REFUSED = {
-    "devices divide layers so far, not requests or contexts: use -tp and -pp": (
-        "data_parallel_size=1 decode_context_parallel_size=1 "
-        "prefill_context_parallel_size=1 data_parallel_rank data_parallel_start_rank "
-        "data_parallel_size_local=1 data_parallel_address data_parallel_rpc_port data_parallel_backend=mp "
-        "data_parallel_hybrid_lb? data_parallel_external_lb? data_parallel_multi_port_external_lb? dcp_comm_backend "
+    "a server starts all engines that --data-parallel-size says: leave it out": (
+        "data_parallel_size_local data_parallel_start_rank data_parallel_address data_parallel_rpc_port"
+    ),
+    "for a balancer of your own start a server per engine, with --data-parallel-size and --data-parallel-rank": (
+        "data_parallel_external_lb? data_parallel_hybrid_lb? data_parallel_multi_port_external_lb?"
+    ),
+    "devices divide layers and requests, not contexts or the experts of several engines: use -tp, -pp and -dp": (
+        "decode_context_parallel_size=1 prefill_context_parallel_size=1 dcp_comm_backend "
         "dcp_q_replicate? dcp_kv_cache_interleave_size=1 cp_kv_cache_interleave_size=1 enable_hc_sp? "
         "enable_ep_weight_filter? all2all_backend=allgather_reducescatter enable_dbo? ubatch_size=0 "
         "enable_elastic_ep? elastic_ep_max_dp_size dbo_decode_token_threshold=32 dp_sync_interval=16 "
@@ -121,10 +124,11 @@ REFUSED = {
         "expert_placement_strategy=linear enable_nccl_comm_suspend? distributed_timeout_seconds "
         "cpu_distributed_timeout_seconds enable_shm_tensor_arena?"
     ),
-    "one machine is used so far, with -tp and -pp: leave it out": (
-        "nnodes=1 node_rank=0 master_addr=127.0.0.1 master_port=29501 headless? ray_workers_use_nsight? "
-        "enable_fault_tolerance? fault_tolerance_config"
+    "several machines are a Ray cluster: start quire on one of them, with --distributed-executor-backend ray": (
+        "nnodes=1 node_rank=0 master_addr=127.0.0.1 master_port=29501 headless?"
     ),
+    "a lost machine never ends the server: leave it out": "enable_fault_tolerance? fault_tolerance_config",
+    "profiles of Ray's workers are not written: leave it out": "ray_workers_use_nsight?",
     "choose the card with CUDA_VISIBLE_DEVICES": "device_ids*",
     "bind the process with numactl": "numa_bind? numa_bind_nodes* numa_bind_cpus*",
     "one API process is enough for tens of thousands of tokens a second: leave it out": "api_server_count=1",

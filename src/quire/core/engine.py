@@ -22,6 +22,7 @@ from quire.errors import EngineError
 from quire.executor.base import Executor
 from quire.kv.groups import check_capacity, form_layout, with_blocks
 from quire.kv.manager import KVManager
+from quire.kv.news import PrefixNews
 from quire.kv.specs import KVLayout
 from quire.kv.tier import NoTier
 from quire.messages import (
@@ -34,6 +35,8 @@ from quire.messages import (
     EngineStats,
     FromCore,
     Hold,
+    Prefixes,
+    Ready,
     ResetPrefixCache,
     Sleep,
     StepOutputs,
@@ -64,6 +67,7 @@ class NoGuides:
 
     waiting = ()
     has_work = False
+    num_tokens = 0
 
     def add(self, request: Request, constraint: Constraint) -> None:
         raise EngineError("a request with a grammar came before the vocabulary: this is a bug in the frontend")
@@ -104,7 +108,10 @@ class Engine:
             raise
         self.allocate_s = time.monotonic() - started - self.load_s
         self.pipeline = Pipeline(self.executor, resolved(config.scheduler.pipeline_depth), recorder)
-        self.kv = KVManager(layout, config.cache.enable_prefix_caching, tier)
+        self.is_one_of_several = config.parallel.num_engines > 1  # among which the frontend chooses
+        self.num_received = 0  # requests
+        self.news = PrefixNews() if self.is_one_of_several and config.cache.enable_prefix_caching else None
+        self.kv = KVManager(layout, config.cache.enable_prefix_caching, tier, self.news)
         drafting = Drafting(
             self.executor.num_drafts,
             config.speculative.speculation,
@@ -113,7 +120,8 @@ class Engine:
             draft_cost=self.executor.draft_cost,
         )
         num_stages = config.parallel.pipeline_parallel_size
-        self.scheduler = Scheduler(config.scheduler, self.kv, self.pipeline, drafting, num_stages)
+        counts_work = self.is_one_of_several
+        self.scheduler = Scheduler(config.scheduler, self.kv, self.pipeline, drafting, num_stages, counts_work)
         # An operator's own logits processors look at the one token of a request that is next.
         self.can_propose = self.kv.can_rewind and not config.structured.logits_processors
         self.guides: NoGuides | Guides = NoGuides()
@@ -183,6 +191,7 @@ class Engine:
 
     def _add(self, message: AddRequest) -> None:
         """Adds all choices of a request, or none of them if one fails. Other requests are not affected."""
+        self.num_received += 1
         try:
             for choice_idx in message.choices:
                 self._add_choice(message, choice_idx)
@@ -290,9 +299,20 @@ class Engine:
             return bool(self.unsent)
         return self.scheduler.has_work or self.guides.has_work or bool(self.unsent)
 
+    def ready(self) -> Ready:
+        """What a frontend is told when the engine takes requests."""
+        kv = self.kv
+        if self.news is None:
+            return Ready(kv.num_tokens)
+        return Ready(kv.num_tokens, kv.block_sizes[kv.told_group], kv.hit_unit)
+
+    def prefixes(self) -> Prefixes | None:
+        """What changed in the prefix cache, where a frontend wants to know."""
+        return Prefixes(*self.news.take()) if self.news else None
+
     def stats(self, step_tokens: int = 0) -> EngineStats:
         scheduler = self.scheduler
-        return msgspec.structs.replace(
+        stats = msgspec.structs.replace(
             scheduler.stats,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + len(self.guides.waiting),
@@ -301,6 +321,10 @@ class Engine:
             accepted_drafts=list(scheduler.stats.accepted_drafts),
             num_deferred=len(self.guides.waiting),
         )
+        if self.is_one_of_several:
+            stats.num_received = self.num_received
+            stats.num_to_compute = scheduler.num_to_compute() + self.guides.num_tokens
+        return stats
 
     def close(self) -> None:
         self.guides.close()

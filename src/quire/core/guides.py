@@ -64,6 +64,11 @@ class Guides:
         self.waiting = deque(entry for entry in self.waiting if not is_aborted(entry[0]))
 
     @property
+    def num_tokens(self) -> int:
+        """Of the requests that wait."""
+        return sum(len(request.token_ids) for request, _, _ in self.waiting)
+
+    @property
     def has_work(self) -> bool:
         return bool(self.waiting)
 

@@ -56,7 +56,7 @@ class CoreProcess:
             self.socket.close(linger=1000)
             return error.exit_code
         child.freeze_memory()
-        self._send(Ready(self.engine.kv.num_tokens))
+        self._send(self.engine.ready())
         if self.setup.is_asleep:
             self._send(Answer())  # to the question that woke it up
         try:
@@ -76,6 +76,8 @@ class CoreProcess:
             outputs = self.engine.step()
             if outputs.stats.step_tokens:
                 outputs.step_s = time.perf_counter() - started
+            if (prefixes := self.engine.prefixes()) is not None:
+                self._send(prefixes)  # first: whoever asks again after the answer finds what was cached by it
             self._send(outputs)
             if self.engine.live is not None and (update := self.engine.live_update()) is not None:
                 self._send(LiveUpdate(update))
@@ -112,6 +114,7 @@ class CoreProcess:
         with contextlib.suppress(Exception):
             match msgspec.msgpack.decode(data):
                 case [kind, str(request_id), *_] if kind == AddRequest.__struct_config__.tag:
+                    self.engine.num_received += 1
                     self.engine.refuse(request_id)
 
     def _send(self, message: FromCore) -> None:
@@ -129,6 +132,8 @@ def main() -> int:
     if not data:
         return 0  # a standby process that was never needed
     setup = msgspec.msgpack.decode(data, type=CoreSetup)
+    if setup.config.parallel.num_engines > 1:
+        child.log_as(f"core {setup.config.parallel.data_parallel_index}")
     child.end_with_input()
     return CoreProcess(setup).run()
 

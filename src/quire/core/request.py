@@ -68,6 +68,8 @@ class Request:
         "wants_vector",
         "owner",
         "num_charged",
+        "num_expected",
+        "num_queued",
     )
 
     blocks: RequestBlocks  # set when the scheduler adds the request
@@ -114,6 +116,8 @@ class Request:
         self.num_cached_tokens = 0  # length of the first prefix hit
         self.owner = message.owner
         self.num_charged = 0  # tokens that count for its owner already
+        self.num_expected = 0  # tokens that were cached when it came, where that is asked for
+        self.num_queued = 0  # tokens that it counts for while it waits
         self.arrival = time.monotonic()
         self.queue_s = 0.0  # how long it waited for its first step
         self.leader: Request | None = None  # the sibling that computes the prompt they share

@@ -34,9 +34,13 @@ class Scheduler:
         pipeline: Pipeline,
         drafting: Drafting = Drafting(),
         num_stages: int = 1,
+        counts_work: bool = False,
     ) -> None:
-        """`num_stages`: of workers, of which only the last knows the tokens that it chooses; the first is told."""
+        """`num_stages`: of workers, of which only the last knows the tokens that it chooses; the first is told.
+
+        `counts_work`: somebody asks for `num_to_compute`."""
         self.kv = kv
+        self.counts_work = counts_work
         self.drafting = drafting if kv.can_rewind else Drafting()
         self.pipeline = pipeline
         self.num_stages = num_stages
@@ -57,6 +61,8 @@ class Scheduler:
         request.key = self.line_key(request, next(self.arrivals))
         request.draft_length = self.drafting.draft_length(request.proposer)
         request.blocks = self.kv.open(request.token_ids, request.cache_salt)
+        if self.counts_work:
+            request.num_expected = self._num_cached(request)
         self.requests[request.request_id, request.choice_idx] = request
         leader = self.requests.get((request.request_id, 0), request)
         if leader is not request and leader.num_computed < leader.num_prompt_tokens:
@@ -77,6 +83,15 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.requests) or bool(self.pipeline.steps)
+
+    def num_to_compute(self) -> int:
+        """Known tokens that no step has been given yet; the next token of a request that generates is not counted."""
+        num_tokens = self.waiting.num_tokens
+        for request in self.running:
+            num_left = len(request.token_ids) - request.num_computed - request.num_in_flight
+            if num_left > 1:
+                num_tokens += num_left
+        return num_tokens
 
     # -- planning ------------------------------------------------------------------------------------------------
 
@@ -440,5 +455,7 @@ class Scheduler:
 
     def _unpark(self, leader: Request) -> None:
         for follower in leader.followers:
+            if self.counts_work:
+                follower.num_expected = self._num_cached(follower)
             self.waiting.push(follower)
         leader.followers = []

@@ -28,6 +28,7 @@ class WaitingQueue:
         self._uses: dict[str, TokenUse] = {}  # of owners who had tokens in the last minute, or wait
         self._lines: dict[str, Line] = {}  # of owners for whom requests wait
         self._count = 0
+        self.num_tokens = 0  # that they will have to compute, as far as is known
         self._second = 0  # up to which the uses are those of the last minute
         self._next: Request | None = None  # the choice, where it is known
 
@@ -37,6 +38,8 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         request.status = Status.WAITING
         self._count += 1
+        request.num_queued = len(request.token_ids) - request.num_expected
+        self.num_tokens += request.num_queued
         self._next = None
         line = self._lines.get(request.owner)
         if line is None:
@@ -57,6 +60,7 @@ class WaitingQueue:
         """The request leaves the queue, from wherever it is, and gets `status`."""
         request.status = status
         self._count -= 1
+        self.num_tokens -= request.num_queued
         self._next = None
         line = self._lines[request.owner]
         line.remove(request)

@@ -1,9 +1,9 @@
 """Exchange between worker processes that have a GPU each, through NCCL.
 
-Made by the worker. Ranks find each other in a file without a name, of which the core passed them the descriptor, so
-nothing of ours listens on a port; NCCL's own sockets are bound to the loopback interface. Calls are launched like
-kernels, so they can be recorded in CUDA graphs; communicators are made before, by a first exchange. One rank alone
-works, too, and computes what it would without.
+Made by the worker. On one machine ranks find each other in a file without a name, of which the core passed them the
+descriptor, so nothing of ours listens on a port, and NCCL's own sockets are bound to the loopback interface; on several
+they find each other in a store (`store.py`). Calls are launched like kernels, so they can be recorded in CUDA graphs;
+communicators are made before, by a first exchange. One rank alone works, too, and computes what it would without.
 """
 
 import datetime
@@ -60,17 +60,26 @@ class NcclLink(Link):
         dist.recv(x, group=self.group, group_src=0)
 
 
-def connect(store_fd: int, rank: int, size: int, num_stages: int) -> Ranks:
-    """The place of `rank` among `size * num_stages`, each of which calls this with the same file, on its own GPU."""
+def connect(store_fd: int, rank: int, size: int, num_stages: int, first_device: int = 0) -> Ranks:
+    """The place of `rank` among `size * num_stages`, each of which calls this with the same file, on its own GPU.
+
+    `first_device`: the number of rank 0's."""
     world_size = size * num_stages
-    if torch.cuda.device_count() < world_size:
+    needed = first_device + world_size
+    if torch.cuda.device_count() < needed:
         raise ConfigError(
-            f"{world_size} workers need as many GPUs, and {torch.cuda.device_count()} can be seen: lower "
+            f"{needed} workers need as many GPUs, and {torch.cuda.device_count()} can be seen: lower "
             "--tensor-parallel-size or --pipeline-parallel-size, or look at nvidia-smi and CUDA_VISIBLE_DEVICES"
         )
-    torch.cuda.set_device(rank)
     env.keep_nccl_local()
     store = dist.FileStore(f"/proc/self/fd/{store_fd}", world_size)
+    return join(store, rank, size, num_stages, device_idx=first_device + rank)
+
+
+def join(store: dist.Store, rank: int, size: int, num_stages: int, device_idx: int) -> Ranks:
+    """The place of `rank` among `size * num_stages`, each of which calls this with the same store."""
+    world_size = size * num_stages
+    torch.cuda.set_device(device_idx)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
     stage, place = divmod(rank, size)
     groups = [_group(range(first, first + size), rank) for first in range(0, world_size, size)]
@@ -84,7 +93,7 @@ def connect(store_fd: int, rank: int, size: int, num_stages: int) -> Ranks:
         num_stages,
         None if before is None else NcclLink(before),
         None if after is None else NcclLink(after),
-        device_idx=rank,
+        device_idx=device_idx,
     )
 
 

@@ -1,8 +1,8 @@
 """AsyncLLM: the engine in a process of its own, for servers and asyncio programs.
 
 Public. Requests are checked and tokenized here, off the event loop where that takes long; the core computes in another
-process and is replaced when it dies, without any request noticing (`supervisor.py`). Knows prompts and streams, not
-protocols.
+process and is replaced when it dies, without any request noticing (`supervisor.py`). There may be several cores, among
+which requests are divided (`cores.py`). Knows prompts and streams, not protocols.
 """
 
 import asyncio
@@ -17,12 +17,14 @@ from quire.config import AsyncEngineArgs, EngineConfig, ServingConfig
 from quire.errors import EngineError, OverloadedError
 from quire.frontend.chat import encode_chat
 from quire.frontend.core_client import end_process, start_process
+from quire.frontend.cores import Cores
 from quire.frontend.exchange import sleep_at
 from quire.frontend.hf_tokenizer import HFTokenizer
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.model import ModelInfo
+from quire.frontend.requests import RequestState
 from quire.frontend.stream import Stream
-from quire.frontend.supervisor import Mode, Supervisor
+from quire.frontend.supervisor import Mode
 from quire.messages import Check, EngineStats, ResetPrefixCache
 from quire.metrics.serving import ServingMetrics
 from quire.outputs import RequestOutput
@@ -61,14 +63,14 @@ class AsyncLLM:
 
     @classmethod
     async def open(cls, config: EngineConfig, serving: ServingConfig) -> "AsyncLLM":
-        """As `from_config`, while the core's process imports what it needs: a second sooner."""
-        process = await start_process(config)
+        """As `from_config`, while the cores' processes import what they need: a second sooner."""
+        processes = [await start_process(config) for _ in range(config.parallel.num_engines)]
         try:
             llm = await asyncio.to_thread(cls.from_config, config, serving)
         except BaseException:
-            await end_process(process)
+            await asyncio.gather(*map(end_process, processes))
             raise
-        llm.process = process
+        llm.processes = processes
         return llm
 
     def _open(self, config: EngineConfig, serving: ServingConfig) -> None:
@@ -76,59 +78,57 @@ class AsyncLLM:
         self.model = ModelInfo.open(config, serving=True)
         self.model.prepare()
         self.inputs = InputProcessor(self.model, serving)
-        self.metrics = ServingMetrics(config.model.model)
+        self.metrics = ServingMetrics(config.model.model, _engine_names(config))
         self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
         self.long_texts = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
-        self.process: Process | None = None  # the first core's, if it was started ahead
-        self.supervisor: Supervisor | None = None
+        self.processes: list[Process] = []  # the first cores', if they were started ahead
+        self.cores: Cores | None = None
         self.accepting = True
         self._start_lock = asyncio.Lock()
 
     # -- living --------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Starts the core and returns when it answers; raises what kept it from starting (ConfigError, ModelError…)."""
-        self.supervisor = Supervisor(
-            self.model.config, self.serving, self.metrics, lambda: self.model.vocabulary, self.process
-        )
-        await self.supervisor.start()
+        """Starts all cores and returns when they answer; raises what kept one from that (ConfigError, ModelError…)."""
+        self.cores = Cores(self.model.config, self.serving, self.metrics, lambda: self.model.vocabulary, self.processes)
+        await self.cores.start()
 
-    async def _started(self) -> Supervisor:
+    async def _started(self) -> Cores:
         async with self._start_lock:
-            if self.supervisor is None:
+            if self.cores is None:
                 await self.start()
-        return self._require_supervisor()
+        return self._require_cores()
 
-    def _require_supervisor(self) -> Supervisor:
-        if self.supervisor is None:
+    def _require_cores(self) -> Cores:
+        if self.cores is None:
             raise OverloadedError("the engine is starting: try again in a moment")
-        return self.supervisor
+        return self.cores
 
     async def drain(self, timeout_s: float) -> None:
         """Takes no more requests and waits for those there are; what is left after `timeout_s` is aborted."""
         self.accepting = False
-        if self.supervisor is None:
+        if self.cores is None:
             return
         now = asyncio.get_running_loop().time
         deadline = now() + timeout_s
-        while self.supervisor.live and now() < deadline:
+        while self.cores.num_live and now() < deadline:
             await asyncio.sleep(0.02)
-        for stream in list(self.supervisor.live.values()):
+        for stream in list(self.cores.live.values()):
             stream.abort()
 
     async def close(self) -> None:
-        """Stops the core; streams still open end with EngineError."""
+        """Stops all cores; streams still open end with EngineError."""
         self.accepting = False
-        if self.supervisor is not None:
-            await self.supervisor.close()
+        if self.cores is not None:
+            await self.cores.close()
         self.threads.shutdown(wait=False, cancel_futures=True)
         self.long_texts.shutdown(wait=False, cancel_futures=True)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """As `close`, at once: for callers that cannot wait, so `timeout` has no effect."""
         self.accepting = False
-        if self.supervisor is not None:
-            self.supervisor.kill()
+        if self.cores is not None:
+            self.cores.kill()
         self.threads.shutdown(wait=False, cancel_futures=True)
         self.long_texts.shutdown(wait=False, cancel_futures=True)
 
@@ -140,29 +140,31 @@ class AsyncLLM:
         await self.close()
 
     def health(self) -> str | None:
-        """None while a core is there and makes progress; else one sentence that says what is wrong."""
-        if self.supervisor is None:
+        """None while a core is there and makes progress; else one sentence that says what is wrong.
+
+        Of several, one is enough: it takes the requests."""
+        if self.cores is None:
             return "the engine is starting"
-        return self.supervisor.health() if self.accepting else "the server is stopping"
+        return self.cores.health() if self.accepting else "the server is stopping"
 
     async def check_health(self) -> None:
         """Raises EngineError if something is wrong with an engine that was started."""
-        problem = self.health() if self.supervisor is not None else None
+        problem = self.health() if self.cores is not None else None
         if problem is not None:
             raise EngineError(problem)
 
     async def check(self) -> str:
-        """What is wrong with the core's books, for soaks; empty if nothing is."""
-        return await self.supervisor.ask(Check()) if self.supervisor is not None else "the engine is starting"
+        """What is wrong with the cores' books, for soaks; empty if nothing is."""
+        return await self.cores.ask(Check()) if self.cores is not None else "the engine is starting"
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forgets what is cached of prompts; False, and nothing is forgotten, while requests run.
+        """Forgets what is cached of prompts; False if a core did not, because requests run there.
 
         `reset_running_requests`: forget it all the same; they compute their tokens again. `reset_connector` has no
         effect: there is no other cache.
         """
-        supervisor = await self._started()
-        return not await supervisor.ask(ResetPrefixCache(reset_running_requests))
+        cores = await self._started()
+        return not await cores.ask(ResetPrefixCache(reset_running_requests))
 
     async def sleep(self, level: int = 1, mode: Mode = "abort") -> None:
         """Gives the device's memory back until `wake_up`; meanwhile requests are turned away.
@@ -187,14 +189,14 @@ class AsyncLLM:
         await (await self._started()).resume()
 
     async def is_paused(self) -> bool:
-        return self.supervisor is not None and self.supervisor.paused
+        return self.cores is not None and self.cores.paused
 
     async def is_sleeping(self) -> bool:
-        return self.supervisor is not None and self.supervisor.state != "awake"
+        return self.cores is not None and self.cores.state != "awake"
 
     @property
     def is_running(self) -> bool:
-        return self.supervisor is None or (self.accepting and not self.errored)
+        return self.cores is None or (self.accepting and not self.errored)
 
     @property
     def is_stopped(self) -> bool:
@@ -206,16 +208,16 @@ class AsyncLLM:
 
     @property
     def stats(self) -> EngineStats:
-        return self.supervisor.stats if self.supervisor is not None else EngineStats()
+        return self.cores.stats if self.cores is not None else EngineStats()
 
     @property
     def num_restarts(self) -> int:
-        return self.supervisor.num_restarts if self.supervisor is not None else 0
+        return self.cores.num_restarts if self.cores is not None else 0
 
     @property
     def failure(self) -> Exception | None:
         """Set once the engine has given up for good."""
-        return self.supervisor.failure if self.supervisor is not None else None
+        return self.cores.failure if self.cores is not None else None
 
     # -- asking --------------------------------------------------------------------------------------------------
 
@@ -239,47 +241,40 @@ class AsyncLLM:
         `wants_vector`: the stream's request gets the prompt's vector instead of an answer. `prediction`: a text that
         the answer may be like, which makes it faster.
         """
-        self._admit()
-        request_id = request_id or uuid.uuid4().hex
-        make = functools.partial(
-            self.inputs.request,
-            request_id,
-            prompt,
-            params,
-            priority,
-            cache_salt,
-            thinks,
-            owner,
-            wants_vector,
-            prediction,
-        )
+        cores = self._admit()
+        name = request_id or uuid.uuid4().hex
+
+        def make() -> tuple[RequestState, list[int]]:
+            request = self.inputs.request(
+                name, prompt, params, priority, cache_salt, thinks, owner, wants_vector, prediction
+            )
+            return request, cores.prefix(request)
+
         size = _size(prompt) + _size(params.bad_words) + len(prediction)  # all of them are tokenized
         is_long = size > INLINE_CHARS or params.structured_outputs is not None
-        request = await self.off_loop(make, size) if is_long else make()
-        supervisor = self._admit()  # again: others may have come meanwhile
-        stream = Stream(request, supervisor.abort)
-        supervisor.add(stream)
+        request, prefix = await self.off_loop(make, size) if is_long else make()
+        cores = self._admit()  # again: others may have come meanwhile
         timeouts = [limit for limit in (timeout_s, self.serving.request_timeout_s) if limit is not None]
+        expires_at = None
         if timeouts:
-            now = asyncio.get_running_loop().time()
-            stream.expire_at(now + min(*timeouts, MAX_TIMEOUT_S), supervisor.expire)
-        return stream
+            expires_at = asyncio.get_running_loop().time() + min(*timeouts, MAX_TIMEOUT_S)
+        return cores.add(request, prefix, expires_at)
 
-    def _admit(self) -> Supervisor:
+    def _admit(self) -> Cores:
         """Who takes one more request; OverloadedError if none may be started now."""
-        supervisor = self._require_supervisor()
-        if supervisor.state != "awake":
-            raise OverloadedError(f"the engine is {supervisor.state}: try again later", retry_after_s=ASLEEP_RETRY_S)
+        cores = self._require_cores()
+        if (state := cores.state) != "awake":
+            raise OverloadedError(f"the engine is {state}: try again later", retry_after_s=ASLEEP_RETRY_S)
         if not self.accepting:
             raise OverloadedError("the server is stopping: try another one", retry_after_s=10)
         limit = self.serving.max_queued_requests
-        if len(supervisor.live) >= limit:
+        if cores.num_live >= limit:
             self.metrics.rejected("queue_full")
             raise OverloadedError(
                 f"{limit} requests are running or waiting, which is the limit: try again later",
                 hint="--max-queued-requests",
             )
-        return supervisor
+        return cores
 
     async def generate(
         self,
@@ -309,7 +304,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends requests, whose streams then stop with finish_reason "abort"; unknown ids are ignored."""
-        live = self.supervisor.live if self.supervisor is not None else {}
+        live = self.cores.live if self.cores is not None else {}
         for each in [request_id] if isinstance(request_id, str) else list(request_id):
             if (stream := live.get(each)) is not None:
                 stream.abort()
@@ -359,6 +354,13 @@ class AsyncLLM:
 
 
 AsyncLLMEngine = AsyncLLM  # vLLM's older name
+
+
+def _engine_names(config: EngineConfig) -> list[str]:
+    """As metrics call them: by number, or by the rank of the only one of this server."""
+    parallel = config.parallel
+    first = parallel.data_parallel_rank or 0
+    return [str(first + idx) for idx in range(parallel.num_engines)]
 
 
 def _size(prompt: Any) -> int:

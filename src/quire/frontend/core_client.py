@@ -58,7 +58,12 @@ async def end_process(process: Process) -> None:
 
 
 async def _group_ended(pid: int) -> None:
-    """Waits for the processes that a dead core had started, which die with it: the next one needs their memory."""
+    """Waits for the processes that a dead core had started, which die with it: the next one needs their memory.
+
+    A cluster that it had started for itself may have left some that would not.
+    """
+    with contextlib.suppress(OSError):
+        os.killpg(pid, signal.SIGKILL)
     for _ in range(int(WORKERS_GRACE_S / GROUP_TICK_S)):
         with contextlib.suppress(ChildProcessError):  # the first process of a container inherits them
             os.waitpid(-pid, os.WNOHANG)

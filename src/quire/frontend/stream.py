@@ -2,7 +2,7 @@
 
 import asyncio
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from quire.frontend.requests import ChoiceUpdate, RequestState
 
@@ -15,8 +15,10 @@ class Stream:
     Whoever stops reading early calls `abort()`, which frees the request in the core within one step.
     """
 
-    def __init__(self, request: RequestState, on_abort: Callable[[str], None]) -> None:
+    def __init__(self, request: RequestState, on_abort: Callable[[str], None], prefix: Sequence[int] = ()) -> None:
+        """`prefix`: digests of its prompt's blocks, where cores are chosen by them."""
         self.request = request
+        self.prefix = prefix  # until they are computed
         self.epoch = -1  # of the core it was last sent to
         self.error: Exception | None = None
         self._on_abort = on_abort

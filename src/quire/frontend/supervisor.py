@@ -1,8 +1,8 @@
 """Keeps a core running for the live requests: starts it, hands out what it gives, replaces it when it dies or stalls.
 
-Used by AsyncLLM. The truth about each request is in its RequestState, so a fresh core gets every unfinished request
-with the tokens it has, and streams go on. Who may run after a crash is decided in `blame.py`. Knows requests and
-processes, not text or protocols.
+Made by `cores.py`, for each core of a server. The truth about each request is in its RequestState, so a fresh core gets
+every unfinished request with the tokens it has, and streams go on. Who may run after a crash is decided in `blame.py`.
+Knows requests and processes, not text or protocols.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from asyncio.subprocess import Process
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -20,6 +20,7 @@ from typing import Literal
 from quire import errors
 from quire.config import EngineConfig, ServingConfig
 from quire.errors import (
+    ClusterError,
     DeadlineError,
     EngineError,
     InternalError,
@@ -32,6 +33,7 @@ from quire.frontend.blame import MAX_DEATHS, Blame, Cause
 from quire.frontend.core_client import CoreClient, encode, end_process, start_process
 from quire.frontend.requests import RequestState
 from quire.frontend.stream import Stream
+from quire.kv.prefix import digests
 from quire.messages import (
     Abort,
     Answer,
@@ -41,6 +43,7 @@ from quire.messages import (
     FromCore,
     Hold,
     LiveUpdate,
+    Prefixes,
     Question,
     Ready,
     Sleep,
@@ -49,7 +52,7 @@ from quire.messages import (
     WakeUp,
     Watch,
 )
-from quire.metrics.serving import ServingMetrics
+from quire.metrics.engine import EngineMetrics
 from quire.utils.loop_share import LoopShare
 
 log = logging.getLogger(__name__)
@@ -57,6 +60,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 DRAIN_TICK_S = 0.02
 SPARE_DELAY_S = 2.0
+OUTAGE_PAUSE_S = 2.0  # before the next core looks for the machines it needs
 SLOW_STEPS = 3  # a core may be silent for this many of its longest recent steps
 STEP_DECAY = 0.99  # per step: how long a long step is remembered
 REFUSED_FOR_S = 600.0
@@ -75,27 +79,40 @@ class Supervisor:
         self,
         config: EngineConfig,
         serving: ServingConfig,
-        metrics: ServingMetrics,
+        metrics: EngineMetrics,
         vocabulary: Callable[[], Vocabulary],
+        refused: dict[bytes, float],
         process: Process | None = None,
     ) -> None:
+        """`refused`: requests that made a core fail: fingerprint -> until when, by time.monotonic(). Of all cores."""
+        parallel = config.parallel
+        self.name = f"engine {parallel.data_parallel_index}" if parallel.num_engines > 1 else "the engine"
         self.config = config
         self.serving = serving
         self.metrics = metrics
         self._vocabulary = vocabulary  # asked for when the first request needs it
         self.live: dict[str, Stream] = {}
         self.blame = Blame()
-        self.refused: dict[bytes, float] = {}  # fingerprint -> until when, by time.monotonic()
+        self.refused = refused
         self.core: CoreClient | None = None
         self.spare = process  # one that has imported everything and waits, if there is one
         self.epoch = 0
         self.stats = EngineStats()
+        # What the cores of a server are chosen by, if it has several.
+        self.is_one_of_several = parallel.num_engines > 1
+        self.known: set[int] = set()  # digests of the blocks in the core's prefix cache
+        self.expected: Counter[int] = Counter()  # those that its requests will have computed with their first token
+        self.prefix_block = self.hit_unit = 0  # in tokens; the core says so when it is ready
+        self._num_sent = 0  # requests, to this core
+        self._unanswered: deque[tuple[int, int]] = deque()  # those its stats do not count yet: (number, tokens)
+        self._num_unanswered = 0  # their tokens
         self.num_restarts = 0
         self.restarts: deque[tuple[float, Cause, bool]] = deque(maxlen=MAX_RESTARTS)  # when, why, whether it was ready
         self._on_live: Callable[[bytes], None] | None = None  # gets what the core shows those who watch
         self.paused = False  # requests that the core has not seen wait
         self.held = False  # the others, too
         self.failure: QuireError | None = None  # why there is no core and will be none
+        self.outage: ClusterError | None = None  # there is no core until the machines are back that it needs
         self.silent_s = 0.0  # since the core's last message
         self.longest_step_s = 0.0  # decays
         # Asleep, the core has given the device's memory back, and requests wait here.
@@ -120,6 +137,16 @@ class Supervisor:
     @property
     def is_ready(self) -> bool:
         return self._ready_core is not None
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a new request would run now, and not wait for another core or for the end of a trial."""
+        return self.health() is None and not self.blame.groups
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens of the core's requests that are not computed yet, as far as is known."""
+        return self.stats.num_to_compute + self._num_unanswered
 
     @property
     def num_convicted(self) -> int:
@@ -160,6 +187,8 @@ class Supervisor:
     def health(self) -> str | None:
         if self.failure is not None:
             return str(self.failure)
+        if self.outage is not None:
+            return str(self.outage)
         if self._ready_core is None:
             return "the engine is starting"
         if self.state != "awake":
@@ -236,13 +265,13 @@ class Supervisor:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def add(self, stream: Stream) -> None:
-        """Takes a request in. Whatever is raised here, nothing of it stays."""
-        if self.failure is not None:
-            raise self.failure
+    def add(self, stream: Stream, num_to_compute: int) -> None:
+        """Takes a request in, which no core has. Whatever is raised here, nothing of it stays.
+
+        `num_to_compute`: its tokens, as far as the core has not cached them."""
+        if self.outage is not None:
+            raise self.outage
         request = stream.request
-        if request.request_id in self.live:
-            raise RequestError(f"there is a request {request.request_id!r:.100} already: choose another request_id")
         message = encode(request.message)
         if len(message) > MAX_REQUEST_BYTES:
             raise RequestError(
@@ -251,11 +280,12 @@ class Supervisor:
         if self.refused:
             self._refuse_poison(request)
         self.live[request.request_id] = stream
+        self.expected.update(stream.prefix)
         try:
             if self._unsent.is_set() or self._sending:
                 self._unsent.set()  # those who came before are sent first
             else:
-                self._send(stream, message)
+                self._send(stream, message, num_to_compute)
         except BaseException:
             self._forget(request.request_id, "error")
             raise
@@ -269,6 +299,7 @@ class Supervisor:
         if stream is None:
             return
         stream.request.end(reason)
+        self._expect_no_more(stream)
         self.metrics.finished(stream.request, reason)
         core = self._ready_core
         if core is not None and stream.epoch == self.epoch:
@@ -306,10 +337,10 @@ class Supervisor:
         if stream.request.request_id in self.live:
             self._fail(stream, DeadlineError("the request's time limit passed before it was finished: raise timeout_s"))
 
-    def _send(self, stream: Stream, encoded: bytes | None = None) -> None:
+    def _send(self, stream: Stream, encoded: bytes | None = None, num_to_compute: int | None = None) -> None:
         """Sends a request to the core, unless it has it already or must not have it now.
 
-        `encoded`: the request's first message, if the caller has encoded it.
+        `encoded`: the request's first message, if the caller has encoded it. `num_to_compute`: as for `add`.
         """
         core, request = self._ready_core, stream.request
         is_sent = stream.epoch == self.epoch
@@ -325,6 +356,11 @@ class Supervisor:
         core.prepare(request.message, self._vocabulary)
         core.send_encoded(encoded)
         stream.epoch = self.epoch
+        if self.is_one_of_several:
+            self._num_sent += 1
+            num_tokens = len(request.prompt_token_ids) if num_to_compute is None else num_to_compute
+            self._num_unanswered += num_tokens
+            self._unanswered.append((self._num_sent, num_tokens))
 
     async def _send_unsent(self) -> None:
         """Sends live requests that the core does not have, in the order they came.
@@ -368,20 +404,35 @@ class Supervisor:
                 self._apply_outputs(core, message)
             case Ready():
                 self.num_kv_tokens = message.num_tokens
+                self.prefix_block, self.hit_unit = message.prefix_block, message.hit_unit
                 core.ready = True
+                self.outage = None
                 self._first_core.set()
                 self._unsent.set()
                 if self._on_live is not None:
                     self._tell_watched()
             case Failed():
                 kind = getattr(errors, message.kind, EngineError)
-                self.failure = kind(message.message) if not self._first_core.is_set() else None
-                log.error("the engine could not start: %s", message.message)
+                log.error("%s could not start: %s", self.name, message.message)
+                if not self._first_core.is_set():
+                    self.failure = kind(message.message)
+                elif issubclass(kind, ClusterError):
+                    self._lose_cluster()
             case Answer():
                 self._answer(message.problem)
             case LiveUpdate():
                 if self._on_live is not None:
                     self._on_live(message.body)
+            case Prefixes():
+                if message.is_reset:
+                    self.known.clear()
+                self.known.update(digests(message.came))
+                self.known.difference_update(digests(message.went))
+
+    def _lose_cluster(self) -> None:
+        """Nobody knows for how long: whoever waits is told, and may come again."""
+        self.outage = ClusterError("the machines that compute this model are not all there: try again in a moment")
+        self._end_all(self.outage)
 
     def _answer(self, problem: str) -> None:
         answer = self._asked.pop(0)
@@ -400,6 +451,8 @@ class Supervisor:
                 self._fail(stream, error)
             num_tokens += len(delta.token_ids)
         self.stats = outputs.stats
+        while self._unanswered and self._unanswered[0][0] <= outputs.stats.num_received:
+            self._num_unanswered -= self._unanswered.popleft()[1]
         self.metrics.step(outputs.stats, outputs.step_s, num_tokens)
         self.longest_step_s = max(outputs.step_s, self.longest_step_s * STEP_DECAY)
 
@@ -412,13 +465,24 @@ class Supervisor:
             return
         if had_no_token and delta.token_ids:
             self.metrics.first_token(request)
+            self._expect_no_more(stream)
         if delta.token_ids or request.finished:
             if self.blame.watches and self.blame.progressed(request.request_id):
                 self._unsent.set()
         if request.finished:
             del self.live[request.request_id]
+            self._expect_no_more(stream)
             self.metrics.finished(request)
         stream.wake()
+
+    def _expect_no_more(self, stream: Stream) -> None:
+        """Its prompt is computed, and the core told what it has cached of it; or it never will be."""
+        expected = self.expected
+        for digest in stream.prefix:
+            expected[digest] -= 1
+            if not expected[digest]:
+                del expected[digest]
+        stream.prefix = ()
 
     # -- the core's life -----------------------------------------------------------------------------------------
 
@@ -439,6 +503,7 @@ class Supervisor:
         self.epoch += 1
         self.silent_s = 0.0
         self._sending = False
+        self._forget_core()
         core = self.core = CoreClient(self.config, self._folder, self.epoch)
         cause = Cause.OUTSIDE
         tasks: list[asyncio.Task] = []
@@ -463,6 +528,13 @@ class Supervisor:
             await core.close()
         if not self._closing:
             await self._after_core_exit(cause, in_flight, was_ready)
+
+    def _forget_core(self) -> None:
+        """What was known of the last core does not hold for the next."""
+        self.stats = EngineStats()
+        self.known.clear()
+        self._unanswered.clear()
+        self._num_sent = self._num_unanswered = 0
 
     async def _handle_rest(self, core: CoreClient) -> None:
         share = LoopShare()
@@ -512,7 +584,10 @@ class Supervisor:
             self.failure = EngineError("the engine could not start: see the log above")
         if self.failure is not None:
             return
-        log.warning("the engine %s; %d requests go on in a new one", cause.value, len(self.live))
+        if self.outage is not None:
+            await asyncio.sleep(OUTAGE_PAUSE_S)
+            return
+        log.warning("%s %s; %d requests go on in a new one", self.name, cause.value, len(self.live))
         self.num_restarts += 1
         self.restarts.append((time.monotonic(), cause, was_ready))
         self.metrics.restarted(cause.name.lower())
@@ -521,7 +596,7 @@ class Supervisor:
             self._fail_poisoned(guilty)
         if self.blame.hopeless:
             self.failure = EngineError(
-                f"the engine died {MAX_DEATHS} times in a row without producing a token: giving up"
+                f"{self.name} died {MAX_DEATHS} times in a row without producing a token: giving up"
             )
             log.critical("%s", self.failure)
         elif self.blame.num_deaths > 1 and not was_ready:
@@ -537,7 +612,7 @@ class Supervisor:
             last = now
             is_loading = self.is_loading or not core.ready
             if self.silent_s > (self.serving.startup_timeout_s if is_loading else self._patience_s):
-                log.error("the engine has not moved for %.0f s: replacing it", self.silent_s)
+                log.error("%s has not moved for %.0f s: replacing it", self.name, self.silent_s)
                 await core.dump_and_kill()
                 return
 
@@ -560,7 +635,8 @@ class Supervisor:
     def _refuse_poison(self, request: RequestState) -> None:
         fingerprint = request.fingerprint()
         now = time.monotonic()
-        self.refused = {known: until for known, until in self.refused.items() if until > now}
+        for known in [known for known, until in self.refused.items() if until <= now]:
+            del self.refused[known]
         if fingerprint in self.refused:
             raise PoisonError("this request made the engine fail a short while ago and is refused for ten minutes")
 

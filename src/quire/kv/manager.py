@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 from quire.errors import EngineError
+from quire.kv.news import PrefixNews
 from quire.kv.pool import NULL_BLOCK, BlockPool
 from quire.kv.prefix import HashChain, root_hash
 from quire.kv.specs import KVLayout
@@ -36,7 +37,14 @@ class RequestBlocks:
 
 
 class KVManager:
-    def __init__(self, layout: KVLayout, enable_prefix_caching: bool = True, tier: NoTier = NoTier()) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        enable_prefix_caching: bool = True,
+        tier: NoTier = NoTier(),
+        news: PrefixNews | None = None,
+    ) -> None:
+        """`news`: is told which blocks can be found, where somebody wants to know."""
         self.groups = layout.groups
         self.block_sizes = [group.block_size for group in layout.groups]
         self.pool_layouts = layout.pools
@@ -51,6 +59,10 @@ class KVManager:
         self.live: dict[int, RequestBlocks] = {}  # by id(): all that hold blocks
         self.can_rewind = not any(group.spec.is_state for group in layout.groups)  # a state cannot be undone
         self.hit_unit = math.lcm(*self.block_sizes)  # tokens: a hit ends where a block of every group ends
+        self.news = news
+        # Whose blocks are told: those of a group that needs all of them, if there is one, since they make the hit.
+        whole = [idx for idx, group in enumerate(layout.groups) if not group.spec.window and not group.spec.is_state]
+        self.told_group = whole[0] if whole else 0
 
     # -- entering ------------------------------------------------------------------------------------------------
 
@@ -160,9 +172,11 @@ class KVManager:
             num_full = num_computed // size
             if self.prefix_caching and num_full > blocks.num_published[group_idx]:
                 hashes = blocks.chains[size].upto(blocks.tokens, num_full)
+                news = self.news if group_idx == self.told_group else None
                 for idx in range(blocks.num_published[group_idx], num_full):
-                    if table[idx] != NULL_BLOCK:
-                        pool.publish(table[idx], group_idx, hashes[idx])
+                    if table[idx] != NULL_BLOCK and pool.publish(table[idx], group_idx, hashes[idx]):
+                        if news is not None:
+                            news.came(hashes[idx])
                 blocks.num_published[group_idx] = num_full
             needed_at = num_computed if blocks.pinned is None else min(num_computed, blocks.pinned)
             num_dropped = blocks.num_dropped[group_idx]
@@ -185,6 +199,8 @@ class KVManager:
 
     def _before_forgetting(self, block: int, group_idx: int, content_hash: bytes) -> None:
         """Plans a copy of the block to the tier, if it has room and the step may copy more."""
+        if self.news is not None and group_idx == self.told_group:
+            self.news.went(content_hash)
         pool_idx = self.groups[group_idx].pool_idx
         block_bytes = self.pool_layouts[pool_idx].block_bytes
         if self.moved_bytes + block_bytes <= self.tier.max_step_bytes:
@@ -241,6 +257,8 @@ class KVManager:
         for pool in self.pools:
             pool.forget_contents()
         self.tier.forget_all()
+        if self.news is not None:
+            self.news.reset()
 
     def step_applied(self, step_id: int) -> None:
         for pool in self.pools:

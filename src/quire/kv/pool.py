@@ -80,12 +80,16 @@ class BlockPool:
             self.num_limbo -= len(blocks)
             self._to_free(blocks)
 
-    def publish(self, block: int, group: int, content_hash: bytes) -> None:
-        """The block is full and computed: from now on it can be found. The first of equal blocks wins."""
+    def publish(self, block: int, group: int, content_hash: bytes) -> bool:
+        """The block is full and computed: from now on it can be found. The first of equal blocks wins.
+
+        Returns whether this one did."""
         key = group, content_hash
-        if self.content[block] is None and key not in self.cached:
-            self.content[block] = key
-            self.cached[key] = block
+        if self.content[block] is not None or key in self.cached:
+            return False
+        self.content[block] = key
+        self.cached[key] = block
+        return True
 
     def find(self, group: int, content_hash: bytes) -> int | None:
         """A block with this content that may be shared now."""

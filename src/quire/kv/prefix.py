@@ -1,11 +1,14 @@
 """Content hashes: block i of a prompt is identified by a SHA-256, chained over its tokens and all tokens before them.
 
-Called by `kv/manager.py`. The chain's root holds everything else that the content depends on (the salt, later adapters
-and media), so equal hashes mean equal KV, and a request with a salt shares blocks only with requests of the same salt.
+Called by `kv/manager.py`, and by a frontend that chooses among several cores. The chain's root holds everything else
+that the content depends on (the salt, later adapters and media), so equal hashes mean equal KV, and a request with a
+salt shares blocks only with requests of the same salt.
 """
 
 import hashlib
 from array import array
+
+DIGEST_BYTES = 8  # of a hash, where a mistake costs time only: a frontend guesses by them which core has a prefix
 
 
 def root_hash(salt: str) -> bytes:
@@ -29,3 +32,15 @@ class HashChain:
             self._last = hashlib.sha256(self._last + chunk.tobytes()).digest()
             self.hashes.append(self._last)
         return self.hashes
+
+
+def prefix_digests(tokens: list[int], salt: str, block_size: int) -> list[int]:
+    """A digest of each full block that a request with these tokens can find cached: never of the last token's."""
+    num_blocks = (len(tokens) - 1) // block_size
+    hashes = HashChain(root_hash(salt), block_size).upto(tokens, num_blocks)
+    return digests(b"".join(content_hash[:DIGEST_BYTES] for content_hash in hashes))
+
+
+def digests(joined: bytes) -> list[int]:
+    """Digests that were sent one after the other."""
+    return memoryview(joined).cast("Q").tolist()

@@ -1,209 +1,33 @@
-"""What a serving engine tells its operators, with vLLM's metric names under the prefix `quire:`, or another.
+"""What a server tells its operators: the numbers of its engines, with vLLM's metric names under `quire:`, or a prefix.
 
-Fed by the frontend once per step and a few times per request, never per token; read by the server's /metrics. Kept as
-plain numbers, which become prometheus-client's metric families when they are scraped. Has no global state, and knows
-neither text nor clients.
+Made by the frontend, read by the server's /metrics. The numbers are those of `engine.py`, which become
+prometheus-client's metric families when they are scraped, with a label that names the engine. Has no global state.
 """
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from quire.messages import EngineStats
-from quire.metrics.histogram import Histogram
-from quire.metrics.latencies import Latencies
-from quire.outputs import RequestMetrics
-from quire.params import SamplingParams
+from quire.metrics.engine import COUNTERS, GAUGES, HISTOGRAMS, LABELLED_COUNTERS, EngineMetrics
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
 PREFIX = "quire:"
-ENGINE = "0"  # which of several engines: there is one
 # Paths that machines ask for all the time: those that vLLM does not count, and ours of their kind.
 UNCOUNTED = {"/metrics", "/health", "/live", "/ready", "/load", "/ping", "/version", "/server_info"}
-
-# Bounds include vLLM's, so that queries which name a bucket still find it; finer for short times, for small models.
-STEP_S = (
-    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075,
-    0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-)  # fmt: skip
-FIRST_TOKEN_S = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
-    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
-)  # fmt: skip
-REQUEST_S = (
-    0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0,
-    10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
-)  # fmt: skip
-REQUEST_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
-STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
-
-GAUGES = {
-    "num_requests_running": "Requests in the batch of the last step.",
-    "num_requests_waiting": "Requests that wait to be computed.",
-    "kv_cache_usage_perc": "Share of KV blocks in use, 0 to 1.",
-}
-COUNTERS = {
-    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
-    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
-    "num_preemptions": "Times a running request had to give its blocks back.",
-    "prompt_tokens": "Prompt tokens of requests that got their first token.",
-    "prompt_tokens_cached": "Of these, tokens that were found in the prefix cache.",
-    "generation_tokens": "Tokens generated.",
-    "spec_decode_num_drafts": "Times that guessed tokens of a request were verified.",
-    "spec_decode_num_draft_tokens": "Guessed tokens that were verified.",
-    "spec_decode_num_accepted_tokens": "Guessed tokens that were right.",
-}
-LABELLED_COUNTERS = {  # name: (label, help)
-    "request_success": ("finished_reason", "Requests that ended, by reason: stop, length, abort, error or repetition."),
-    "admission_rejections": ("reason", "Requests turned away before they could wait."),
-    "engine_restarts": ("reason", "Times the engine core was replaced."),
-    "spec_decode_num_accepted_tokens_per_pos": (
-        "position",
-        "Guessed tokens that were right, by their place among those guessed at once.",
-    ),
-}
-HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {  # name: (help, bounds of its buckets)
-    "time_to_first_token_seconds": ("From a request's arrival to its first token.", FIRST_TOKEN_S),
-    "inter_token_latency_seconds": (
-        "Between two tokens of a request; all tokens of a step count the step's time.",
-        STEP_S,
-    ),
-    "request_time_per_output_token_seconds": ("A request's mean time per token after its first.", STEP_S),
-    "e2e_request_latency_seconds": ("From a request's arrival to its end.", REQUEST_S),
-    "request_queue_time_seconds": ("How long a request waited for its first step.", REQUEST_S),
-    "request_inference_time_seconds": ("From a request's first step to its last token.", REQUEST_S),
-    "request_prefill_time_seconds": ("From a request's first step to its first token.", REQUEST_S),
-    "request_decode_time_seconds": ("From a request's first token to its last.", REQUEST_S),
-    "request_prompt_tokens": ("Prompt tokens of a request.", REQUEST_TOKENS),
-    "request_generation_tokens": ("Tokens generated for a request, all choices together.", REQUEST_TOKENS),
-    "request_max_num_generation_tokens": ("Tokens generated for the longest choice of a request.", REQUEST_TOKENS),
-    "request_prefill_kv_computed_tokens": ("Prompt tokens of a request that were not cached.", REQUEST_TOKENS),
-    "request_params_max_tokens": ("Tokens that an answer may have.", REQUEST_TOKENS),
-    "request_params_n": ("Choices a request asks for.", (1, 2, 5, 10, 20)),
-    "iteration_tokens_total": ("Tokens computed in a step.", STEP_TOKENS),
-    "engine_step_seconds": ("Time of one engine step.", STEP_S),
-}
-# Values of labels that are shown as 0 from the start: a rate cannot be computed from a counter that first appears as 1.
-KNOWN_VALUES = {
-    "request_success": ("stop", "length", "abort", "error", "repetition"),
-    "admission_rejections": ("queue_full", "rate_limit"),
-    "engine_restarts": ("own", "outside", "stall"),  # the core crashed by itself, was killed, stopped making progress
-    "spec_decode_num_accepted_tokens_per_pos": ("0",),
-}
-
-
-class Choice(Protocol):
-    finish_reason: str | None
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-
-
-class Request(Protocol):
-    """What is read of the frontend's RequestState."""
-
-    metrics: RequestMetrics
-    params: SamplingParams
-
-    @property
-    def prompt_token_ids(self) -> Sequence[int]: ...
-
-    @property
-    def choices(self) -> Sequence[Choice]: ...
 
 
 class ServingMetrics:
     """All methods but `render` take a few microseconds at most, and none may be called from two threads at once."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, engines: Sequence[str] = ("0",)) -> None:
+        """`engines`: the names of the server's engines."""
         self.model_name = model_name  # as clients call it
         self.prefix = PREFIX
-        self.cache_info: dict[str, str] = {}  # how the KV cache was set up, once that is known
         self.http: dict[tuple[str, str, str], int] = {}  # calls by method, path and status
-        self.gauges = dict.fromkeys(GAUGES, 0.0)
-        self.counters = dict.fromkeys(COUNTERS, 0)
-        self.labelled = {name: dict.fromkeys(values, 0) for name, values in KNOWN_VALUES.items()}
-        self.histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
-        self.latencies: Latencies | None = None  # of the last minute, while somebody watches
-        self._core = EngineStats()  # as last reported by the core, whose counts start at zero with every restart
-        self._num_first_tokens = 0  # since the last step: these are no time between two tokens
-
-    def first_token(self, request: Request) -> None:
-        """A request got its first token; called before `step` for the step that brought it."""
-        times = request.metrics
-        histograms = self.histograms
-        self._num_first_tokens += 1
-        self.counters["prompt_tokens"] += len(request.prompt_token_ids)
-        self.counters["prompt_tokens_cached"] += times.num_cached_tokens
-        histograms["time_to_first_token_seconds"].observe(times.first_token_latency)
-        if self.latencies is not None:
-            self.latencies.first_token.add(times.first_token_latency)
-        histograms["request_queue_time_seconds"].observe(times.scheduled_ts - times.queued_ts)
-        histograms["request_prefill_time_seconds"].observe(max(0.0, times.first_token_ts - times.scheduled_ts))
-
-    def step(self, stats: EngineStats, step_s: float, num_new_tokens: int) -> None:
-        """A step produced `num_new_tokens`, of all requests together. `step_s` is 0 in the reports of an idle core."""
-        gauges = self.gauges
-        counters = self.counters
-        histograms = self.histograms
-        before = self._core
-        gauges["num_requests_running"] = stats.num_running
-        gauges["num_requests_waiting"] = stats.num_waiting
-        gauges["kv_cache_usage_perc"] = stats.kv_usage
-        counters["num_preemptions"] += stats.num_preemptions - before.num_preemptions
-        counters["prefix_cache_queries"] += stats.prefix_queries - before.prefix_queries
-        counters["prefix_cache_hits"] += stats.prefix_hits - before.prefix_hits
-        counters["generation_tokens"] += num_new_tokens
-        if stats.num_drafts != before.num_drafts:
-            self._drafts(stats, before)
-        self._core = stats
-        if not step_s:
-            return
-        histograms["engine_step_seconds"].observe(step_s)
-        histograms["iteration_tokens_total"].observe(stats.step_tokens)
-        histograms["inter_token_latency_seconds"].observe(step_s, max(0, num_new_tokens - self._num_first_tokens))
-        self._num_first_tokens = 0
-
-    def _drafts(self, stats: EngineStats, before: EngineStats) -> None:
-        counters = self.counters
-        counters["spec_decode_num_drafts"] += stats.num_drafts - before.num_drafts
-        counters["spec_decode_num_draft_tokens"] += stats.num_draft_tokens - before.num_draft_tokens
-        accepted_before = before.accepted_drafts + [0] * (len(stats.accepted_drafts) - len(before.accepted_drafts))
-        for position, count in enumerate(stats.accepted_drafts):
-            gained = count - accepted_before[position]
-            counters["spec_decode_num_accepted_tokens"] += gained
-            self._count("spec_decode_num_accepted_tokens_per_pos", str(position), gained)
-
-    def finished(self, request: Request, reason: str | None = None) -> None:
-        """A request ended: by itself, or for `reason` ("abort", "error")."""
-        times = request.metrics
-        histograms = self.histograms
-        num_tokens = [len(choice.token_ids) for choice in request.choices]
-        self._count("request_success", reason or request.choices[0].finish_reason or "abort")
-        num_prompt_tokens = len(request.prompt_token_ids)
-        histograms["request_prompt_tokens"].observe(num_prompt_tokens)
-        histograms["request_generation_tokens"].observe(sum(num_tokens))
-        histograms["request_max_num_generation_tokens"].observe(max(num_tokens))
-        histograms["request_prefill_kv_computed_tokens"].observe(num_prompt_tokens - times.num_cached_tokens)
-        histograms["request_params_n"].observe(len(num_tokens))
-        if request.params.max_tokens is not None:
-            histograms["request_params_max_tokens"].observe(request.params.max_tokens)
-        if times.finished_ts:
-            histograms["e2e_request_latency_seconds"].observe(times.finished_ts - times.queued_ts)
-            if self.latencies is not None and reason is None:
-                self.latencies.request.add(times.finished_ts - times.queued_ts)
-        if times.first_token_ts:
-            decode_s = times.last_token_ts - times.first_token_ts
-            longest = max(num_tokens)
-            histograms["request_decode_time_seconds"].observe(decode_s)
-            histograms["request_inference_time_seconds"].observe(times.last_token_ts - times.scheduled_ts)
-            if longest > 1:
-                histograms["request_time_per_output_token_seconds"].observe(decode_s / (longest - 1))
-                if self.latencies is not None:
-                    self.latencies.token.add(decode_s / (longest - 1))
+        self.engines = [EngineMetrics(name) for name in engines]
 
     def http_request(self, method: str, handler: str, status: int) -> None:
         """A call was answered. `handler`: its path as the table of endpoints has it, of which there are few."""
@@ -214,13 +38,14 @@ class ServingMetrics:
             self.rejected("rate_limit")
 
     def rejected(self, reason: str) -> None:
-        self._count("admission_rejections", reason)
+        """Before an engine was chosen: such requests count for the first."""
+        self.engines[0].count("admission_rejections", reason)
 
-    def restarted(self, reason: str) -> None:
-        """The core is being replaced: `reason` is one of a few words, never a message."""
-        self._count("engine_restarts", reason)
-        self._core = EngineStats()
-        self.gauges = dict.fromkeys(GAUGES, 0.0)
+    def totals(self) -> tuple[dict[str, float], dict[str, int]]:
+        """Gauges and counters of all engines together; the share of KV blocks in use is their mean."""
+        gauges = {name: sum(engine.gauges[name] for engine in self.engines) for name in GAUGES}
+        gauges["kv_cache_usage_perc"] /= len(self.engines)
+        return gauges, {name: sum(engine.counters[name] for engine in self.engines) for name in COUNTERS}
 
     def render(self) -> tuple[bytes, str]:
         """(body, content type) for a scrape."""
@@ -243,60 +68,63 @@ class ServingMetrics:
         """prometheus-client's collector interface."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        names, values, prefix = ["model_name", "engine"], [self.model_name, ENGINE], self.prefix
+        names, prefix = ["model_name", "engine"], self.prefix
+        labelled = [(engine, [self.model_name, engine.name]) for engine in self.engines]
         for name, text in GAUGES.items():
             gauge = GaugeMetricFamily(prefix + name, text, labels=names)
-            gauge.add_metric(values, self.gauges[name])
+            for engine, values in labelled:
+                gauge.add_metric(values, engine.gauges[name])
             yield gauge
         for name, text in COUNTERS.items():
             counter = CounterMetricFamily(prefix + name, text, labels=names)
-            counter.add_metric(values, self.counters[name])
+            for engine, values in labelled:
+                counter.add_metric(values, engine.counters[name])
             yield counter
         for name, (label, text) in LABELLED_COUNTERS.items():
             counter = CounterMetricFamily(prefix + name, text, labels=[*names, label])
-            for value, count in list(self.labelled[name].items()):
-                counter.add_metric([*values, value], count)
+            for engine, values in labelled:
+                for value, count in list(engine.labelled[name].items()):
+                    counter.add_metric([*values, value], count)
             yield counter
         for name, (text, _) in HISTOGRAMS.items():
             histogram = HistogramMetricFamily(prefix + name, text, labels=names)
-            counted = self.histograms[name]
-            histogram.add_metric(values, counted.cumulative(), counted.sum)
+            for engine, values in labelled:
+                counted = engine.histograms[name]
+                histogram.add_metric(values, counted.cumulative(), counted.sum)
             yield histogram
-        yield from self._parts(names, values)
+        yield from self._parts(names, labelled)
         yield from self._server()
 
-    def _parts(self, names: list[str], values: list[str]) -> "Iterator[Metric]":
+    def _parts(self, names: list[str], labelled: "list[tuple[EngineMetrics, list[str]]]") -> "Iterator[Metric]":
         """What follows from other metrics, so that it costs nothing until somebody asks."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         text = "Waiting requests: for room (capacity) or for their grammar (deferred)."
         waiting = GaugeMetricFamily(self.prefix + "num_requests_waiting_by_reason", text, labels=[*names, "reason"])
-        num_deferred = self._core.num_deferred
-        waiting.add_metric([*values, "capacity"], self.gauges["num_requests_waiting"] - num_deferred)
-        waiting.add_metric([*values, "deferred"], num_deferred)
-        yield waiting
         text = "Prompt tokens by where their keys and values came from."
         tokens = CounterMetricFamily(self.prefix + "prompt_tokens_by_source", text, labels=[*names, "source"])
-        num_cached = self.counters["prompt_tokens_cached"]
-        tokens.add_metric([*values, "local_compute"], self.counters["prompt_tokens"] - num_cached)
-        tokens.add_metric([*values, "local_cache_hit"], num_cached)
-        tokens.add_metric([*values, "external_kv_transfer"], 0)
+        for engine, values in labelled:
+            num_deferred = engine.core.num_deferred
+            waiting.add_metric([*values, "capacity"], engine.gauges["num_requests_waiting"] - num_deferred)
+            waiting.add_metric([*values, "deferred"], num_deferred)
+            num_cached = engine.counters["prompt_tokens_cached"]
+            tokens.add_metric([*values, "local_compute"], engine.counters["prompt_tokens"] - num_cached)
+            tokens.add_metric([*values, "local_cache_hit"], num_cached)
+            tokens.add_metric([*values, "external_kv_transfer"], 0)
+        yield waiting
         yield tokens
 
     def _server(self) -> "Iterator[Metric]":
         """What is not about requests: how the cache was set up, and calls by path."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        setup = {"model_name": self.model_name, "engine": ENGINE, **self.cache_info}
         text = "How the KV cache was set up: always 1."
-        info = GaugeMetricFamily(self.prefix + "cache_config_info", text, labels=list(setup))
-        info.add_metric(list(setup.values()), 1)
+        labels = ["model_name", "engine", *self.engines[0].cache_info]
+        info = GaugeMetricFamily(self.prefix + "cache_config_info", text, labels=labels)
+        for engine in self.engines:
+            info.add_metric([self.model_name, engine.name, *engine.cache_info.values()], 1)
         yield info
         calls = CounterMetricFamily("http_requests", "HTTP requests.", labels=["method", "handler", "status"])
         for key, count in list(self.http.items()):
             calls.add_metric(list(key), count)
         yield calls
-
-    def _count(self, name: str, value: str, amount: int = 1) -> None:
-        counts = self.labelled[name]
-        counts[value] = counts.get(value, 0) + amount

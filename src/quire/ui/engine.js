@@ -86,6 +86,7 @@ class View {
     this.dot = h("i", { class: "dot", "aria-hidden": "true" });
     this.about = h("span", { class: "about" }, h("span", {}), h("span", { class: "wide" }));
     this.pause = button("Pause", () => this.#togglePause(), { class: "button small", "aria-pressed": "false" });
+    this.choice = h("select", { class: "which", "aria-label": "Which engine", hidden: true, onchange: () => this.#turnTo(Number(this.choice.value)) });
     this.banner = h("div", { class: "banner", role: "status", hidden: true });
     this.panel = h("div", { class: "state", hidden: true });
     const { tokens, requests, used, batch, time } = this.charts;
@@ -93,7 +94,7 @@ class View {
       h("div", { class: "charts" }, tokens.node, requests.node, used.node, batch.node, time.node, this.latency.node),
       h("div", { class: "parts" }, [this.requests, this.memory, this.prefix, this.restarts, this.setup, this.speculation].map((part) => part.node)));
     this.root = h("div", { class: "engine" },
-      h("header", { class: "engine-head" }, h("h1", {}, "Engine"), h("span", { class: "live" }, this.dot, this.status), this.about, this.pause),
+      h("header", { class: "engine-head" }, h("h1", {}, "Engine"), this.choice, h("span", { class: "live" }, this.dot, this.status), this.about, this.pause),
       this.banner, this.panel, this.body);
     this.element.append(this.root);
   }
@@ -116,10 +117,26 @@ class View {
     const { server, core } = this.model;
     setText(this.about.firstChild, `Up ${seconds(server.uptime)}`);
     setText(this.about.lastChild, ` · ${plural(server.watchers, "watcher")}`);
+    this.#offer(server.engines);
     this.restarts.update(this.model);
     this.latency.update(this.model);
     if (core !== null) this.#drawCore(this.model);
     this.#drawState();
+  }
+
+  // A choice of engines, where the server has several.
+  #offer(count) {
+    if (this.choice.length === count) return;
+    this.choice.replaceChildren(...Array.from({ length: count }, (_, i) => h("option", { value: String(i) }, `Engine ${i} of ${count}`)));
+    this.choice.value = String(this.connection.engine);
+    this.choice.hidden = count < 2;
+  }
+
+  #turnTo(engine) {
+    this.connection.engine = engine;
+    this.model = this.lit = null;
+    this.body.hidden = true;
+    this.connection.open();
   }
 
   #drawCore(model) {

@@ -6,6 +6,7 @@ const MAX_NODES = 200;
 const MAX_POINTS = 240;
 const MAX_CELLS = 512;
 const MAX_POOLS = 8;
+const MAX_ENGINES = 1024;
 const HUGE = 1e15;
 
 const object = (x) => (x !== null && typeof x === "object" && !Array.isArray(x) ? x : {});
@@ -70,12 +71,12 @@ function readPercentiles(x) {
 }
 
 function readServer(x) {
-  const { state, uptime_s, watchers, requests, max_requests, restarts, suspects, latency } = object(x);
+  const { state, engine, engines, uptime_s, watchers, requests, max_requests, restarts, suspects, latency } = object(x);
   const { count: restarted, recent } = object(restarts);
   const { groups, convicted } = object(suspects);
   const { window_s, ttft_ms, latency_ms, token_ms } = object(latency);
   return {
-    state: word(state, 24), uptime: count(uptime_s), watchers: count(watchers),
+    state: word(state, 24), engine: count(engine), engines: Math.min(MAX_ENGINES, Math.floor(count(engines))), uptime: count(uptime_s), watchers: count(watchers),
     requests: count(requests), maxRequests: count(max_requests),
     restarts: count(restarted),
     recent: list(recent, 16).map(object).map((r) => ({ ago: count(r.ago_s), cause: word(r.cause, 24), wasReady: r.was_ready === true })),

@@ -56,6 +56,7 @@ async function refusal(response) {
 export class Connection {
   constructor({ headers, onUpdate, onState }) {
     Object.assign(this, { headers, onUpdate, onState });
+    this.engine = 0; // which of the server's
     this.abort = null;
     this.timer = 0;
     this.hiddenTimer = 0;
@@ -72,7 +73,8 @@ export class Connection {
     this.onState({ kind: "connecting" });
     let end = { kind: "lost" };
     try {
-      const response = await fetch(URL_LIVE, { headers: { ...this.headers(), Accept: "text/event-stream" }, cache: "no-store", signal: abort.signal });
+      const url = this.engine ? `${URL_LIVE}?engine=${this.engine}` : URL_LIVE;
+      const response = await fetch(url, { headers: { ...this.headers(), Accept: "text/event-stream" }, cache: "no-store", signal: abort.signal });
       if (response.status === 200) await this.#read(response, abort);
       else end = await refusal(response);
     } catch {

@@ -35,7 +35,7 @@ def prepare() -> None:
 def log_as(name: str) -> None:
     """Lines of the log say who wrote them."""
     line = f"%(asctime)s %(levelname).1s {name} %(name)s: %(message)s"
-    logging.basicConfig(level=env.log_level(), format=line, datefmt="%H:%M:%S")
+    logging.basicConfig(level=env.log_level(), format=line, datefmt="%H:%M:%S", force=True)
 
 
 def freeze_memory() -> None:

@@ -14,7 +14,7 @@ from quire import registry
 from quire.checkpoint.find import ModelFiles, find
 from quire.checkpoint.hf_config import read_config
 from quire.config import EngineConfig, resolved
-from quire.distributed.base import ALONE, Ranks
+from quire.distributed.base import Ranks
 from quire.errors import ConfigError
 from quire.kv.groups import form_layout, narrowed, num_blocks_for
 from quire.kv.specs import CacheSpec, KVLayout
@@ -68,14 +68,15 @@ def weight_bytes(model: Model) -> int:
 
 
 class Worker:
-    def __init__(self, config: EngineConfig, ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: EngineConfig, ranks: Ranks | None = None) -> None:
+        """`ranks`: its place among the workers of its engine; None: it is the only one."""
         self.config = config
-        self.ranks = ranks
+        self.ranks = ranks or Ranks(device_idx=config.parallel.first_device)
         self.dtype = DTYPES[config.model.dtype]
         self.device = torch.device(config.device.device)
         torch.set_num_threads(resolved(config.device.num_threads))
         self.module = device_module(config)
-        self.module.open(self.device, ranks.device_idx)
+        self.module.open(self.device, self.ranks.device_idx)
         self.is_rehearsed = self.device.type == "cpu"  # a GPU must run the largest step once before it serves
         self.away: HostCopies | None = None  # weights, while the device's memory is not ours
         self._load_models()

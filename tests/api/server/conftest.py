@@ -114,4 +114,4 @@ def nothing_is_left_running(request):
     yield
     for name in {"smol", "echo"} & set(request.fixturenames):
         server = request.getfixturevalue(name)
-        until(lambda llm=server.llm: not llm.supervisor.live, 2, "an idle engine")
+        until(lambda llm=server.llm: not llm.cores.live, 2, "an idle engine")

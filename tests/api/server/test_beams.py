@@ -70,4 +70,4 @@ def test_the_time_limit_is_that_of_the_whole_search(smol):
 def test_a_client_that_leaves_ends_the_search(smol):
     with pytest.raises(httpx.TimeoutException):
         httpx.post(smol.url + "/v1/completions", json=BEAMS | {"max_tokens": 400, "n": 8}, timeout=0.3)
-    until(lambda: not smol.llm.supervisor.live, 5, "an idle engine")
+    until(lambda: not smol.llm.cores.live, 5, "an idle engine")

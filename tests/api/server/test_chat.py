@@ -343,7 +343,7 @@ def test_a_lower_priority_runs_first(echo):
         threads = [threading.Thread(target=wait, args=each) for each in (("patient", 5), ("urgent", -5))]
         for num_before, thread in enumerate(threads, 1):
             thread.start()
-            until(lambda wanted=num_before + 1: len(echo.llm.supervisor.live) == wanted)
+            until(lambda wanted=num_before + 1: len(echo.llm.cores.live) == wanted)
         for thread in threads:
             thread.join()
     assert done == ["urgent", "patient"]
@@ -356,7 +356,7 @@ def test_a_full_server_says_when_to_come_back(echo):
         threads = [threading.Thread(target=ask, args=(hasty,), kwargs={"max_tokens": 5}) for _ in range(3)]
         for thread in threads:
             thread.start()
-        until(lambda: len(echo.llm.supervisor.live) == 4)
+        until(lambda: len(echo.llm.cores.live) == 4)
         with pytest.raises(openai.InternalServerError) as error:
             ask(hasty, max_tokens=1)
         assert error.value.status_code == 503 and int(error.value.response.headers["retry-after"]) >= 1
@@ -368,14 +368,14 @@ def test_a_full_server_says_when_to_come_back(echo):
 def test_a_client_that_stops_reading_frees_its_request(echo):
     with ask(echo.client(), max_tokens=1500, ignore_eos=True, stream=True) as running:
         next(iter(running))
-        assert len(echo.llm.supervisor.live) == 1
-    until(lambda: not echo.llm.supervisor.live)  # it would run for 15 s
+        assert len(echo.llm.cores.live) == 1
+    until(lambda: not echo.llm.cores.live)  # it would run for 15 s
 
 
 def test_a_client_that_gives_up_waiting_frees_its_request(echo):
     with pytest.raises(openai.APITimeoutError):
         ask(echo.client(timeout=0.3), max_tokens=1500, ignore_eos=True)
-    until(lambda: not echo.llm.supervisor.live)
+    until(lambda: not echo.llm.cores.live)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

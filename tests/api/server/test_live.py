@@ -83,15 +83,15 @@ def test_the_documents_example_has_every_field_of_an_update(echo):
 
 
 def test_nothing_is_recorded_before_the_first_watcher_and_after_the_last(echo):
-    metrics, feed = echo.llm.metrics, echo.llm  # the feed is the app's; what it turns on is seen here
+    metrics, feed = echo.llm.metrics.engines[0], echo.llm  # the feed is the app's; what it turns on is seen here
     until(lambda: metrics.latencies is None, 5, "nobody watching")
     complete(echo.url, max_tokens=2)
     with watching(echo.url) as updates:
         update = until_shown(updates, lambda update: update["core"] is not None)
         assert update["core"]["steps"]["count"] == 0 and update["core"]["prefix"]["nodes"] == []
         assert update["server"]["latency"]["ttft_ms"] == {"count": 0, "p50": None, "p90": None, "p99": None}
-        assert metrics.latencies is not None and feed.supervisor._on_live is not None
-    until(lambda: metrics.latencies is None and feed.supervisor._on_live is None, 5, "nobody watching")
+        assert metrics.latencies is not None and feed.cores.supervisors[0]._on_live is not None
+    until(lambda: metrics.latencies is None and feed.cores.supervisors[0]._on_live is None, 5, "nobody watching")
 
 
 def test_all_watchers_get_the_same_bytes_and_one_too_many_is_turned_away(echo):
@@ -201,6 +201,25 @@ def test_a_server_that_is_told_to_stop_does_not_wait_for_watchers(smollm2):
         assert server.process.wait(20) == 0
         assert time.monotonic() - started < 4
         assert "Traceback" not in server.log()
+
+
+def test_each_engine_of_a_server_is_watched_by_itself(smollm2):
+    with serving(str(smollm2), executor="echo:50", max_model_len=256, data_parallel_size=2) as server:
+        with watching(server.url) as first, watching(server.url, params={"engine": 1}) as second:
+            threads = [threading.Thread(target=complete, args=[server.url]) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for engine, updates in enumerate((first, second)):
+                update = until_shown(updates, lambda update: update["core"] and update["core"]["counts"]["running"])
+                assert update["core"]["counts"]["running"] == update["server"]["requests"] == 1
+                assert (update["server"]["engine"], update["server"]["engines"]) == (engine, 2)
+                assert update["server"]["watchers"] == 2
+            for thread in threads:
+                thread.join()
+        for wrong, status in (("2", 400), ("-1", 400), ("x", 400)):
+            answer = httpx.get(server.url + LIVE, params={"engine": wrong})
+            assert answer.status_code == status and answer.json()["error"]["param"] == "engine"
+        until(lambda: all(each.latencies is None for each in server.llm.metrics.engines), 5, "nobody watching")
 
 
 def test_no_ui_turns_the_page_off_and_leaves_the_engines_view(smollm2):

@@ -197,7 +197,7 @@ def test_a_kept_request_survives_the_core(operated):
     until(lambda: load(operated) == 1)
     admin(operated, "POST", "/pause?mode=keep")
     deaths = operated.llm.num_restarts
-    operated.llm.supervisor.core.kill()
+    operated.llm.cores.supervisors[0].core.kill()
     until(lambda: operated.llm.num_restarts > deaths and operated.llm.health() is None)
     time.sleep(0.3)
     assert running.thread.is_alive()

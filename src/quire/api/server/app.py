@@ -210,6 +210,7 @@ ENDPOINTS = [
         live.live_engine,
         "watch",
         "What the engine does, as server-sent events",
+        query=live.LiveParameters,
         answer="text/event-stream",
     ),
     Endpoint("GET", "/server_info", operate.server_info, "admin", "Options in effect", None, operate.ServerInfo),

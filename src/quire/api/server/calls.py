@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from quire.api.server.errors import ErrorBody, ErrorForm, Problem, UnknownModelError
-from quire.api.server.live_feed import LiveFeed
+from quire.api.server.live_feed import LiveFeeds
 from quire.api.server.logs import CallRecord
 from quire.frontend.async_llm import AsyncLLM, Stream
 
@@ -39,9 +39,9 @@ class Service:
     started_s: int = field(default_factory=lambda: int(time.time()))
 
     @functools.cached_property
-    def live(self) -> LiveFeed:
+    def live(self) -> LiveFeeds:
         """What those who watch the engine are shown."""
-        return LiveFeed(self.llm, self.names[0], self.started_s)
+        return LiveFeeds(self.llm, self.names[0], self.started_s)
 
     def model_name(self, asked: str | None) -> str:
         if asked is None:

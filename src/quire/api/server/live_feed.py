@@ -1,7 +1,8 @@
-"""What those who watch the engine are shown: the core's part and the server's, encoded once for all of them.
+"""What those who watch an engine are shown: the core's part and the server's, encoded once for all of them.
 
-Kept by the service; `live.py` is the endpoint. While nobody watches it does nothing, and has the core record nothing.
-Sends an update when the core has one, and without the core's help when it is silent. Knows counts and times, no text.
+Kept by the service, one for each engine; `live.py` is the endpoint. While nobody watches it does nothing, and has the
+core record nothing. Sends an update when the core has one, and without the core's help when it is silent. Knows counts
+and times, no text.
 """
 
 import asyncio
@@ -12,12 +13,12 @@ from typing import Any
 import msgspec
 
 from quire.api.server import logs
-from quire.errors import OverloadedError
+from quire.errors import OverloadedError, RequestError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.supervisor import Supervisor
 from quire.metrics.latencies import WINDOW_S, Latencies
 
-MAX_WATCHERS = 8
+MAX_WATCHERS = 8  # of all engines together
 INTERVAL_S = 0.25
 PATIENCE_S = 0.06  # for the core's own update, before one is made without it
 MAX_NAME_CHARS = 128
@@ -39,6 +40,9 @@ class Watcher:
         self.is_over = True
         self.news.set()
 
+    def leave(self) -> None:
+        self.feed.watchers.discard(self)
+
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while True:
             await self.news.wait()
@@ -48,11 +52,36 @@ class Watcher:
             yield self.feed.event
 
 
-class LiveFeed:
+class LiveFeeds:
+    """One for each engine that somebody watches or has watched."""
+
     def __init__(self, llm: AsyncLLM, model_name: str, started_s: float) -> None:
         self.llm = llm
         self.model_name = model_name[:MAX_NAME_CHARS]
         self.started_s = started_s  # seconds since 1970
+        self.feeds = [LiveFeed(self, idx) for idx in range(len(llm.metrics.engines))]
+
+    @property
+    def num_watchers(self) -> int:
+        return sum(len(feed.watchers) for feed in self.feeds)
+
+    def join(self, engine: int) -> Watcher:
+        """A new watcher, who must `leave`. OverloadedError: there are enough of them."""
+        if engine >= len(self.feeds):
+            there_are = f"this server has {len(self.feeds)}, counted from 0"
+            raise RequestError(f"there is no engine {engine}: {there_are}", "engine")
+        if self.num_watchers >= MAX_WATCHERS:
+            text = f"{MAX_WATCHERS} watch the engine already, which is the limit: close another view of it"
+            raise OverloadedError(text, retry_after_s=5)
+        return self.feeds[engine].join()
+
+
+class LiveFeed:
+    def __init__(self, feeds: LiveFeeds, engine: int) -> None:
+        self.feeds = feeds
+        self.engine = engine
+        self.llm = feeds.llm
+        self.metrics = feeds.llm.metrics.engines[engine]
         self.watchers: set[Watcher] = set()
         self.event = b""  # the newest update, as it is sent
         self.core_part: bytes | None = None
@@ -63,19 +92,12 @@ class LiveFeed:
         self._task: asyncio.Task[None] | None = None
 
     def join(self) -> Watcher:
-        """A new watcher, who must `leave`. OverloadedError: there are enough of them."""
-        if len(self.watchers) >= MAX_WATCHERS:
-            text = f"{MAX_WATCHERS} watch the engine already, which is the limit: close another view of it"
-            raise OverloadedError(text, retry_after_s=5)
         watcher = Watcher(self)
         self.watchers.add(watcher)
         if self._task is None:
-            self.llm.metrics.latencies = Latencies()
+            self.metrics.latencies = Latencies()
             self._task = asyncio.create_task(self._run(), name="live feed")
         return watcher
-
-    def leave(self, watcher: Watcher) -> None:
-        self.watchers.discard(watcher)
 
     async def _run(self) -> None:
         try:
@@ -100,10 +122,9 @@ class LiveFeed:
         return self.llm.accepting and self.llm.failure is None
 
     def _attach(self) -> None:
-        supervisor = self.llm.supervisor
-        if supervisor is not None and supervisor is not self._watched:
-            self._watched = supervisor
-            supervisor.watch(self._take)
+        if self.llm.cores is not None and self._watched is None:
+            self._watched = self.llm.cores.supervisors[self.engine]
+            self._watched.watch(self._take)
 
     def _take(self, part: bytes) -> None:
         """Called with what the core shows."""
@@ -124,7 +145,7 @@ class LiveFeed:
         if self._watched is not None:
             self._watched.watch(None)
             self._watched = None
-        self.llm.metrics.latencies = None
+        self.metrics.latencies = None
         self.core_part = None
         self.core_ts = 0.0
 
@@ -153,9 +174,11 @@ class LiveFeed:
         groups = list(supervisor.blame.groups) if supervisor is not None else []
         return {
             "state": self._state(supervisor),
-            "model": self.model_name,
-            "uptime_s": round(time.time() - self.started_s, 1),
-            "watchers": len(self.watchers),
+            "model": self.feeds.model_name,
+            "engine": self.engine,
+            "engines": len(self.feeds.feeds),
+            "uptime_s": round(time.time() - self.feeds.started_s, 1),
+            "watchers": self.feeds.num_watchers,
             "requests": len(supervisor.live) if supervisor is not None else 0,
             "max_requests": self.llm.serving.max_queued_requests,
             "restarts": {"count": supervisor.num_restarts if supervisor is not None else 0, "recent": recent},
@@ -167,7 +190,7 @@ class LiveFeed:
         }
 
     def _state(self, supervisor: Supervisor | None) -> str:
-        if self.llm.failure is not None:
+        if supervisor is not None and supervisor.failure is not None:
             return "failed"
         if supervisor is None or not supervisor.is_ready:
             return "starting"
@@ -178,7 +201,7 @@ class LiveFeed:
         return "paused" if supervisor.paused else "awake"
 
     def _latency(self) -> dict[str, Any]:
-        latencies = self.llm.metrics.latencies or Latencies()
+        latencies = self.metrics.latencies or Latencies()
         return {
             "window_s": WINDOW_S,
             "ttft_ms": latencies.first_token.percentiles(),

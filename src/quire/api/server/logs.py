@@ -142,12 +142,11 @@ class StatusLine:
 
     def __init__(self, metrics: ServingMetrics) -> None:
         self.metrics = metrics
-        self.before = dict(metrics.counters)
+        _, self.before = metrics.totals()
 
     def write(self, seconds: float) -> None:
         """Writes the line for the last `seconds`; nothing while the engine had nothing to do."""
-        gauges = self.metrics.gauges
-        counters = dict(self.metrics.counters)
+        gauges, counters = self.metrics.totals()
         gained = {name: counters[name] - self.before[name] for name in counters}
         self.before = counters
         num_requests = gauges["num_requests_running"] + gauges["num_requests_waiting"]

@@ -15,7 +15,6 @@ from quire.api.server.calls import Answer, Call, Service
 from quire.api.server.fields import Name, RequestBody, at_most, decode, parameters, whole
 from quire.errors import OverloadedError
 from quire.frontend.stream import Stream
-from quire.frontend.supervisor import Supervisor
 
 MAX_IDS = 16_384  # in one call
 
@@ -143,7 +142,10 @@ async def is_sleeping(call: Call) -> Answer:
 
 async def abort_requests(call: Call) -> Answer:
     body = await decode(call.body, AbortRequest)
-    found = list(_supervisor(call).live.values())
+    cores = call.service.llm.cores
+    if cores is None:
+        raise OverloadedError("the engine is starting: try again in a moment")
+    found = list(cores.live.values())
     if body.request_ids:
         asked = {name.removeprefix("chatcmpl-").removeprefix("cmpl-") for name in body.request_ids}
         found = [stream for stream in found if _client_id(stream) in asked]
@@ -155,10 +157,3 @@ async def abort_requests(call: Call) -> Answer:
 def _client_id(stream: Stream) -> str:
     """The id that `Call.core_id` was made of."""
     return stream.request.request_id.rsplit("-", 2)[0]
-
-
-def _supervisor(call: Call) -> Supervisor:
-    supervisor = call.service.llm.supervisor
-    if supervisor is None:
-        raise OverloadedError("the engine is starting: try again in a moment")
-    return supervisor

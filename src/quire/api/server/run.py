@@ -145,9 +145,7 @@ async def live(llm: AsyncLLM, web: Web, announce: Callable[[int], None]) -> int:
         if await unless(stop.asked, llm.start()):
             gc.freeze()
             gc.set_threshold(GC_THRESHOLD)
-            num_kv_tokens = llm.supervisor.num_kv_tokens if llm.supervisor is not None else 0
-            llm.metrics.cache_info = cache_info(llm.model.config.cache, num_kv_tokens)
-            announce(num_kv_tokens)
+            announce(tell_of_caches(llm))
             await unless(stop.asked, watch(llm))
             timeout_s = llm.serving.shutdown_timeout
             logs.log.info("stopping: running requests get %g s to finish, a second signal ends them", timeout_s)
@@ -158,6 +156,14 @@ async def live(llm: AsyncLLM, web: Web, announce: Callable[[int], None]) -> int:
             await answering
         await llm.close()
     return stop.exit_code
+
+
+def tell_of_caches(llm: AsyncLLM) -> int:
+    """Puts into the metrics how KV caches were set up; how many tokens fit into all of them."""
+    supervisors = llm.cores.supervisors if llm.cores is not None else []
+    for metrics, supervisor in zip(llm.metrics.engines, supervisors):
+        metrics.cache_info = cache_info(llm.model.config.cache, supervisor.num_kv_tokens)
+    return sum(supervisor.num_kv_tokens for supervisor in supervisors)
 
 
 def cache_info(cache: CacheConfig, num_tokens: int) -> dict[str, str]:

@@ -44,8 +44,8 @@ async def version(call: Call) -> Answer:
 
 
 async def load(call: Call) -> Answer:
-    supervisor = call.service.llm.supervisor
-    return Answer.json(Load(len(supervisor.live) if supervisor is not None else 0))
+    cores = call.service.llm.cores
+    return Answer.json(Load(cores.num_live if cores is not None else 0))
 
 
 async def metrics(call: Call) -> Answer:

@@ -60,7 +60,7 @@ def capacity(what: str) -> contextlib.AbstractContextManager[None]:
 def kv_memory_bytes(config: EngineConfig, make_runner: Callable[[], object] | None = None) -> int:
     """Bytes that KV blocks of one worker may take; can be asked before anything is loaded."""
     whole = min(MAX_KV_BYTES, int(available_bytes() * config.cache.gpu_memory_utilization))
-    return whole // config.parallel.num_workers
+    return whole // (config.parallel.num_workers * config.parallel.num_engines)
 
 
 def release() -> None:

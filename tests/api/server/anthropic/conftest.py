@@ -33,4 +33,4 @@ def nothing_is_left(request):
     yield
     if "server" in request.fixturenames:
         llm = request.getfixturevalue("server").llm
-        until(lambda: not llm.supervisor.live, 2, "an idle engine")
+        until(lambda: not llm.cores.live, 2, "an idle engine")

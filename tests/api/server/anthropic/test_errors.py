@@ -219,7 +219,7 @@ def test_a_stream_that_breaks_ends_with_an_error(server, client):
             for text in stream.text_stream:
                 said.append(text)
                 if len(said) == 2:
-                    (live,) = server.llm.supervisor.live.values()
+                    (live,) = server.llm.cores.live.values()
                     server.loop.call_soon_threadsafe(live.fail, EngineError("the engine is gone"))
                     asyncio.run_coroutine_threadsafe(asyncio.sleep(0), server.loop).result(5)
     assert caught.value.body["error"]["type"] == "overloaded_error" and len(said) >= 2

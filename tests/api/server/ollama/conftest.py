@@ -40,4 +40,4 @@ def nothing_is_left(request):
     yield
     if "scripted" in request.fixturenames:
         llm = request.getfixturevalue("scripted").llm
-        until(lambda: not llm.supervisor.live, 2, "an idle engine")
+        until(lambda: not llm.cores.live, 2, "an idle engine")
