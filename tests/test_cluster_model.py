@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-
 from benchmarks.cluster_model import (
     H200,
     LLAMA_405B,
@@ -88,7 +87,7 @@ def test_two_engines_do_twice_as_much_in_the_same_time(qwen: Shape) -> None:
 def test_engines_that_share_a_memory_do_less_than_twice_as_much(qwen: Shape) -> None:
     narrow = replace(H200, shared_memory_s=5e12)
     one, two = (loaded(narrow, qwen, Layout(dp=dp), 16, 256, 64).tokens_s for dp in (1, 2))
-    assert one < two < 1.5 * one
+    assert one < two < 1.7 * one
 
 
 def test_a_405b_model_needs_a_machine_of_eight_cards() -> None:
