@@ -7,6 +7,7 @@ with TP 2, PP 2 or DP 2 is used for it. Of every figure the fastest counts: whoe
 import asyncio
 import json
 import multiprocessing
+import os
 import random
 import subprocess
 import sys
@@ -204,6 +205,7 @@ def predicted(machine: model.Machine, layout: model.Layout) -> model.Figures:
 
 def check(rounds: int) -> int:
     least: dict[str, float] = defaultdict(lambda: inf)
+    print(f"load before: {os.getloadavg()[0]:.1f}; only an idle machine's figures count", file=sys.stderr)
 
     def sample(name: str, value: float) -> None:
         least[name] = min(least[name], value)
