@@ -579,9 +579,9 @@ def test_the_status_line_tells_what_happened_since_the_last(lines):
     status.write(5.0)
     assert lines() == []
     stats = EngineStats(num_running=3, num_waiting=2, kv_usage=0.25, prefix_queries=200, prefix_hits=50)
-    metrics.step(stats, 0.01, 500)
+    metrics.engines[0].step(stats, 0.01, 500)
     status.write(5.0)
     assert lines() == ["engine: 3 running, 2 waiting, KV 25%, prefix hits 25%, 0 prompt + 100 output tokens/s"]
-    metrics.step(EngineStats(prefix_queries=200, prefix_hits=50), 0.01, 0)
+    metrics.engines[0].step(EngineStats(prefix_queries=200, prefix_hits=50), 0.01, 0)
     status.write(5.0)
     assert len(lines()) == 1
