@@ -93,7 +93,7 @@ def test_a_core_with_a_long_prompt_to_compute_gets_no_more_while_others_have_not
         await llm.submit([7, 8, 9], endless(5), request_id="one more")
         assert owner(llm, "one more") == 1 - long
         supervisor = llm.cores.supervisors[long]
-        assert 0 < supervisor.stats.num_to_compute < 1500 and not supervisor._unanswered
+        assert 0 < supervisor.stats.num_to_compute < 1500 and not supervisor.load.num_unanswered
         await llm.abort(list(llm.cores.live))
 
     run(scenario, "echo:20", max_num_batched_tokens=50, max_num_seqs=50)
@@ -106,7 +106,7 @@ def test_what_was_sent_counts_until_the_core_says_so_itself(smollm2):
             await llm.submit([*range(idx, idx + 40)], endless(3))
         assert first.num_to_compute + second.num_to_compute == 20 * 40  # nothing was heard of the cores meanwhile
         await settled(llm)
-        assert not first._unanswered and not second._unanswered
+        assert not first.load.num_unanswered and not second.load.num_unanswered
         assert first.stats.num_received + second.stats.num_received == 20
 
     run(scenario)
@@ -127,7 +127,7 @@ def test_a_request_with_a_known_prefix_goes_where_it_is_cached(smollm2):
             assert (await salted.wait()).metrics.num_cached_tokens == 0
 
     def has(supervisor, prefix) -> bool:
-        return set(prefix_digests([*prefix, 0], "", BLOCK)) <= supervisor.known
+        return set(prefix_digests([*prefix, 0], "", BLOCK)) <= supervisor.load.known
 
     run(scenario)
 
@@ -188,10 +188,10 @@ def test_requests_with_a_new_prefix_follow_the_one_that_computes_it(smollm2):
             await llm.submit([*new, idx], endless(5), request_id=f"r{idx}")
         await llm.submit([5, 6, 7], endless(5), request_id="another")
         assert [owner(llm, f"r{idx}") for idx in range(6)] == [0] * 6 and owner(llm, "another") == 1
-        assert llm.cores.supervisors[0].expected
+        assert llm.cores.supervisors[0].load.expected
         await llm.abort("r0")
         await settled(llm)
-        assert not any(each.expected for each in llm.cores.supervisors)
+        assert not any(each.load.expected for each in llm.cores.supervisors)
 
     run(scenario, "echo:50")
 
@@ -201,12 +201,12 @@ def test_cores_tell_of_blocks_that_went(smollm2):
         (first, second) = llm.cores.supervisors
         for idx in range(12):
             await answer(llm, [*range(100 * idx, 100 * idx + 97)], endless(2))
-        assert 0 < len(first.known) < 20 and 0 < len(second.known) < 20  # of 36 blocks each
+        assert 0 < len(first.load.known) < 20 and 0 < len(second.load.known) < 20  # of 36 blocks each
         assert await llm.reset_prefix_cache()
         await answer(llm, [1, 2, 3], endless(2))
         await answer(llm, [1, 2, 3], endless(2))
         await asyncio.sleep(1.2)  # an idle core says so with its next sign of life
-        assert not first.known and not second.known
+        assert not first.load.known and not second.load.known
 
     run(scenario, num_gpu_blocks_override=20, max_model_len=256)
 
@@ -244,7 +244,7 @@ def test_while_a_core_is_replaced_others_get_new_requests_and_the_server_is_heal
         while not first.num_restarts:
             await asyncio.sleep(0.01)
             assert llm.health() is None
-        assert not first.known and first.num_to_compute == 0
+        assert not first.load.known and first.num_to_compute == 0
         for idx in range(6):
             await llm.submit([1, 2, idx], endless(400), request_id=f"r{idx}")
         assert live(llm) == [0, 6]
@@ -407,7 +407,7 @@ def test_one_core_tells_nothing_of_prefixes_and_counts_no_work(smollm2):
     async def scenario(llm):
         await answer(llm, list(range(100)), endless(5))
         (only,) = llm.cores.supervisors
-        assert not only.known and not only.prefix_block and not only._num_sent
+        assert not only.load.known and not only.load.prefix_block and not only.load._num_sent
         assert only.stats.num_received == only.stats.num_to_compute == 0
         assert llm.metrics.engines[0].name == "0"
 

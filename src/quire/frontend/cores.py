@@ -15,7 +15,7 @@ from typing import Any
 from quire.config import EngineConfig, ServingConfig
 from quire.errors import QuireError, RequestError
 from quire.frontend.requests import RequestState
-from quire.frontend.routing import Load, choose, num_cached
+from quire.frontend.routing import Load, choose
 from quire.frontend.stream import Stream
 from quire.frontend.supervisor import Mode, State, Supervisor
 from quire.kv.prefix import prefix_digests
@@ -129,7 +129,7 @@ class Cores:
         """Digests of the blocks of its prompt that cores may have cached; may be called from any thread.
 
         Empty where nobody chooses by them."""
-        block_size = self.supervisors[0].prefix_block
+        block_size = self.supervisors[0].load.prefix_block
         params = request.params
         if not block_size or params.skip_reading_prefix_cache or params.prompt_logprobs is not None:
             return []
@@ -162,8 +162,8 @@ def _load(supervisor: Supervisor, prefix: Sequence[int]) -> Load:
         supervisor.takes_requests,
         supervisor.num_to_compute,
         len(supervisor.live),
-        num_cached(prefix, supervisor.known, supervisor.expected, supervisor.prefix_block, supervisor.hit_unit),
-        len(supervisor.known),
+        supervisor.load.num_cached(prefix),
+        len(supervisor.load.known),
     )
 
 

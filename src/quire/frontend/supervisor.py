@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from asyncio.subprocess import Process
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -31,9 +31,9 @@ from quire.errors import (
 )
 from quire.frontend.blame import MAX_DEATHS, Blame, Cause
 from quire.frontend.core_client import CoreClient, encode, end_process, start_process
+from quire.frontend.core_load import CoreLoad
 from quire.frontend.requests import RequestState
 from quire.frontend.stream import Stream
-from quire.kv.prefix import digests
 from quire.messages import (
     Abort,
     Answer,
@@ -98,14 +98,8 @@ class Supervisor:
         self.spare = process  # one that has imported everything and waits, if there is one
         self.epoch = 0
         self.stats = EngineStats()
-        # What the cores of a server are chosen by, if it has several.
         self.is_one_of_several = parallel.num_engines > 1
-        self.known: set[int] = set()  # digests of the blocks in the core's prefix cache
-        self.expected: Counter[int] = Counter()  # those that its requests will have computed with their first token
-        self.prefix_block = self.hit_unit = 0  # in tokens; the core says so when it is ready
-        self._num_sent = 0  # requests, to this core
-        self._unanswered: deque[tuple[int, int]] = deque()  # those its stats do not count yet: (number, tokens)
-        self._num_unanswered = 0  # their tokens
+        self.load = CoreLoad()  # which it is chosen by, if it is
         self.num_restarts = 0
         self.restarts: deque[tuple[float, Cause, bool]] = deque(maxlen=MAX_RESTARTS)  # when, why, whether it was ready
         self._on_live: Callable[[bytes], None] | None = None  # gets what the core shows those who watch
@@ -146,7 +140,7 @@ class Supervisor:
     @property
     def num_to_compute(self) -> int:
         """Tokens of the core's requests that are not computed yet, as far as is known."""
-        return self.stats.num_to_compute + self._num_unanswered
+        return self.stats.num_to_compute + self.load.num_unanswered
 
     @property
     def num_convicted(self) -> int:
@@ -280,7 +274,7 @@ class Supervisor:
         if self.refused:
             self._refuse_poison(request)
         self.live[request.request_id] = stream
-        self.expected.update(stream.prefix)
+        self.load.expect(stream)
         try:
             if self._unsent.is_set() or self._sending:
                 self._unsent.set()  # those who came before are sent first
@@ -299,7 +293,7 @@ class Supervisor:
         if stream is None:
             return
         stream.request.end(reason)
-        self._expect_no_more(stream)
+        self.load.expect_no_more(stream)
         self.metrics.finished(stream.request, reason)
         core = self._ready_core
         if core is not None and stream.epoch == self.epoch:
@@ -357,10 +351,7 @@ class Supervisor:
         core.send_encoded(encoded)
         stream.epoch = self.epoch
         if self.is_one_of_several:
-            self._num_sent += 1
-            num_tokens = len(request.prompt_token_ids) if num_to_compute is None else num_to_compute
-            self._num_unanswered += num_tokens
-            self._unanswered.append((self._num_sent, num_tokens))
+            self.load.sent(len(request.prompt_token_ids) if num_to_compute is None else num_to_compute)
 
     async def _send_unsent(self) -> None:
         """Sends live requests that the core does not have, in the order they came.
@@ -404,7 +395,7 @@ class Supervisor:
                 self._apply_outputs(core, message)
             case Ready():
                 self.num_kv_tokens = message.num_tokens
-                self.prefix_block, self.hit_unit = message.prefix_block, message.hit_unit
+                self.load.ready(message)
                 core.ready = True
                 self.outage = None
                 self._first_core.set()
@@ -424,10 +415,7 @@ class Supervisor:
                 if self._on_live is not None:
                     self._on_live(message.body)
             case Prefixes():
-                if message.is_reset:
-                    self.known.clear()
-                self.known.update(digests(message.came))
-                self.known.difference_update(digests(message.went))
+                self.load.told(message)
 
     def _lose_cluster(self) -> None:
         """Nobody knows for how long: whoever waits is told, and may come again."""
@@ -451,8 +439,7 @@ class Supervisor:
                 self._fail(stream, error)
             num_tokens += len(delta.token_ids)
         self.stats = outputs.stats
-        while self._unanswered and self._unanswered[0][0] <= outputs.stats.num_received:
-            self._num_unanswered -= self._unanswered.popleft()[1]
+        self.load.counted(outputs.stats)
         self.metrics.step(outputs.stats, outputs.step_s, num_tokens)
         self.longest_step_s = max(outputs.step_s, self.longest_step_s * STEP_DECAY)
 
@@ -465,24 +452,15 @@ class Supervisor:
             return
         if had_no_token and delta.token_ids:
             self.metrics.first_token(request)
-            self._expect_no_more(stream)
+            self.load.expect_no_more(stream)
         if delta.token_ids or request.finished:
             if self.blame.watches and self.blame.progressed(request.request_id):
                 self._unsent.set()
         if request.finished:
             del self.live[request.request_id]
-            self._expect_no_more(stream)
+            self.load.expect_no_more(stream)
             self.metrics.finished(request)
         stream.wake()
-
-    def _expect_no_more(self, stream: Stream) -> None:
-        """Its prompt is computed, and the core told what it has cached of it; or it never will be."""
-        expected = self.expected
-        for digest in stream.prefix:
-            expected[digest] -= 1
-            if not expected[digest]:
-                del expected[digest]
-        stream.prefix = ()
 
     # -- the core's life -----------------------------------------------------------------------------------------
 
@@ -532,9 +510,7 @@ class Supervisor:
     def _forget_core(self) -> None:
         """What was known of the last core does not hold for the next."""
         self.stats = EngineStats()
-        self.known.clear()
-        self._unanswered.clear()
-        self._num_sent = self._num_unanswered = 0
+        self.load.forget_core()
 
     async def _handle_rest(self, core: CoreClient) -> None:
         share = LoopShare()
