@@ -217,7 +217,7 @@ def check(rounds: int) -> int:
         sample("s per byte read", 1 / read_bytes_s())
     for name, layers, options in (
         *((f"tiny {layers}", layers, {}) for layers in TINY_LAYERS),
-        ("tiny mp", TINY_LAYERS[0], {"distributed_executor_backend": "mp"}),
+        *((f"tiny {backend}", TINY_LAYERS[0], {"distributed_executor_backend": backend}) for backend in ("mp", "ray")),
     ):
         with tiny(layers, **options) as llm:
             for _ in range(10):
@@ -251,6 +251,9 @@ def check(rounds: int) -> int:
 
 def judge(least: dict[str, float]) -> int:
     machine = fitted(least)
+    few = least[f"tiny {TINY_LAYERS[0]}"]
+    for backend in ("mp", "ray"):
+        print(f"a message to a worker and back, {backend}: {(least[f'tiny {backend}'] - few) * 1e3:.2f} ms")
     print("fitted:", {name: f"{value * 1e3:.4g} ms" for name, value in least.items() if "P 2" not in name})
     print(machine)
     worst = 0.0

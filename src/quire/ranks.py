@@ -2,7 +2,7 @@
 
 Commands go to all ranks, and each rank answers for itself. A step is two commands, as it is two launches: only the
 rank that samples answers with what it gave. Built by `executor/_remote.py`, carried out by `worker/rank.py`, carried
-from one to the other by rings (`RankSetup`) or by Ray (`NodeSetup`).
+from one to the other by rings on one machine (`RankSetup`), by an encrypted channel in a cluster (`NodeSetup`).
 """
 
 import msgspec
@@ -12,6 +12,7 @@ from quire.config import EngineConfig
 from quire.errors import EngineError, QuireError
 from quire.kv.specs import CacheSpec, KVLayout
 from quire.step import Masks, StepPlan, StepResult
+from quire.utils.channel import ChannelEnd
 from quire.utils.ring import RingFds
 
 
@@ -92,6 +93,7 @@ class NodeSetup(RankPlace, kw_only=True):
     """What a rank is told that runs on some machine of a cluster."""
 
     nodes: list[RankNode]  # by rank
+    channel: ChannelEnd  # where commands come from
     prefix: str  # of all keys of the store in which ranks find each other: nobody else knows it
     log_level: str
 

@@ -47,6 +47,10 @@ class Machine:
         found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True).stdout
         return [int(pid) for pid in found.split()]
 
+    def unplug(self) -> None:
+        """Its processes live, and nobody hears of them any more."""
+        _ip(f"-n {self.name} link set eth0 down")
+
     def lose(self) -> None:
         """All its processes die at once."""
         while pids := self.pids():

@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -295,10 +296,10 @@ BODY = {"model": "m", "prompt": [3, 7, 9], "max_tokens": 4, "temperature": 0}
 NOT_THERE = "the machines that compute this model are not all there"
 
 
-def serving(machines: Machines, machine: Machine, model: dict) -> ServerProcess:
-    """A server on this machine, with two workers on any."""
+def serving(machines: Machines, machine: Machine, model: dict, *layout: str) -> ServerProcess:
+    """A server on this machine, with workers on any."""
     flags = [text for name, value in model.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    flags += ["--ray-address", machines.address, "-tp", "2", "--served-model-name", "m"]
+    flags += ["--ray-address", machines.address, *layout, "--served-model-name", "m"]
     return ServerProcess(*flags, host=machine.address, through=machine.through, environment=machines.environment())
 
 
@@ -308,9 +309,43 @@ def busy_machine(machines: Machines) -> Machine:
     return next(machine for machine in machines.all[1:] if actors & set(machine.pids()))
 
 
+def restarts(server: ServerProcess) -> list[float]:
+    """Of each of two engines."""
+    found = [0.0, 0.0]
+    for line in server.get("/metrics").text.splitlines():
+        if line.startswith("quire:engine_restarts_total{"):
+            found['engine="1"' in line] += float(line.rpartition(" ")[2])
+    return found
+
+
+def test_of_two_engines_the_one_restarts_whose_worker_died(machines, model):
+    without = {name: value for name, value in model.items() if name != "distributed_executor_backend"}
+    flags = "-dp", "2", "--data-parallel-backend", "ray"
+    with serving(machines, machines.all[0], without, *flags) as server:
+        streams = Streams(server.url, "m")
+        whole = asyncio.run(streams.all(200))
+        workers = ray_processes(("ray::RankActor",))
+        assert len(workers) == 2
+
+        async def lose_one() -> list[str]:
+            streams.num_tokens = [0] * 16
+            running = asyncio.create_task(streams.all(200))
+            while min(streams.num_tokens) < 5:
+                await asyncio.sleep(0.01)
+            assert max(streams.num_tokens) < 200
+            os.kill(min(workers), signal.SIGKILL)
+            return await running
+
+        assert asyncio.run(lose_one()) == whole, server.log()
+        assert sorted(restarts(server)) == [0, 1]
+        left = ray_processes(("ray::RankActor",))
+        assert len(left) == 2 and max(workers) in left
+        assert server.stop() == 0
+
+
 def test_a_server_outlives_its_machines(machines, model):
     """First there are enough left, then not; then one comes back."""
-    with serving(machines, machines.all[0], model) as server:
+    with serving(machines, machines.all[0], model, "-tp", "2") as server:
         streams = Streams(server.url, "m")
         whole = asyncio.run(streams.all(200))
 
@@ -340,6 +375,20 @@ def test_a_server_outlives_its_machines(machines, model):
         assert server.stop() == 0
 
 
+def test_a_link_that_goes_down_is_a_lost_machine(machines, model):
+    """Nobody is told: nothing comes any more."""
+    with serving(machines, machines.all[0], model, "-tp", "2") as server:
+        assert server.post("/v1/completions", BODY).status_code == 200
+        busy_machine(machines).unplug()
+        since = time.monotonic()
+        answer = server.post("/v1/completions", BODY)
+        assert time.monotonic() - since < 90
+        assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
+        assert answer.json()["error"]["message"].startswith(NOT_THERE)
+        machines.add()
+        until(lambda: server.post("/v1/completions", BODY).status_code == 200, 90)
+
+
 def test_a_machine_without_the_model_is_named(machines, model, tmp_path):
     other = tmp_path / "model"
     other.mkdir()
@@ -353,7 +402,7 @@ def test_a_machine_without_the_model_is_named(machines, model, tmp_path):
 def test_the_head_lost_is_said_too(machines, model):
     """By a server on another machine, whose workers are there, too: it lives until Ray gives up."""
     other = machines.all[-1]
-    with serving(machines, other, model) as server:
+    with serving(machines, other, model, "-tp", "2") as server:
         assert server.post("/v1/completions", BODY).status_code == 200
         machines.all[0].lose()
         until(lambda: server.post("/v1/completions", BODY).status_code == 503, 60)

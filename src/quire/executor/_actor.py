@@ -1,4 +1,4 @@
-"""The worker that Ray runs on a machine of the cluster: bytes in, bytes out.
+"""The worker that Ray runs on a machine of the cluster: how it begins.
 
 Placed by `ray.py`. Ray finds this class by its name, in the Quire that the machine has; what it does is in
 `worker/remote.py`, reached by dotted path. What can be asked before versions are known to be the same takes and gives
@@ -47,9 +47,6 @@ class RankActor:
         self.rank = importlib.import_module(WORKER).RemoteRank(setup)
         return self.rank.open()
 
-    def join(self, offers: bytes) -> bytes:
-        return self.rank.join(offers)
-
-    def obey(self, command: bytes) -> bytes:
-        """An empty command asks for nothing but whether somebody is there."""
-        return self.rank.obey(command) if command else b""
+    def run(self, offers: bytes) -> None:
+        """Until it fails, or is killed."""
+        self.rank.run(offers)

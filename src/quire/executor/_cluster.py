@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 REACH_S = 5.0  # for the head of a cluster to answer
 PLACE_S = 25.0  # for devices that others give back, and for Ray to notice that a machine is gone: some 15 s
 TICK_S = 0.5
-ANSWER_S = 1.0
+ANSWER_S = 3.0
 FOLDERS, PREFIX = "/tmp", "quire-ray-"  # paths of sockets must be short
 OBJECT_STORE_BYTES = 128 << 20  # of a cluster of our own: messages are small
 
@@ -58,6 +58,7 @@ class Cluster:
     before: dict[str, str | None] = field(default_factory=dict)  # the environment, before that had a token
     group: Any = None  # the devices that Ray keeps for us
     bundles: list[int] = field(default_factory=list)  # of these, by rank
+    managers: dict[str, tuple[str, int]] = field(default_factory=dict)  # where Ray listens, by machine
 
     def place(self, size: int, num_stages: int) -> list[RankNode]:
         """Has a device for each rank: those of a stage on one machine, if any machine has so many."""
@@ -78,8 +79,14 @@ class Cluster:
         if len(bundles) == count:  # neighbours in a stage on one machine, as far as possible
             of_ranks = sorted(of_ranks, key=lambda bundle: (places[bundle], bundle))
         self.bundles = of_ranks
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self.ray.nodes()}
-        return [RankNode(places[bundle], addresses[places[bundle]]) for bundle in of_ranks]
+        self.managers = {
+            node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in self.ray.nodes()
+        }
+        return [RankNode(places[bundle], self.managers[places[bundle]][0]) for bundle in of_ranks]
+
+    def own_address(self) -> str:
+        """At which other machines reach this one."""
+        return self.managers[self.ray.get_runtime_context().get_node_id()][0]
 
     def _wait_for_group(self, count: int) -> None:
         deadline = time.monotonic() + PLACE_S
@@ -96,9 +103,8 @@ class Cluster:
     def is_there(self, node_id: str) -> bool:
         """Whether Ray still answers on this machine. That a machine is gone is known to the cluster much later."""
         try:
-            (node,) = (node for node in self.ray.nodes() if node["NodeID"] == node_id)
-            socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWER_S).close()
-        except (OSError, ValueError):
+            socket.create_connection(self.managers[node_id], ANSWER_S).close()
+        except OSError:
             return False
         return True
 
@@ -166,7 +172,7 @@ def join(address: str | None, device: str, num_devices: int) -> Cluster:
 def _start(ray: ModuleType, kind: str, num_devices: int) -> Cluster:
     """On this machine, for us alone: on the loopback interface, with a token that nobody else has."""
     cluster = Cluster(ray, kind, folder=_folder())
-    cluster.before = env.set_ray_token(secrets.token_hex(32))
+    cluster.before = env.set_up_ray(secrets.token_hex(32))
     _read_environment()
     devices = {"num_cpus": num_devices, "num_gpus": 0} if kind == "CPU" else {"num_cpus": 1}
     options = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "_temp_dir": cluster.folder}

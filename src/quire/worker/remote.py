@@ -1,11 +1,10 @@
 """A worker on a machine of a cluster: how it finds the others, wherever these are.
 
-Driven by the actor of `executor/_actor.py`, from which it gets bytes and to which it gives bytes (`ranks.py`). Ranks on
+Made by the actor of `executor/_actor.py`; from then on it carries out the commands of its channel (`rank.py`). Ranks on
 one machine exchange through shared memory, as those of `process.py`; others through gloo, or NCCL if they have GPUs.
 """
 
 import os
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch.distributed as dist
@@ -17,14 +16,14 @@ from quire.distributed.gloo import GlooGroup, GlooLink
 from quire.distributed.shared_memory import SharedMemoryGroup, SharedMemoryLink
 from quire.distributed.store import open_store, reach_store
 from quire.ops.ranks import cpu
-from quire.ranks import Facts, NodeSetup, Offer, Reply
+from quire.ranks import Facts, Failure, NodeSetup, Offer, Reply
 from quire.utils import child
+from quire.utils.channel import ChannelClient
 from quire.utils.network import interface_of
 from quire.utils.shared_memory import group_memory, link_memory
 from quire.worker.rank import Rank, pin
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+LAST_WORDS_S = 5.0  # for a failure to reach the executor
 
 
 class RemoteRank(Rank):
@@ -37,31 +36,30 @@ class RemoteRank(Rank):
         child.log_as(f"worker {told.rank}")
         super().__init__(_with_threads(told))
         self.store: dist.TCPStore | None = None
-        self.is_broken = False
-
-    # -- what the actor calls, with bytes --------------------------------------------------------------------------
 
     def open(self) -> bytes:
-        """Opens what others need of this rank: an `Offer`."""
-        return self._encoded(self._opened)
-
-    def join(self, data: bytes) -> bytes:
-        """Connects to all ranks, whose offers these are, and loads: `Facts`."""
-        return self._encoded(lambda: self._joined(msgspec.msgpack.decode(data, type=list[Offer])))
-
-    def obey(self, data: bytes) -> bytes:
-        """Carries a command out; empty: there is nothing to answer."""
-        return self._encoded(lambda: self.carry_out(self.decode(data)))
-
-    def _encoded(self, work: "Callable[[], Reply | Offer | None]") -> bytes:
-        if self.is_broken:
-            return b""  # it has said so
+        """Opens what others need of this rank: an `Offer`, or a `Failure`."""
         try:
-            reply = work()
+            offer: Offer | Failure = self._opened()
         except Exception as error:
-            self.is_broken = True
-            reply = self.failure(error)
-        return b"" if reply is None else self.encode(reply)
+            offer = self.failure(error)
+        return self.encode(offer)
+
+    def run(self, offers: bytes) -> None:
+        """Connects to all ranks, whose offers these are, loads, and carries out commands until one fails."""
+        self.channel = ChannelClient(self.setup.channel)
+        try:
+            self._send(self._joined(msgspec.msgpack.decode(offers, type=list[Offer])))
+            while True:
+                reply = self.carry_out(self.decode(self.channel.receive()))
+                if reply is not None:
+                    self._send(reply)
+        except Exception as error:
+            self._send(self.failure(error))
+            self.channel.close(LAST_WORDS_S)
+
+    def _send(self, reply: Reply) -> None:
+        self.channel.send(self.encode(reply))
 
     # -- finding the others ----------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ namespace {
 constexpr int PARTITION = 512;  // keys whose softmax does not know other partitions'
 constexpr int TILE_ROWS = 96;   // a tile has about this many rows (tokens * heads): six AMX tiles
 constexpr int AMX_MIN_ROWS = 9;
+constexpr int WIDEN_MIN_ROWS = 24;  // so many read each code that it is worth a copy
 constexpr int AMX_BLOCK = 32;     // rows that go through scores, softmax and values together, in the first-level cache
 constexpr int VECTOR_BLOCK = 24;
 constexpr int HEADS_AT_ONCE = 4;  // kv heads of a single token: they lie side by side in its blocks
@@ -120,33 +121,43 @@ void in_blocks(int64_t first, int64_t rows, F f) {
     if constexpr (N > 1) in_blocks<N - 1>(first, rows, f);
 }
 
-// With AMX for many rows in bfloat16, with vectors for the rest.
-template <class E, bool AMX>
+// How a tile multiplies: with vectors, with vectors after widening codes to bfloat16, in which all of them are exact, so
+// that the sums are the same; with AMX.
+enum class Way { VECTORS, WIDENED, AMX };
+
+template <class E, Way WAY>
 class Tile {
+    static constexpr bool AMX = WAY == Way::AMX, WIDENED = WAY == Way::WIDENED;
     using Elem = typename E::Elem;
     // What lines are multiplied by. Two fused multiply-adds of floats take half the time of one bfloat16 dot product.
     using Factor = std::conditional_t<AMX, Elem, float>;
     using Line = typename E::Line;
-    // Lines that products read: AMX wants codes as bfloat16.
-    using Wide = std::conditional_t<AMX, u32x16_loose, Line>;
-    static constexpr int WIDE_PACK = AMX ? 2 : E::PACK;
+    // What products read. (Lines as template arguments would forget that they may lie anywhere.)
+    using Read = std::conditional_t<WAY == Way::VECTORS, E, BF16>;
+    using Wide = typename Read::Line;
     // Keys per turn of the online softmax: many spare work on the outputs, few leave cache for what is fetched ahead.
     static constexpr int STEP = AMX ? 128 : 64;
     static constexpr int CHUNKS = STEP / CHUNK;
-    static constexpr int V_LINES = CHUNK / WIDE_PACK;  // of one chunk, per 16 dims
+    static constexpr int V_LINES = CHUNK / Read::PACK;  // of one chunk, per 16 dims
     static_assert(HEADS_AT_ONCE <= CHUNKS);            // v_copy holds a chunk of each
-    static constexpr bool COPIES_KEYS = AMX && E::IS_CODED;
+    static constexpr bool COPIES_KEYS = E::IS_CODED && WAY != Way::VECTORS;
 
-    // The chunks of one step: null where no query of the tile looks (the block table may hold anything there).
+    // The chunks of one step, as products read them: null where no query of the tile looks.
+    struct Chunks {
+        const Wide *k[CHUNKS] = {}, *v[CHUNKS] = {};
+    };
+
+    // The same as they lie in the cache. (The block table may hold anything where no query looks.)
     struct Keys {
         const Line *k[CHUNKS] = {}, *v[CHUNKS] = {};
         const float* scales[CHUNKS] = {};  // of keys, if these are codes
 
-        Keys moved(int64_t bytes) const {
+        // Of another head, where they are read as they lie.
+        Chunks moved(int64_t bytes) const {
             const int64_t lines = bytes / sizeof(Line);
-            Keys to;
+            Chunks to;
             for (int c = 0; c < CHUNKS; c++)
-                if (k[c]) to.k[c] = k[c] + lines, to.v[c] = v[c] + lines;
+                if (k[c]) to.k[c] = (const Wide*)(k[c] + lines), to.v[c] = (const Wide*)(v[c] + lines);
             return to;
         }
     };
@@ -161,8 +172,8 @@ class Tile {
     float* s;          // [block][STEP]: scores of a step
     Factor* p;         // [block][STEP]: their exponentials
     float* alpha;      // [block]: what a step multiplies earlier sums by
-    Wide* v_copy;      // [kv heads][D / 16][V_LINES] of the last chunk; with AMX [D / 16][CHUNKS][V_LINES]
-    Wide* k_copy;      // AMX, of codes: [CHUNKS][D / 2]
+    Wide* v_copy;      // [kv heads][D / 16][V_LINES] of the last chunk, or of each; with AMX [D / 16][CHUNKS][V_LINES]
+    Wide* k_copy;      // of codes that are widened: [CHUNKS][D / 2]
     float *k_scales, *v_scales;  // of codes: [kv heads][STEP]
     State part, total;
 
@@ -285,14 +296,18 @@ class Tile {
 
     // A function of its own: inlined into its caller, it grows so large that gcc leaves calls in its inner loops.
     [[gnu::noinline]] void vector_step(State& state, const Keys& keys, const Keys& next, int64_t first) {
-        const int64_t rows_per_head = u.num_kv_heads == 1 ? rows : G;
-        const bool few = rows_per_head <= ROWS_AT_ONCE;  // then memory is the limit: fetch ahead
-        Keys of_head[HEADS_AT_ONCE], ahead[HEADS_AT_ONCE];
-        for (int64_t h = 0; h < u.num_kv_heads; h++) {
-            of_head[h] = keys.moved(h * layout.head_bytes());
-            ahead[h] = next.moved(h * layout.head_bytes());
-            if constexpr (!E::IS_CODED) hide_unwritten(of_head[h], v_copy + h * V_LINES * D / LANES, first);
+        Chunks of_head[HEADS_AT_ONCE], ahead[HEADS_AT_ONCE];
+        if constexpr (WIDENED) {
+            of_head[0] = widened(keys);
+        } else {
+            for (int64_t h = 0; h < u.num_kv_heads; h++) {
+                of_head[h] = keys.moved(h * layout.head_bytes());
+                ahead[h] = next.moved(h * layout.head_bytes());
+                if constexpr (!E::IS_CODED) hide_unwritten(of_head[h], v_copy + h * V_LINES * D / LANES, first);
+            }
         }
+        const int64_t rows_per_head = u.num_kv_heads == 1 ? rows : G;
+        const bool few = !WIDENED && rows_per_head <= ROWS_AT_ONCE;  // then memory is the limit: fetch ahead
         for (int64_t m = 0; m < rows; m += VECTOR_BLOCK) {
             const int64_t end = std::min<int64_t>(rows, m + VECTOR_BLOCK);
             auto each_head = [&](auto f) {
@@ -300,18 +315,29 @@ class Tile {
                     in_blocks(i, std::min(end, (h + 1) * rows_per_head), [&](int64_t i, auto n) { f(h, i, n); });
             };
             each_head([&](int64_t h, int64_t i, auto n) {
-                few ? score<n, true>(i, i - m, of_head[h], ahead[h]) : score<n, false>(i, i - m, of_head[h], ahead[h]);
+                few ? score<n, !WIDENED>(i, i - m, of_head[h], ahead[h]) : score<n, false>(i, i - m, of_head[h], ahead[h]);
             });
             softmax(state, first, m, end);
             each_head([&](int64_t h, int64_t i, auto n) {
-                few ? accumulate<n, true>(state, i, i - m, of_head[h], ahead[h])
+                few ? accumulate<n, !WIDENED>(state, i, i - m, of_head[h], ahead[h])
                     : accumulate<n, false>(state, i, i - m, of_head[h], ahead[h]);
             });
         }
     }
 
+    Chunks widened(const Keys& keys) {
+        Chunks to;
+        const int64_t lines = CHUNK * D / LANES / 2;  // of a chunk
+        for (int c = 0; c < CHUNKS; c++)
+            if (keys.k[c]) {
+                to.k[c] = widen_pairs(k_copy + c * lines, keys.k[c], lines);
+                to.v[c] = widen_pairs(v_copy + c * lines, keys.v[c], lines);
+            }
+        return to;
+    }
+
     // Only the last chunk in sight can be unfinished.
-    void hide_unwritten(Keys& keys, Line* copy, int64_t first) const {
+    void hide_unwritten(Chunks& keys, Line* copy, int64_t first) const {
         for (int c = 0; c < CHUNKS; c++) {
             const int64_t written = num_written(first + c * CHUNK);
             if (!keys.v[c] || written == CHUNK) continue;
@@ -322,25 +348,26 @@ class Tile {
 
     // `m` is the row in the tile, `i` in the block.
     template <int M, bool FETCH>
-    void score(int64_t m, int64_t i, const Keys& keys, const Keys& next) {
+    void score(int64_t m, int64_t i, const Chunks& keys, const Chunks& next) {
         for (int c = 0; c < CHUNKS; c++) {
             const int begin = c;
             while (c < CHUNKS && keys.k[c]) c++;
             in_blocks<LINES_AT_ONCE>(begin, c, [&](int64_t at, auto n) { score_rows<M, n, FETCH>(m, i, keys, next, at); });
-            if (FETCH && c < CHUNKS) fetch(next.k[c]);
+            if constexpr (FETCH)
+                if (c < CHUNKS) fetch(next.k[c]);
         }
     }
 
     template <int M, int N, bool FETCH>
-    void score_rows(int64_t m, int64_t i, const Keys& keys, const Keys& next, int c) {
+    void score_rows(int64_t m, int64_t i, const Chunks& keys, const Chunks& next, int c) {
         v16 acc[M][N] = {};
         const float* w = q + m * D;
-        const Line *k[N], *ahead[N];
+        const Wide *k[N], *ahead[N];
         for (int j = 0; j < N; j++) k[j] = keys.k[c + j], ahead[j] = next.k[c + j] ? next.k[c + j] : k[j];
-        for (int64_t d = 0; d < D / E::PACK; d++) {
+        for (int64_t d = 0; d < D / Read::PACK; d++) {
             for (int j = 0; j < N; j++) {
-                if (FETCH) prefetch(ahead[j], d);
-                for (int r = 0; r < M; r++) acc[r][j] = E::mac(acc[r][j], k[j][d], w + r * D + d * E::PACK);
+                if constexpr (FETCH) prefetch(ahead[j], d);
+                for (int r = 0; r < M; r++) acc[r][j] = Read::mac(acc[r][j], k[j][d], w + r * D + d * Read::PACK);
             }
         }
         for (int r = 0; r < M; r++)
@@ -348,7 +375,7 @@ class Tile {
     }
 
     template <int M, bool FETCH>
-    void accumulate(State& state, int64_t m, int64_t i, const Keys& keys, const Keys& next) {
+    void accumulate(State& state, int64_t m, int64_t i, const Chunks& keys, const Chunks& next) {
         int64_t d = 0;
         for (; d + LINES_AT_ONCE <= D / LANES; d += LINES_AT_ONCE)
             accumulate_rows<M, LINES_AT_ONCE, FETCH>(state, m, i, keys, next, d);
@@ -356,23 +383,25 @@ class Tile {
     }
 
     template <int M, int N, bool FETCH>
-    void accumulate_rows(State& state, int64_t m, int64_t i, const Keys& keys, const Keys& next, int64_t d) {
+    void accumulate_rows(State& state, int64_t m, int64_t i, const Chunks& keys, const Chunks& next,
+                         int64_t d) {
         v16 acc[M][N];
         float* o = state.o + m * D + d * LANES;
         for (int r = 0; r < M; r++)
             for (int j = 0; j < N; j++) acc[r][j] = load(o + r * D + j * LANES) * alpha[i + r];
         for (int c = 0; c < CHUNKS; c++) {
             if (!keys.v[c]) {
-                if (FETCH && d == 0) fetch(next.v[c]);
+                if constexpr (FETCH)
+                    if (d == 0) fetch(next.v[c]);
                 continue;
             }
-            const Line *v = keys.v[c] + d * V_LINES, *ahead = (next.v[c] ? next.v[c] : keys.v[c]) + d * V_LINES;
+            const Wide *v = keys.v[c] + d * V_LINES, *ahead = (next.v[c] ? next.v[c] : keys.v[c]) + d * V_LINES;
             const float* w = p + i * STEP + c * CHUNK;
             for (int t = 0; t < V_LINES; t++) {
                 for (int j = 0; j < N; j++) {
-                    if (FETCH) prefetch(ahead, j * V_LINES + t);
+                    if constexpr (FETCH) prefetch(ahead, j * V_LINES + t);
                     for (int r = 0; r < M; r++)
-                        acc[r][j] = E::mac(acc[r][j], v[j * V_LINES + t], w + r * STEP + t * E::PACK);
+                        acc[r][j] = Read::mac(acc[r][j], v[j * V_LINES + t], w + r * STEP + t * Read::PACK);
                 }
             }
         }
@@ -534,10 +563,13 @@ struct Buffer {
 
 template <class E>
 void run_unit(const Args& a, const Unit& u, const Unit* following, char* memory, char* kept) {
+    const int64_t rows = u.num_kv_heads == 1 ? u.num_tokens * a.group() : 0;  // that read the same keys
     if constexpr (AMX_BUILT && sizeof(typename E::Elem) == 2)
-        if (u.num_kv_heads == 1 && u.num_tokens * a.group() >= AMX_MIN_ROWS && a.head_size % 32 == 0 && amx::allowed())
-            return Tile<E, true>(a, u, following, memory, kept).run();
-    Tile<E, false>(a, u, following, memory, kept).run();
+        if (rows >= AMX_MIN_ROWS && a.head_size % 32 == 0 && amx::allowed())
+            return Tile<E, Way::AMX>(a, u, following, memory, kept).run();
+    if constexpr (E::IS_CODED)
+        if (rows >= WIDEN_MIN_ROWS) return Tile<E, Way::WIDENED>(a, u, following, memory, kept).run();
+    Tile<E, Way::VECTORS>(a, u, following, memory, kept).run();
 }
 
 template <class E>
@@ -558,8 +590,10 @@ void paged_attention(const Args& a) {
     {
         constexpr bool HAS_AMX = AMX_BUILT && sizeof(typename E::Elem) == 2;
         amx::Tiles tiles(HAS_AMX && amx::allowed());
-        char* memory = scratch.at_least(
-            std::max(Tile<E, HAS_AMX>::bytes(max_rows, a.head_size), Tile<E, false>::bytes(max_rows, a.head_size)));
+        size_t bytes = Tile<E, Way::VECTORS>::bytes(max_rows, a.head_size);
+        if constexpr (HAS_AMX) bytes = std::max(bytes, Tile<E, Way::AMX>::bytes(max_rows, a.head_size));
+        if constexpr (E::IS_CODED) bytes = std::max(bytes, Tile<E, Way::WIDENED>::bytes(max_rows, a.head_size));
+        char* memory = scratch.at_least(bytes);
         for (size_t i = claimed++, next; i < todo.size(); i = next) {
             next = claimed++;
             run_unit<E>(a, todo[i], next < todo.size() ? &todo[next] : nullptr, memory,
