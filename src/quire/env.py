@@ -36,6 +36,12 @@ def api_key() -> tuple[str, str] | None:
     return found[0] if found else None
 
 
+def num_threads() -> int:
+    """OMP_NUM_THREADS, of which the first number counts; 0: not said."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() else 0
+
+
 def otlp_protocol() -> str:
     """OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, else OTEL_EXPORTER_OTLP_PROTOCOL: how spans travel; empty: not said."""
     names = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")

@@ -2,6 +2,7 @@
 
 import pytest
 
+from quire import env
 from quire.config import EngineConfig
 from quire.config.resolve import Machine, resolve
 from quire.errors import ConfigError
@@ -64,3 +65,13 @@ def test_threads_are_divided_among_the_workers_of_all_engines():
     machine = Machine(num_cores=17)
     assert resolve(config, "/m", "hf", HF, machine, serving=True).device.num_threads == 4
     assert resolve(config, "/m", "hf", HF, Machine(num_cores=2), serving=True).device.num_threads == 1
+
+
+def test_threads_that_the_environment_names_are_each_processs(monkeypatch):
+    config = EngineConfig.from_kwargs(tensor_parallel_size=2)
+    for value, expected in (("3", 3), ("5,2", 5), ("", 8), ("many", 8)):
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        machine = Machine(num_cores=16, num_threads=env.num_threads())
+        assert resolve(config, "/m", "hf", HF, machine).device.num_threads == expected
+    chosen = EngineConfig.from_kwargs(num_threads=7)
+    assert resolve(chosen, "/m", "hf", HF, Machine(num_cores=16, num_threads=3)).device.num_threads == 7

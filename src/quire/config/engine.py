@@ -149,7 +149,9 @@ class DeviceConfig:
         "auto", "where to compute; auto: an NVIDIA GPU if there is one, else the CPU"
     )
     num_threads: int | None = knob(
-        None, "threads for CPU kernels (default: the cores this process may use, when serving one less)", low=1
+        None,
+        "threads for CPU kernels (default: OMP_NUM_THREADS, else the cores it may use, when serving one less)",
+        low=1,
     )
     attention_backend: str = knob(
         "auto", "how attention is computed: triton, native, reference, flash_attn or flashinfer; auto: by device"

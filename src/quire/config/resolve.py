@@ -32,6 +32,7 @@ class Machine:
     num_gpus: int = 0  # that can be used
     gpu_problem: str = ""  # why the GPUs of this machine cannot be used, if so
     gpu_is_broken: bool = False  # the card or its driver fails: an error, even where the CPU could be used instead
+    num_threads: int = 0  # that every process shall have; 0: not said
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ def resolve(
 
 def _num_threads(config: EngineConfig, machine: Machine, serving: bool) -> int:
     """The process that serves HTTP needs a core of its own. Machines of a cluster divide what each has themselves."""
+    if machine.num_threads:
+        return machine.num_threads
     parallel = config.parallel
     num_sharing = 1 if parallel.executor == "ray" else parallel.num_workers * parallel.num_engines
     return max(1, (machine.num_cores - serving) // num_sharing)

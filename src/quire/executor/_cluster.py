@@ -84,10 +84,6 @@ class Cluster:
         }
         return [RankNode(places[bundle], self.managers[places[bundle]][0]) for bundle in of_ranks]
 
-    def own_address(self) -> str:
-        """At which other machines reach this one."""
-        return self.managers[self.ray.get_runtime_context().get_node_id()][0]
-
     def _wait_for_group(self, count: int) -> None:
         deadline = time.monotonic() + PLACE_S
         while not self.group.wait(TICK_S):

@@ -21,6 +21,7 @@ from quire.executor._actor import RankActor, digests, versions
 from quire.executor._remote import RemoteExecutor
 from quire.ranks import Failure, NodeSetup, Offer
 from quire.utils.channel import ChannelServer
+from quire.utils.network import reachable_from
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class RayExecutor(RemoteExecutor):
         self.closing.callback(self._kill)
         self._check_versions()
         self._check_models()
-        self.channel = ChannelServer(self.cluster.own_address(), parallel.num_workers)
+        self.channel = ChannelServer(reachable_from([node.address for node in self.nodes]), parallel.num_workers)
         self.closing.callback(self.channel.close)
         offers = self._offers()
         self.runs = [actor.run.remote(offers) for actor in self.actors]  # the end of each

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from quire import registry
+from quire import env, registry
 from quire.checkpoint.find import KNOWN_MODELS, ModelFiles, find
 from quire.checkpoint.hf_config import read_config, read_generation_config
 from quire.config import EngineConfig
@@ -233,7 +233,8 @@ def _shown_name(typed: str) -> str:
 def machine() -> Machine:
     """The one this process runs on."""
     found = gpus()
-    return Machine(len(os.sched_getaffinity(0)), found.count, found.problem, found.is_broken)
+    num_cores = len(os.sched_getaffinity(0))
+    return Machine(num_cores, found.count, found.problem, found.is_broken, env.num_threads())
 
 
 def _template_source(option: str | None) -> str | None:
