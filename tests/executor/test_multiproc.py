@@ -133,6 +133,12 @@ def test_answers_are_those_of_one_process(model, layout):
         assert inproc == multiproc, name
 
 
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_every_rank_replays_its_steps(model, size):
+    with started({**model, size: 2}, "mp") as llm:
+        assert llm.client.engine.executor.num_graphs == 1
+
+
 def test_a_result_may_be_larger_than_the_ring(model):
     options, params = {**model, "max_logprobs": -1}, SamplingParams(temperature=0, max_tokens=1, logprobs=-1)
     with started(options, "inproc") as inproc, started(options) as multiproc:

@@ -51,6 +51,15 @@ def test_rms_norm_is_llamas(ops: ModuleType, T: int, D: int, dtype: torch.dtype,
 
 @both
 @settings(max_examples=25, deadline=None)
+@given(T=st.integers(1, 60), D=st.sampled_from([1, 17, 64, 576]), dtype=dtypes)
+def test_sums_are_torchs(ops: ModuleType, T: int, D: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(T * D)
+    x, y = torch.randn(T, D + 3).to(dtype)[:, :D], torch.randn(T, D).to(dtype)
+    assert torch.equal(ops.add(x, y), x + y)
+
+
+@both
+@settings(max_examples=25, deadline=None)
 @given(T=st.integers(1, 60), F=st.sampled_from([1, 17, 64, 1536]), dtype=dtypes)
 def test_silu_mul_gates_the_second_half(ops: ModuleType, T: int, F: int, dtype: torch.dtype) -> None:
     torch.manual_seed(T * F)

@@ -120,7 +120,7 @@ class RemoteExecutor(Executor):
 
     def allocate(self, layout: KVLayout) -> None:
         self._send(Allocate(layout))
-        self._num_graphs = max(reply.num_graphs for reply in self._replies(Allocated))
+        self._num_graphs = min(reply.num_graphs for reply in self._replies(Allocated))
 
     def forward(self, plan: StepPlan) -> None:
         self._send(Forward(plan))

@@ -135,7 +135,7 @@ class Decoder(Layer):
             x_TD, residual_TD = layer(x_TD, residual_TD, positions_T)
         if not self.is_last:
             x_TD, residual_TD = last(x_TD, residual_TD, positions_T)
-            return x_TD + residual_TD
+            return self.kernels.add(x_TD, residual_TD)
         x_TD, residual_TD = last(x_TD, residual_TD, positions_T, self.context)
         return self.norm(x_TD, residual_TD)[0]
 

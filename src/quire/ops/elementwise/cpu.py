@@ -22,6 +22,7 @@ def _kernels() -> SimpleNamespace:
     return compiled(
         "elementwise",
         rms_norm=[ctypes.c_int, *[_PTR] * 3, _INT, *[_PTR] * 2, Rows, _INT, ctypes.c_float],
+        add=[ctypes.c_int, *[_PTR] * 3, Rows, _INT],
         silu_mul=[ctypes.c_int, _PTR, _PTR, Rows, _INT],
         rope_and_write=[*[ctypes.c_int] * 2, *[_PTR] * 8, Rows, *[_INT] * 11, *[_PTR] * 3, *[ctypes.c_float] * 3],
         embed=[_PTR, _PTR, _PTR, Rows, *[_INT] * 3],
@@ -63,6 +64,14 @@ def embedding(token_ids_T: Tensor, weight_VD: Tensor, first: int | None = None) 
     out = weight_VD.new_empty(token_ids_T.shape[0], width)
     pointers = out.data_ptr(), weight_VD.data_ptr(), token_ids_T.data_ptr()
     _kernels().embed(*pointers, token_ids_T.shape[0], width * weight_VD.itemsize, first or 0, num_rows)
+    return out
+
+
+def add(x_TD: Tensor, y_TD: Tensor) -> Tensor:
+    x_TD, y_TD = x_TD.contiguous(), y_TD.contiguous()
+    out = torch.empty_like(x_TD)
+    pointers = out.data_ptr(), x_TD.data_ptr(), y_TD.data_ptr()
+    _kernels().add(x_TD.dtype == torch.bfloat16, *pointers, *x_TD.shape)
     return out
 
 

@@ -44,6 +44,11 @@ def gather_rows(x_TD: Tensor, idx_S: Tensor, out: Tensor | None = None) -> Tenso
     return torch.index_select(x_TD, 0, idx_S, out=out)
 
 
+def add(x_TD: Tensor, y_TD: Tensor) -> Tensor:
+    """On its own where nothing follows in this process that could add: at the end of a pipeline's stage."""
+    return x_TD + y_TD
+
+
 def silu_mul(x_T2F: Tensor) -> Tensor:
     """silu(gate) * up, where a row is all of gate and then all of up."""
     gate, up = x_T2F.chunk(2, -1)

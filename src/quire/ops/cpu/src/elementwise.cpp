@@ -97,6 +97,16 @@ void rms_norm(T* out, T* sum, const T* x, int64_t stride, const T* residual, con
 }
 
 template <class T>
+void add(T* out, const T* x, const T* y, int64_t rows, int64_t n) {
+    for_rows(rows, n, [&](int64_t row) {
+        int64_t i = row * n;
+        const int64_t end = i + n;
+        for (; i + LANES <= end; i += LANES) store(out + i, load(x + i) + load(y + i));
+        for (; i < end; i++) store1(out + i, load1(x + i) + load1(y + i));
+    });
+}
+
+template <class T>
 void silu_mul(T* out, const T* x, int64_t rows, int64_t n) {
     for_rows(rows, n, [&](int64_t row) {
         const T *gate = x + row * 2 * n, *up = gate + n;
@@ -224,6 +234,13 @@ void quire_rms_norm(int bf16, void* out, void* sum, const void* x, int64_t strid
     else
         rms_norm((float*)out, (float*)sum, (const float*)x, stride, (const float*)residual, (const float*)weight, rows,
                  n, eps);
+}
+
+void quire_add(int bf16, void* out, const void* x, const void* y, int64_t rows, int64_t n) {
+    if (bf16)
+        add((uint16_t*)out, (const uint16_t*)x, (const uint16_t*)y, rows, n);
+    else
+        add((float*)out, (const float*)x, (const float*)y, rows, n);
 }
 
 void quire_silu_mul(int bf16, void* out, const void* x, int64_t rows, int64_t n) {
