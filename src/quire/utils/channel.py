@@ -31,7 +31,7 @@ class ChannelServer:
         self._socket.curve_publickey, self._socket.curve_secretkey = server_key, secret_key
         self._socket.ipv6 = ":" in address
         self._socket.bind(f"tcp://[{address}]:0" if ":" in address else f"tcp://{address}:0")
-        endpoint = self._socket.last_endpoint.decode().rstrip("\0")
+        endpoint = self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self._names = [secrets.token_bytes(16) for _ in range(num_clients)]
         self._clients = {name: client for client, name in enumerate(self._names)}
         self.ends = [ChannelEnd(endpoint, server_key, name) for name in self._names]
