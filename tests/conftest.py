@@ -15,10 +15,6 @@ import pytest
 # tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# Where tests are spread over processes, each has one thread: its neighbours have the other cores.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ["OMP_NUM_THREADS"] = "1"
-
 # Without a card, Triton's kernels run in its interpreter; read when they are imported.
 if shutil.which("nvidia-smi") is None:
     os.environ["TRITON_INTERPRET"] = "1"

@@ -134,10 +134,9 @@ def test_answers_are_those_of_one_process(model, layout):
         assert inproc == multiproc, name
 
 
-@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_every_rank_replays_its_steps(model, size):
+def test_every_stage_replays_its_steps(model):
     """What one of them computes with torch is computed call by call, and all wait for it."""
-    with started({**model, "dtype": "bfloat16", size: 2}) as llm:
+    with started({**model, "dtype": "bfloat16", "pipeline_parallel_size": 2}) as llm:
         assert llm.client.engine.executor.num_graphs == linear.supported()
 
 
