@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -277,6 +278,16 @@ class Streams:
         async with httpx.AsyncClient(base_url=self.url, timeout=180) as client:
             return await asyncio.gather(*(self._one(client, idx, num_tokens) for idx in range(16)))
 
+    async def all_after(self, num_seen: int, happens: Callable[[], None]) -> list[str]:
+        """200 tokens of each; when all have begun and none has ended, something happens."""
+        self.num_tokens = [0] * 16
+        running = asyncio.create_task(self.all(200))
+        while min(self.num_tokens) < num_seen:
+            await asyncio.sleep(0.01)
+        assert max(self.num_tokens) < 200
+        happens()
+        return await running
+
     async def _one(self, client: httpx.AsyncClient, idx: int, num_tokens: int) -> str:
         body = {
             "model": self.model, "prompt": [idx + 3, 7, 9], "max_tokens": num_tokens, "temperature": 0,
@@ -326,17 +337,7 @@ def test_of_two_engines_the_one_restarts_whose_worker_died(machines, model):
         whole = asyncio.run(streams.all(200))
         workers = ray_processes(("ray::RankActor",))
         assert len(workers) == 2
-
-        async def lose_one() -> list[str]:
-            streams.num_tokens = [0] * 16
-            running = asyncio.create_task(streams.all(200))
-            while min(streams.num_tokens) < 5:
-                await asyncio.sleep(0.01)
-            assert max(streams.num_tokens) < 200
-            os.kill(min(workers), signal.SIGKILL)
-            return await running
-
-        assert asyncio.run(lose_one()) == whole, server.log()
+        assert asyncio.run(streams.all_after(5, lambda: os.kill(min(workers), signal.SIGKILL))) == whole, server.log()
         assert sorted(restarts(server)) == [0, 1]
         left = ray_processes(("ray::RankActor",))
         assert len(left) == 2 and max(workers) in left
@@ -348,17 +349,7 @@ def test_a_server_outlives_its_machines(machines, model):
     with serving(machines, machines.all[0], model, "-tp", "2") as server:
         streams = Streams(server.url, "m")
         whole = asyncio.run(streams.all(200))
-
-        async def lose_one() -> list[str]:
-            streams.num_tokens = [0] * 16
-            running = asyncio.create_task(streams.all(200))
-            while min(streams.num_tokens) < 5:
-                await asyncio.sleep(0.01)
-            assert max(streams.num_tokens) < 200
-            busy_machine(machines).lose()
-            return await running
-
-        assert asyncio.run(lose_one()) == whole, server.log()
+        assert asyncio.run(streams.all_after(5, lambda: busy_machine(machines).lose())) == whole, server.log()
         assert server.get("/health").status_code == 200
 
         busy_machine(machines).lose()

@@ -1,7 +1,7 @@
 """What executors have in common whose workers are processes elsewhere: ranks, what they are told, what they answer.
 
-A subclass is a way to reach them: `multiproc.py` by rings in shared memory, `ray.py` by calls of Ray actors. It sends
-commands to all ranks and takes their replies in; which these are is known here (`ranks.py`), what ranks compute is not.
+A subclass is a way to reach them: `multiproc.py` by rings in shared memory, `ray.py` by sockets. It sends commands to
+all ranks and takes their replies in; which these are is known here (`ranks.py`), what ranks compute is not.
 """
 
 import logging
