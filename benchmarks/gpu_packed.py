@@ -40,10 +40,7 @@ TILES = [
 ]
 SPLITS = (1, 2, 4, 8)
 ONE_ROW = [
-    {"SMALL": share, "LARGE": share, "STAGES": stages}
-    for share, stages in itertools.product(
-        (one_row.Share(kib << 10, programs, 512 // programs) for kib in (4, 8, 16) for programs in (4, 6, 8)), (2, 3)
-    )
+    {"LANES": lanes, "ROW_LANES": of_row} for lanes, of_row in itertools.product((4, 6, 8, 12, 16), (2, 4, 8))
 ]
 
 
@@ -110,7 +107,8 @@ def by_one_row(x: Tensor, w: words.WordWeight, constants: dict[str, Any] = {}) -
     before = {name: getattr(one_row, name) for name in constants}
     vars(one_row).update(constants)
     try:
-        return one_row.linear(x, w)
+        inputs, found = rows.round_inputs(x, w)
+        return one_row.linear(inputs, w, scales=found, dtype=x.dtype)
     finally:
         vars(one_row).update(before)
 

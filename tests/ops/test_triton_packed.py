@@ -108,26 +108,21 @@ def same_numbers():
     GENERATOR.manual_seed(0)
 
 
-@pytest.fixture
-def few_programs(monkeypatch):
-    """The interpreter takes long for each program, and what it computes at once."""
-    cut = ops.cut
-    if not HAS_GPU:
-        monkeypatch.setattr(ops, "cut", lambda *args: cut(*args)._replace(block_n=8, num_programs=2))
-
-
 def inputs(w: words.WordWeight, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict]:
     """Activations, the same as the kernels get them, and what else these need."""
-    x = random(num_rows, w.k).to(DEVICE, dtype)
+    return rounded(random(num_rows, w.k).to(DEVICE, dtype), w)
+
+
+def rounded(x: Tensor, w: words.WordWeight) -> tuple[Tensor, Tensor, dict]:
     if w.rounds is None:
         return x, x, {}
-    rounded, scales = rows.round_rows(x, w.rounds, w.input_scale)
+    codes, scales = rows.round_rows(x, w.rounds, w.input_scale)
     expected, expected_scales = words.round_rows(x, w.rounds, w.input_scale)
     # The device divides by a row's largest number differently in the last bit: a code may be its neighbour.
     torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0)
-    num_differing = int((rounded.float() != expected.float()).sum())
+    num_differing = int((codes.float() != expected.float()).sum())
     assert num_differing <= 4 + x.numel() // 200
-    return x, rounded, {"scales": scales, "dtype": dtype}
+    return x, codes, {"scales": scales, "dtype": x.dtype}
 
 
 def check(found: Tensor, expected: Tensor) -> None:
@@ -137,18 +132,19 @@ def check(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", (*DTYPES, torch.float16))
 @pytest.mark.parametrize("name", FORMS)
-def test_one_row_equals_the_twin(name, dtype, few_programs):
+def test_one_row_equals_the_twin(name, dtype):
     w = packed(name)
     largest = 2**-9 if dtype == torch.float16 else 1.0  # products of gates and ups stay finite
     x = (random(1, w.k) * torch.linspace(-6, 0, w.k).exp() * largest).to(DEVICE, dtype)  # of very different sizes
+    x, given, options = rounded(x, w)
     bias = random(w.n).to(DEVICE, dtype)
     expected = words.linear(x, w, bias)
-    check(ops.linear(x, w, bias), expected)
-    check(ops.linear_silu_mul(x, w, bias), silu_mul(expected))
+    check(ops.linear(given, w, bias, **options), expected)
+    check(ops.linear_silu_mul(given, w, bias, **options), silu_mul(expected))
 
 
 @pytest.mark.parametrize("name", ["4 bits, zero points", "mxfp4", "nvfp4", "6 bits"])
-def test_small_inputs_beside_large_ones_keep_their_part(name, few_programs):
+def test_small_inputs_beside_large_ones_keep_their_part(name):
     """Where inputs become whole numbers, small ones are rounded: by less than the large ones were, as float16."""
     w = packed(name)
     x = random(1, w.k).to(DEVICE, torch.float16)
@@ -161,7 +157,7 @@ def test_small_inputs_beside_large_ones_keep_their_part(name, few_programs):
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("name", ["4 bits, zero points", "mxfp4"])
-def test_an_input_that_is_not_finite_is_seen(name, value, few_programs):
+def test_an_input_that_is_not_finite_is_seen(name, value):
     w = packed(name)
     x = random(1, w.k).to(DEVICE, torch.float16)
     x[0, 7] = value
@@ -208,18 +204,19 @@ def test_large_tiles_equal_the_twin(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["4 bits, zero points", "mxfp4", "float8 for float8"])
-def test_float16_stays_float16(name, few_programs):
+def test_float16_stays_float16(name):
     w = packed(name, n=32)  # the library wants outputs by sixteens
     x, given, options = inputs(w, 3, torch.float16)
     bias = random(w.n).to(DEVICE, torch.float16)
     expected = words.linear(x, w, bias)
-    check(ops.linear(x[:1], w, bias), words.linear(x[:1], w, bias))
+    one, of_one, its_options = rounded(x[:1], w)
+    check(ops.linear(of_one, w, bias, **its_options), words.linear(one, w, bias))
     check(tiles.linear(given, w, bias, **options), expected)
     check(many_rows.linear(given, w, bias, **options), expected)
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "e2m1, float8 scales of 32"])
-def test_a_weight_may_have_a_single_group(name, few_programs):
+def test_a_weight_may_have_a_single_group(name):
     w = packed(name, n=20, k=32)
     x = random(3, w.k).to(DEVICE)
     check(tiles.linear(x, w), words.linear(x, w))
@@ -228,7 +225,7 @@ def test_a_weight_may_have_a_single_group(name, few_programs):
 
 @pytest.mark.parametrize("num_rows", [2, 9])
 @pytest.mark.parametrize("name", [name for name in FORMS if name != "4 bits, ordered"])
-def test_experts_equal_the_twin(name, num_rows, few_programs):
+def test_experts_equal_the_twin(name, num_rows):
     """Few rows read weights for each of their experts, more are sorted by expert first."""
     num_experts, top_k = 4, 2
     D, F = (256, 128) if "blocks" in name else (192, 64)

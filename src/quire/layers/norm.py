@@ -31,7 +31,7 @@ class RMSNorm(Layer):
             return self._divided(x_TD, self.section), x_TD
         rms_norm = self.kernels.rms_norm
         if then is not None:
-            rms_norm = then.method.rms_norm(rms_norm, len(x_TD))
+            rms_norm = then.method.rms_norm(rms_norm)
         return rms_norm(x_TD, self.weight, self.eps, residual_TD)
 
     def _divided(self, x_TX: Tensor, section: Section) -> Tensor:

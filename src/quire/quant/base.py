@@ -304,7 +304,7 @@ class Method(ABC):
         """
         return plain
 
-    def rms_norm(self, plain: Callable[..., tuple[Tensor, Tensor]], num_rows: int) -> Callable[..., tuple[Any, Tensor]]:
+    def rms_norm(self, plain: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Any, Tensor]]:
         """The same for a norm's outputs."""
         return plain
 

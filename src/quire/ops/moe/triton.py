@@ -26,7 +26,7 @@ from quire.ops.moe.triton_few import Tile, down_few, gate_up_few, load_tile
 from quire.ops.moe.triton_sort import Plan, sort_by_expert
 from quire.ops.packed_linear import tiles
 from quire.ops.packed_linear.rows import round_inputs
-from quire.ops.packed_linear.triton import Assigned, down_experts, fits_experts, gate_up_experts
+from quire.ops.packed_linear.triton import Assigned, down_experts, gate_up_experts
 from quire.ops.packed_linear.words import ExpertWords
 
 # Bytes of weights that a program of few rows has in flight, in each of the two products.
@@ -105,7 +105,7 @@ def experts(
         E, F = gate_up_E2FD.shape[0], gate_up_E2FD.shape[1] // 2
     if cut is None:
         cut = config(T, K, E, D, F, x_TD.dtype)
-        if isinstance(gate_up_E2FD, ExpertWords) and (cut.block_m or not fits_experts(gate_up_E2FD.weight)):
+        if isinstance(gate_up_E2FD, ExpertWords) and cut.block_m:
             cut = cut._replace(block_m=tiles.expert_rows(T * K / E, gate_up_E2FD.weight))
     if not cut.block_m:
         to = Assigned(expert_ids_TK, weights_TK, E)
@@ -138,7 +138,8 @@ def _gate_up_few(
 ) -> Tensor:
     """[A, F]"""
     if isinstance(weight, ExpertWords):
-        return gate_up_experts(x_TD, weight.weight, bias_E2F, to, activation)
+        inputs, scales = round_inputs(x_TD, weight.weight)
+        return gate_up_experts(inputs, scales, weight.weight, bias_E2F, to, activation, x_TD.dtype)
     h_AF = torch.empty(to.expert_ids.numel(), weight.shape[1] // 2, dtype=x_TD.dtype, device=x_TD.device)
     gate_up_few(h_AF, x_TD, to.expert_ids, weight, bias_E2F, tile, ACTIVATION=activation, **_common(x_TD, to))
     return h_AF
@@ -154,7 +155,8 @@ def _down_few(
 ) -> Tensor:
     """[T, D]"""
     if isinstance(weight, ExpertWords):
-        return down_experts(h_AF, weight.weight, bias_ED, to, added_TD)
+        inputs, scales = round_inputs(h_AF, weight.weight)
+        return down_experts(inputs, scales, weight.weight, bias_ED, to, added_TD, h_AF.dtype)
     out_TD = torch.empty(len(to.expert_ids), weight.shape[1], dtype=h_AF.dtype, device=h_AF.device)
     down_few(out_TD, h_AF, to.weights, to.expert_ids, weight, bias_ED, added_TD, tile, **_common(h_AF, to))
     return out_TD

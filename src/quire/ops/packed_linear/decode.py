@@ -361,6 +361,18 @@ def add_products(total, pairs, bytes, UPPER: tl.constexpr, ON_CARD: tl.constexpr
         )
 
 
+@triton.jit
+def add_byte_products(total, words, others, ON_CARD: tl.constexpr):
+    """total and the four products of the bytes of two words, whole numbers with signs."""
+    if ON_CARD:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [words, others, total], tl.int32, is_pure=True, pack=1
+        )
+    for byte in tl.static_range(4):
+        total += signed_byte(words, byte) * signed_byte(others, byte)
+    return total
+
+
 # ---- scales and rows ------------------------------------------------------------------------------------------------
 
 

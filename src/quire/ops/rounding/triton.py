@@ -46,54 +46,6 @@ def round_groups(x_N, input_scale, GROUP: tl.constexpr, IS_INT8: tl.constexpr, O
 
 
 @triton.jit
-def round_planes(
-    planes,
-    input_scale,
-    KIND: tl.constexpr,
-    X_GROUP: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PLANES: tl.constexpr,
-    LANE: tl.constexpr,
-    ON_CARD: tl.constexpr,
-):
-    """(the codes of a row of inputs, plane by plane [1, R, LANE] of one chunk after the other; scales of chunks).
-
-    Of words with bytes: planes are neighbouring inputs, and a lane is LANE words. Scales are [1, R, 1].
-    """
-    LARGEST: tl.constexpr = largest_code(KIND)
-    R: tl.constexpr = planes[0].shape[1]
-    bounds: tl.tuple = ()  # the largest number that shares a scale, by lane
-    for c in tl.static_range(CHUNKS):
-        largest = tl.abs(planes[c * PLANES])
-        for plane in tl.static_range(1, PLANES):
-            largest = tl.maximum(largest, tl.abs(planes[c * PLANES + plane]))
-        lanes = tl.max(largest, 2, keep_dims=True)
-        if X_GROUP is not None:
-            groups = tl.max(tl.reshape(lanes, (R * LANE * PLANES // X_GROUP, X_GROUP // (LANE * PLANES))), 1)
-            spread = tl.broadcast_to(groups[:, None], (R * LANE * PLANES // X_GROUP, X_GROUP // (LANE * PLANES)))
-            lanes = tl.reshape(spread, (1, R, 1))
-        bounds += (lanes,)
-    if X_GROUP is None:
-        bound = tl.max(tl.reshape(bounds[0], (R,)), 0)
-        for c in tl.static_range(1, CHUNKS):
-            bound = tl.maximum(bound, tl.max(tl.reshape(bounds[c], (R,)), 0))
-        if input_scale is not None:
-            bound = input_scale * LARGEST
-    codes: tl.tuple = ()
-    scales: tl.tuple = ()
-    for c in tl.static_range(CHUNKS):
-        if X_GROUP is None:
-            shared = tl.maximum(tl.full((1, R, 1), 1.0, tl.float32) * bound, TINY_INPUT)
-        else:
-            shared = tl.maximum(bounds[c], TINY_INPUT)
-        inverse = tl.div_rn(LARGEST, shared)
-        for i in tl.static_range(c * PLANES, (c + 1) * PLANES, 2):
-            codes += _nearest_pair(planes[i] * inverse, planes[i + 1] * inverse, KIND, ON_CARD)
-        scales += (tl.div_rn(shared, LARGEST),)
-    return codes, scales
-
-
-@triton.jit
 def scale_of(largest, fixed_scale, KIND: tl.constexpr):
     """(what numbers are multiplied by to get codes, what codes are multiplied by), where `largest` shares a scale."""
     LARGEST: tl.constexpr = largest_code(KIND)
@@ -147,29 +99,6 @@ def nearest(scaled, KIND: tl.constexpr):
         normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # three bits of the mantissa remain
         small = (scaled + 24576.0) - 24576.0  # below 2 ** -6 the unit is 2 ** -9
         return tl.where(tl.abs(scaled) < 0.015625, small, normal.to(tl.float32, bitcast=True))
-
-
-# Two float32 rounded to float8, and back to float32.
-_FLOAT8_PAIR = tl.constexpr("""{
-.reg .b16 codes, lower, upper;
-.reg .b32 halves;
-cvt.rn.satfinite.e4m3x2.f32 codes, $3, $2;
-cvt.rn.f16x2.e4m3x2 halves, codes;
-mov.b32 {lower, upper}, halves;
-cvt.f32.f16 $0, lower;
-cvt.f32.f16 $1, upper;
-}""")
-
-
-@triton.jit
-def _nearest_pair(first, second, KIND: tl.constexpr, ON_CARD: tl.constexpr):
-    """As `nearest`, of two numbers with few instructions."""
-    if KIND == "e4m3" and ON_CARD:
-        return tl.inline_asm_elementwise(
-            _FLOAT8_PAIR, "=f,=f,f,f", [first, second], dtype=(tl.float32, tl.float32), is_pure=True, pack=1
-        )
-    else:
-        return nearest(first, KIND), nearest(second, KIND)
 
 
 @triton.jit

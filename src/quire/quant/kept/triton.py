@@ -59,29 +59,28 @@ class Words(Quantized):
         return torch.cat([values.to(self.dtype) for values in numbers])
 
     def apply(self, x: Tensor | rows.Rounded, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
-        if isinstance(x, rows.Rounded):
-            return _multiply_rounded(x, self.pieces[0], bias, out_dtype)
         if len(self.pieces) == 1:
             return _multiply(x, self.pieces[0], bias, out_dtype)
         y = torch.cat([_multiply(x, piece, None, out_dtype) for piece in self.pieces], -1)
         return y if bias is None else y + bias
 
-    def apply_silu_mul(self, x: Tensor, bias: Tensor | None, silu_mul: Callable[[Tensor], Tensor]) -> Tensor:
+    def apply_silu_mul(
+        self, x: Tensor | rows.Rounded, bias: Tensor | None, silu_mul: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         piece = self.pieces[0] if len(self.pieces) == 1 else None
-        if isinstance(piece, words.WordWeight) and kernels.fits(x, piece):
-            return kernels.linear_silu_mul(x, piece, bias)
-        return super().apply_silu_mul(x, bias, silu_mul)
+        if isinstance(piece, words.WordWeight):
+            given, options = _inputs(x, piece)
+            if kernels.fits(given, piece):
+                return kernels.linear_silu_mul(given, piece, bias, **options)
+        return silu_mul(self.apply(x, bias))
 
     def silu_mul(self, plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
         w = self._rounding()
         return plain if w is None else partial(rows.rounded_silu_mul, w)
 
-    def rms_norm(self, plain: Callable[..., tuple[Tensor, Tensor]], num_rows: int) -> Callable[..., tuple[Any, Tensor]]:
+    def rms_norm(self, plain: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Any, Tensor]]:
         w = self._rounding()
-        # One row is rounded by the kernel that multiplies it, in every one of its programs.
-        if w is None or num_rows == 1 or not fits_rounded_rms_norm(w.k):
-            return plain
-        return partial(rows.rounded_rms_norm, w)
+        return plain if w is None or not fits_rounded_rms_norm(w.k) else partial(rows.rounded_rms_norm, w)
 
     def _rounding(self) -> words.WordWeight | None:
         """The weight, if it is the only one, and wants rounded inputs."""
@@ -104,23 +103,23 @@ def _concat(run: list[Piece]) -> Piece:
     return words.concat(packed) if packed else torch.cat(plain)
 
 
-def _multiply(x: Tensor, w: Piece, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+def _multiply(x: Tensor | rows.Rounded, w: Piece, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
     if isinstance(w, Tensor):
+        if isinstance(x, rows.Rounded):
+            raise TypeError("plain weights want inputs as they are")
         return dense.multiply(x, w, bias, out_dtype)
-    if kernels.fits(x, w):
-        return kernels.linear(x, w, bias, out_dtype)
-    if w.rounds is not None:
-        return _multiply_rounded(
-            rows.Rounded(*rows.round_rows(x, w.rounds, w.input_scale), x.dtype), w, bias, out_dtype
-        )
-    multiply = tiles.linear if tiles.fits(x, w) else many_rows.linear
-    return multiply(x, w, bias, out_dtype)
+    given, options = _inputs(x, w)
+    if kernels.fits(given, w):
+        return kernels.linear(given, w, bias, out_dtype, **options)
+    multiply = tiles.linear if tiles.fits(given, w) else many_rows.linear
+    return multiply(given, w, bias, out_dtype, **options)
 
 
-def _multiply_rounded(x: rows.Rounded, w: Piece, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-    if isinstance(w, Tensor):
-        raise TypeError("plain weights want inputs as they are")
-    return many_rows.linear(x.codes, w, bias, out_dtype, scales=x.scales, dtype=x.dtype)
+def _inputs(x: Tensor | rows.Rounded, w: words.WordWeight) -> tuple[Tensor, dict[str, Any]]:
+    """What kernels multiply, and what else they want to know of it if it is rounded."""
+    if w.rounds is not None and not isinstance(x, rows.Rounded):
+        x = rows.Rounded(*rows.round_rows(x, w.rounds, w.input_scale), x.dtype)
+    return (x.codes, {"scales": x.scales, "dtype": x.dtype}) if isinstance(x, rows.Rounded) else (x, {})
 
 
 class ExpertForms(Words):
