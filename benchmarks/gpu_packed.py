@@ -40,7 +40,8 @@ TILES = [
 ]
 SPLITS = (1, 2, 4, 8)
 ONE_ROW = [
-    {"LANES": lanes, "ROW_LANES": of_row} for lanes, of_row in itertools.product((4, 6, 8, 12, 16), (2, 4, 8))
+    {"LANES": lanes, "CODE_LANES": lanes, "ROW_LANES": of_row}
+    for lanes, of_row in itertools.product((4, 8, 12, 16), (2, 4, 8))
 ]
 
 

@@ -110,7 +110,8 @@ def experts(
     if not cut.block_m:
         to = Assigned(expert_ids_TK, weights_TK, E)
         h_AF = _gate_up_few(x_TD, gate_up_E2FD, gate_up_bias_E2F, to, activation, cut.gate_up)
-        return _down_few(h_AF, down_EDF, down_bias_ED, to, added_TD, cut.down)
+        follows_packed = isinstance(gate_up_E2FD, ExpertWords)
+        return _down_few(h_AF, down_EDF, down_bias_ED, to, added_TD, cut.down, follows_packed)
     plan = sort_by_expert(expert_ids_TK, E, cut.block_m)
     h_AF = torch.empty(T * K, F, dtype=x_TD.dtype, device=x_TD.device)
     _grouped(h_AF, x_TD, gate_up_E2FD, gate_up_bias_E2F, plan, cut.gate_up, K, activation)
@@ -152,11 +153,12 @@ def _down_few(
     to: Assigned,
     added_TD: Tensor | None,
     tile: Tile,
+    follows_packed: bool,
 ) -> Tensor:
     """[T, D]"""
     if isinstance(weight, ExpertWords):
         inputs, scales = round_inputs(h_AF, weight.weight)
-        return down_experts(inputs, scales, weight.weight, bias_ED, to, added_TD, h_AF.dtype)
+        return down_experts(inputs, scales, weight.weight, bias_ED, to, added_TD, h_AF.dtype, follows_packed)
     out_TD = torch.empty(len(to.expert_ids), weight.shape[1], dtype=h_AF.dtype, device=h_AF.device)
     down_few(out_TD, h_AF, to.weights, to.expert_ids, weight, bias_ED, added_TD, tile, **_common(h_AF, to))
     return out_TD

@@ -305,20 +305,23 @@ E2M1_ZERO = tl.constexpr(12)  # the byte of E2M1's zero: bytes are whole numbers
 E2M1_BYTES = tl.constexpr("""{
 .reg .b32 flipped, a, b;
 xor.b32 flipped, $2, 0x88888888;
-prmt.b32 a, 0x0F0E0D0C, 0x18141210, $2;
-prmt.b32 b, 0x090A0B0C, 0x00040608, flipped;
+prmt.b32 a, $3, $4, $2;
+prmt.b32 b, $5, $6, flipped;
 or.b32 $0, a, b;
 shr.u32 a, $2, 16;
 shr.u32 flipped, flipped, 16;
-prmt.b32 a, 0x0F0E0D0C, 0x18141210, a;
-prmt.b32 b, 0x090A0B0C, 0x00040608, flipped;
+prmt.b32 a, $3, $4, a;
+prmt.b32 b, $5, $6, flipped;
 or.b32 $1, a, b;
 }""")
 
 
 @triton.jit
-def byte_planes(words, KIND: tl.constexpr, BITS: tl.constexpr, ON_CARD: tl.constexpr):
-    """Four planes at a time, a byte each, without a sign: codes of whole numbers, or E2M1 (`E2M1_ZERO`)."""
+def byte_planes(words, zero, KIND: tl.constexpr, BITS: tl.constexpr, ON_CARD: tl.constexpr):
+    """Four planes at a time, a byte each, without a sign: codes of whole numbers, or E2M1 (`E2M1_ZERO`).
+
+    `zero` is what the compiler does not know to be 0, so that it keeps tables in registers.
+    """
     if KIND == "int8":
         return (words ^ -0x7F7F7F80,)
     elif BITS == 8:
@@ -327,7 +330,12 @@ def byte_planes(words, KIND: tl.constexpr, BITS: tl.constexpr, ON_CARD: tl.const
         return words & 0x0F0F0F0F, (words >> 4) & 0x0F0F0F0F
     elif ON_CARD:
         return tl.inline_asm_elementwise(
-            E2M1_BYTES, "=r,=r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+            E2M1_BYTES,
+            "=r,=r,r,r,r,r,r",
+            [words, 0x0F0E0D0C + zero, 0x18141210 + zero, 0x090A0B0C + zero, 0x00040608 + zero],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
         )
     else:
         return _e2m1_bytes(words, 0), _e2m1_bytes(words, 16)

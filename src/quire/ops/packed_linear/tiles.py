@@ -80,7 +80,7 @@ def cut(num_rows: int, w: WordWeight, dtype: torch.dtype, is_gated: bool = False
         return Tile(128, 64, 8 if is_gated else 4, 3)
     if block_m == 16 and (w.folds_scales or w.pair is not None):
         return Tile(16, 64, 4, 4 if w.folds_scales else 3, runs=2)
-    return Tile(block_m, 64, 4, 4 if block_m == 32 else 3)
+    return Tile(block_m, 64, 4, 3)
 
 
 def expert_rows(mean: float, w: WordWeight) -> int:

@@ -31,7 +31,14 @@ from quire.ops.packed_linear.decode import (
     pair_minimum,
     signed_byte,
 )
-from quire.ops.packed_linear.whole import LANE_WORDS, lane_sums, whole_numbers, whole_product, whole_words
+from quire.ops.packed_linear.whole import (
+    LANE_WORDS,
+    lane_sums,
+    takes_whole,
+    whole_numbers,
+    whole_product,
+    whole_words,
+)
 from quire.ops.packed_linear.words import WordWeight
 from quire.ops.rounding.reference import GROUP_INPUTS
 
@@ -39,7 +46,9 @@ MULTIPROCESSORS = 132
 THREADS = 128  # of a program
 ROW_THREADS = 32  # that divide a row among them, at least
 ROW_LANES = 4  # of a row, that a thread has at most, unless all threads divide it
-LANES = 8  # of all of its rows: 32 registers
+LANES = 12  # of all of its rows: 48 registers
+CODE_LANES = 16  # where inputs are codes: they take fewer registers
+EXPERT_LANES = 8  # of an expert: programs that load later begin sooner
 
 
 def fits(x_MK: Tensor, w: WordWeight) -> bool:
@@ -55,14 +64,15 @@ class Cut(NamedTuple):
         return THREADS // self.row_threads * self.turns
 
 
-def cut(w: WordWeight, num_rows: int, num_outputs: int, halves: int, terms: int) -> Cut:
+def cut(w: WordWeight, num_rows: int, num_outputs: int, halves: int, terms: int, is_expert: bool) -> Cut:
     """A program has outputs of every half and term."""
     num_lanes = w.codes.shape[1] // LANE_WORDS
     wanted = triton.next_power_of_2(triton.cdiv(num_lanes, ROW_LANES))
     row_threads = min(max(wanted, ROW_THREADS), triton.next_power_of_2(num_lanes), THREADS)
     lanes = triton.cdiv(num_lanes, row_threads) * halves * terms
+    room = EXPERT_LANES if is_expert else LANES if w.rounds is None else CODE_LANES
     most = num_outputs * num_rows // MULTIPROCESSORS // (THREADS // row_threads)
-    return Cut(row_threads, max(1, min(LANES // lanes, most)))
+    return Cut(row_threads, max(1, min(room // lanes, most)))
 
 
 def linear(
@@ -76,7 +86,7 @@ def linear(
 ) -> Tensor:
     """x W^T + b, summed in float32, rounded to x's dtype, then converted to `out_dtype`.
 
-    `scales`: of inputs that are codes, as `w` wants them; `dtype`: what they were before.
+    Inputs may also be codes with `scales`, or whole numbers, as `w` wants them; `dtype`: what they were before.
     """
     dtype = dtype or x_MK.dtype
     y_MN = torch.empty(len(x_MK), w.n, dtype=out_dtype or dtype, device=x_MK.device)
@@ -131,11 +141,15 @@ def down_experts(
     to: Assigned,
     added_TD: Tensor | None,
     dtype: torch.dtype,
+    follows_gate_up: bool = False,
 ) -> Tensor:
-    """The weighted sum of the products of each token's assignments, [T, D]."""
+    """The weighted sum of the products of each token's assignments, [T, D].
+
+    `follows_gate_up`: of the kernels that may still run, none but those that come after `gate_up_experts`.
+    """
     T, top_k = to.expert_ids.shape
     y_TD = torch.empty(T, w.n // to.num_experts, dtype=dtype, device=h_AF.device)
-    _launch(y_TD, h_AF, scales, w, bias, dtype, terms=top_k, to=to, added=added_TD)
+    _launch(y_TD, h_AF, scales, w, bias, dtype, terms=top_k, to=to, added=added_TD, ids_are_there=follows_gate_up)
     return y_TD
 
 
@@ -152,15 +166,16 @@ def _launch(
     activation: str | None = None,
     to: Assigned | None = None,
     added: Tensor | None = None,
+    ids_are_there: bool = False,
 ) -> None:
     if w.order_K is not None:
         x = x.index_select(1, w.order_K)
     w = w.in_words
     rows, N = y.shape
-    found = cut(w, rows, N, halves, terms)
+    found = cut(w, rows, N, halves, terms, to is not None)
     inputs = "codes" if x_scales is not None else "floats"
-    if x_scales is None and w.kind in ("affine", "e2m1") and x.element_size() == 2:
-        x, inputs = whole_numbers(x, w), "whole"
+    if takes_whole(w, dtype):
+        x, inputs = x if x.dtype == torch.int32 else whole_numbers(x, w), "whole"
     dependent = pdl(x)
     _words_kernel[triton.cdiv(N, found.block_n), rows](
         x.view(torch.int32) if inputs == "codes" else x,
@@ -188,6 +203,7 @@ def _launch(
         ROW_THREADS=found.row_threads,
         TURNS=found.turns,
         LANE=LANE_WORDS,
+        WAITS_FOR_IDS=to is not None and not ids_are_there,
         ON_CARD=not INTERPRETED and (w.kind != "e4m3" or capability() >= (8, 9)),  # older cards convert no float8
         PDL=dependent,
         num_warps=THREADS // 32,
@@ -196,7 +212,7 @@ def _launch(
 
 
 @triton.jit(do_not_specialize=["x_scales_stride"])
-def _words_kernel(
+def _words_kernel(  # noqa: C901
     x_ptr,
     x_scales_ptr,
     codes_ptr,
@@ -239,6 +255,7 @@ def _words_kernel(
     ROW_THREADS: tl.constexpr,
     TURNS: tl.constexpr,
     LANE: tl.constexpr,
+    WAITS_FOR_IDS: tl.constexpr,
     ON_CARD: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -250,9 +267,9 @@ def _words_kernel(
     CHUNKS: tl.constexpr = (W // LANE + ROW_THREADS - 1) // ROW_THREADS
     NEIGHBOURS: tl.constexpr = THREADS // ROW_THREADS  # outputs of a turn
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        if ids_ptr is not None:  # which weights to load is what a kernel before this one decides
+        if WAITS_FOR_IDS:  # a kernel before this one decides which weights to load; kernels after it need not wait
             tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(1).to(tl.int64)
     thread_T = tl.arange(0, THREADS)
     n = tl.program_id(0) * (NEIGHBOURS * TURNS)
@@ -260,7 +277,8 @@ def _words_kernel(
     for term in tl.static_range(TERMS):
         first = row * 0
         if ids_ptr is not None:
-            first = tl.load(ids_ptr + row * TERMS + term).to(tl.int64) * (HALVES * N)
+            # Not from the first-level cache, which may have the ids of a step before.
+            first = tl.load(ids_ptr + row * TERMS + term, cache_modifier=".cg").to(tl.int64) * (HALVES * N)
         for half in tl.static_range(HALVES):
             firsts += (first + half * N,)
     weights: tl.tuple = ()  # of each turn, term and half
@@ -272,7 +290,7 @@ def _words_kernel(
                 CHUNKS, THREADS, ROW_THREADS, LANE,
             )  # fmt: skip
     if PDL:
-        if ids_ptr is None:
+        if not WAITS_FOR_IDS:
             tl.extra.cuda.gdc_wait()
     totals: tl.tuple = ()  # of each turn and half
     for _ in tl.static_range(TURNS * HALVES):
@@ -295,8 +313,8 @@ def _words_kernel(
                 for half in tl.static_range(HALVES):
                     codes, scales, _, _ = weights[(turn * TERMS + term) * HALVES + half]
                     product = _product(
-                        codes[c], scales[c], inputs, table_ptr, scales_ptr is not None, scales_outer_ptr is not None,
-                        mins_ptr is not None, mins_outer_ptr is not None, ZERO, KIND, BITS, PLANES, SETS, IN_WORDS,
+                        codes[c], scales[c], inputs, N >> 31, table_ptr, scales_ptr is not None,
+                        scales_outer_ptr is not None, mins_ptr is not None, mins_outer_ptr is not None, ZERO, KIND, BITS, PLANES, SETS, IN_WORDS,
                         PAIR, INPUTS, THREADS, LANE, ON_CARD,
                     )  # fmt: skip
                     added += (sums[turn * HALVES + half] + product,)
@@ -439,6 +457,7 @@ def _product(
     words,
     scales,
     inputs,
+    zero,
     table_ptr,
     SCALES: tl.constexpr,
     SCALES_OUTER: tl.constexpr,
@@ -462,8 +481,8 @@ def _product(
         total = _product_of_codes(words, scales, x, SCALES, KIND, THREADS, LANE, ON_CARD)
     else:
         total = _product_by_sets(
-            words, scales, x, sums, table_ptr, SCALES, SCALES_OUTER, MINS, MINS_OUTER, OFFSET, KIND, BITS, PLANES, SETS,
-            IN_WORDS, PAIR, INPUTS == "whole", THREADS, LANE, ON_CARD,
+            words, scales, x, sums, zero, table_ptr, SCALES, SCALES_OUTER, MINS, MINS_OUTER, OFFSET, KIND, BITS,
+            PLANES, SETS, IN_WORDS, PAIR, INPUTS == "whole", THREADS, LANE, ON_CARD,
         )  # fmt: skip
     return total * x_scale
 
@@ -499,6 +518,7 @@ def _product_by_sets(
     scales,
     x,
     sums,
+    zero,
     table_ptr,
     SCALES: tl.constexpr,
     SCALES_OUTER: tl.constexpr,
@@ -521,7 +541,7 @@ def _product_by_sets(
     WHOLE_SCALES: tl.constexpr = IS_WHOLE and BITS == 4 and IN_WORDS and SCALES_OUTER and MINS == MINS_OUTER
     NUM_SCALES: tl.constexpr = SCALES + SCALES_OUTER + MINS + MINS_OUTER
     if IS_WHOLE:
-        values = byte_planes(words, KIND, BITS, ON_CARD)
+        values = byte_planes(words, zero, KIND, BITS, ON_CARD)
     else:
         values = float_planes(words, table_ptr, KIND, BITS, ON_CARD)
     total = tl.zeros((THREADS,), tl.float32)
