@@ -13,7 +13,6 @@ from quire.ops.moe import triton as moe
 from quire.ops.packed_linear import many_rows, rows, tiles, words
 from quire.ops.packed_linear import triton as ops
 from quire.ops.packed_linear.forms import Affine, Float8, Form, Table4, TwoLevel
-from quire.ops.packed_linear.whole import whole_numbers
 from quire.ops.rounding.reference import FLOAT8
 from quire.quant.kept.triton import Words
 
@@ -279,18 +278,6 @@ def test_norms_round_as_the_next_layer_does(rounds, residual):
     assert torch.equal(total, expected_total)
     torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0)
     assert torch.equal(codes.float(), expected.float())
-
-
-@pytest.mark.parametrize("residual", [False, True], ids=["first", "residual"])
-@pytest.mark.parametrize("name", ["4 bits, zero points", "4 bits, two levels", "6 bits", "mxfp4", "nvfp4"])
-def test_norms_make_the_whole_numbers_that_the_next_layer_takes(name, residual):
-    w = packed(name, n=20, k=192)
-    x, weight = (random(*shape).to(DEVICE, torch.bfloat16) for shape in ((1, 192), (192,)))
-    added = random(1, 192).to(DEVICE, torch.bfloat16) if residual else None
-    found, total = elementwise.whole_rms_norm(w, x, weight, 1e-5, added)
-    normed, expected_total = elementwise.rms_norm(x, weight, 1e-5, added)
-    assert torch.equal(found, whole_numbers(normed, w)) and torch.equal(total, expected_total)
-    check(ops.linear(found, w, dtype=torch.bfloat16), words.linear(normed, w))
 
 
 def test_a_rows_rounding_does_not_depend_on_other_rows():

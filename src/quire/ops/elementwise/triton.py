@@ -19,13 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.launch import INTERPRETED, options, pdl
-from quire.ops.packed_linear.whole import empty_whole, store_whole, whole_constants, whole_words
-from quire.ops.packed_linear.words import WordWeight, as_bytes
+from quire.ops.packed_linear.words import as_bytes
 from quire.ops.rounding.triton import empty_codes, round_groups
 
 # The widest row that is held in registers; wider rows are read twice, in tiles of this size.
 MAX_ROW = 8192
-MIN_ROW = 128  # inputs of a run of four-bit words, which whole numbers are stored by
 # Elements of each operand that a thread holds: one 16-byte load of bfloat16.
 PER_THREAD = 8
 SILU_MUL_TILE, SILU_MUL_WARPS = 1024, 4
@@ -37,7 +35,7 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def rms_norm_config(width: int) -> tuple[int, int]:
     """(elements of a tile, warps)."""
-    tile = min(max(triton.next_power_of_2(width), MIN_ROW), MAX_ROW)
+    tile = min(triton.next_power_of_2(width), MAX_ROW)
     return tile, min(max(tile // (32 * PER_THREAD), 1), 16)
 
 
@@ -86,8 +84,7 @@ def _launch_rms_norm(
     )
 
 
-def holds_row(width: int) -> bool:
-    """Whether a norm holds a row of this width at once, and can give it to a layer as that wants it."""
+def fits_rounded_rms_norm(width: int) -> bool:
     return width <= MAX_ROW
 
 
@@ -115,16 +112,6 @@ def rounded_rms_norm(
     return codes, scales, total
 
 
-def whole_rms_norm(
-    w: WordWeight, x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """As `rms_norm`, with the normed rows as the whole numbers that `w` is multiplied with: (…, total)."""
-    whole = empty_whole(w, len(x_TD))
-    total = x_TD if residual_TD is None else torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-    _launch_rms_norm(_rms_norm_kernel, whole, total, x_TD, residual_TD, weight_D, eps, **whole_constants(w))
-    return whole, total
-
-
 @triton.jit
 def _rms_norm_kernel(
     normed_ptr,
@@ -144,17 +131,8 @@ def _rms_norm_kernel(
     GROUP: tl.constexpr = None,
     IS_INT8: tl.constexpr = False,
     ON_CARD: tl.constexpr = False,
-    W: tl.constexpr = None,
-    KIND: tl.constexpr = None,
-    P: tl.constexpr = None,
-    SETS: tl.constexpr = None,
-    RUN: tl.constexpr = None,
-    I: tl.constexpr = None,  # noqa: E741
 ):
-    """With `scales_ptr`, normed rows are rounded, and stored as codes: GROUP neighbours with a scale of their own.
-
-    With `W` and what follows, they are stored as whole numbers (`ops/packed_linear/whole.py`).
-    """
+    """With `scales_ptr`, normed rows are rounded, and stored as codes: GROUP neighbours with a scale of their own."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -170,10 +148,7 @@ def _rms_norm_kernel(
     wide_N = x_N.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide_N * wide_N, 0) / D + eps)
     normed_N = scaled(wide_N, inverse, weight_N, x_N.dtype)
-    if W is not None:
-        whole_ptr = normed_ptr + row * whole_words(W, P, SETS)
-        store_whole(whole_ptr, tl.where(inside, normed_N.to(tl.float32), 0.0), 0, W, KIND, P, SETS, RUN, I)
-    elif scales_ptr is None:
+    if scales_ptr is None:
         tl.store(normed_ptr + row * D + i_N, normed_N, inside)
     else:
         codes_N, scales_G = round_groups(normed_N.to(tl.float32), input_scale, GROUP, IS_INT8, ON_CARD)

@@ -5,7 +5,6 @@ Called by `quant/kept/triton.py`, `tiles.py` and `many_rows.py`; twin of the rou
 Shape letters: M rows, N outputs, K inputs.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,10 +22,10 @@ from quire.ops.rounding.triton import empty_codes, round_groups
 
 
 class Rounded(NamedTuple):
-    """Inputs as a weight wants them: rounded to codes, or as whole numbers (`whole.py`)."""
+    """Inputs, rounded as a weight wants them."""
 
     codes: Tensor
-    scales: Tensor | None  # None: they are whole numbers
+    scales: Tensor
     dtype: torch.dtype  # what they were before
 
 
@@ -43,21 +42,6 @@ def rounded_rms_norm(
         w.rounds or "", w.input_scale, x_MK, weight_K, eps, residual_MK
     )
     return Rounded(codes, scales, x_MK.dtype), total_MK
-
-
-def whole_rms_norm(
-    w: WordWeight,
-    plain: Callable[..., tuple[Tensor, Tensor]],
-    x_MK: Tensor,
-    weight_K: Tensor,
-    eps: float,
-    residual_MK: Tensor | None = None,
-) -> tuple[Rounded | Tensor, Tensor]:
-    """(norm(x + residual), of a single row as the whole numbers that `w` is multiplied with; x + residual)"""
-    if len(x_MK) != 1:
-        return plain(x_MK, weight_K, eps, residual_MK)
-    whole, total_MK = elementwise.whole_rms_norm(w, x_MK, weight_K, eps, residual_MK)
-    return Rounded(whole, None, x_MK.dtype), total_MK
 
 
 def rounded_silu_mul(w: WordWeight, x_M2K: Tensor) -> Rounded:

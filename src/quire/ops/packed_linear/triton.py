@@ -86,7 +86,7 @@ def linear(
 ) -> Tensor:
     """x W^T + b, summed in float32, rounded to x's dtype, then converted to `out_dtype`.
 
-    Inputs may also be codes with `scales`, or whole numbers, as `w` wants them; `dtype`: what they were before.
+    `scales`: of inputs that are codes, as `w` wants them; `dtype`: what they were before.
     """
     dtype = dtype or x_MK.dtype
     y_MN = torch.empty(len(x_MK), w.n, dtype=out_dtype or dtype, device=x_MK.device)
@@ -175,7 +175,7 @@ def _launch(
     found = cut(w, rows, N, halves, terms, to is not None)
     inputs = "codes" if x_scales is not None else "floats"
     if takes_whole(w, dtype):
-        x, inputs = x if x.dtype == torch.int32 else whole_numbers(x, w), "whole"
+        x, inputs = whole_numbers(x, w), "whole"
     dependent = pdl(x)
     _words_kernel[triton.cdiv(N, found.block_n), rows](
         x.view(torch.int32) if inputs == "codes" else x,
@@ -314,8 +314,8 @@ def _words_kernel(  # noqa: C901
                     codes, scales, _, _ = weights[(turn * TERMS + term) * HALVES + half]
                     product = _product(
                         codes[c], scales[c], inputs, N >> 31, table_ptr, scales_ptr is not None,
-                        scales_outer_ptr is not None, mins_ptr is not None, mins_outer_ptr is not None, ZERO, KIND, BITS, PLANES, SETS, IN_WORDS,
-                        PAIR, INPUTS, THREADS, LANE, ON_CARD,
+                        scales_outer_ptr is not None, mins_ptr is not None, mins_outer_ptr is not None, ZERO, KIND,
+                        BITS, PLANES, SETS, IN_WORDS, PAIR, INPUTS, THREADS, LANE, ON_CARD,
                     )  # fmt: skip
                     added += (sums[turn * HALVES + half] + product,)
             sums = added

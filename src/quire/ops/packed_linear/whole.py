@@ -1,25 +1,20 @@
-"""Inputs of 16 bits as whole numbers, so that codes of packed weights are multiplied as they are.
+"""Inputs of 16 bits as whole numbers, so that codes of packed weights are multiplied as they are; for `triton.py`.
 
-Made by `whole_numbers` here or by a norm (`ops/elementwise`), multiplied by `triton.py`. Knows tensors only. The inputs
-that are multiplied with a lane of words share a power of two, by the largest: bfloat16 stay exact down to 1/128 of it.
-
-Shape letters: M rows, K inputs; in kernels R runs of words, P planes, L lanes of a run, I words of a lane.
+Knows tensors only. Shape letters: M rows, K inputs; in kernels X words, T lanes of them.
 """
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.launch import options, pdl, wait_turn
+from quire.ops.launch import INTERPRETED, options, pdl, wait_turn
 from quire.ops.packed_linear.decode import add_products
-from quire.ops.packed_linear.words import RUN, WordWeight
+from quire.ops.packed_linear.words import WordWeight
 from quire.ops.rounding.triton import WHOLE_UNITS
 
 LANE_WORDS = 4  # of a weight's row, that a thread loads at once
-PROGRAM_RUNS = 2  # that a program of one warp has the inputs of
+BLOCK_WORDS = 128  # that a program of one warp has the inputs of
 
 
 def takes_whole(w: WordWeight, dtype: torch.dtype) -> bool:
@@ -27,32 +22,29 @@ def takes_whole(w: WordWeight, dtype: torch.dtype) -> bool:
     return w.rounds is None and w.kind in ("affine", "e2m1") and dtype.itemsize == 2
 
 
-def empty_whole(w: WordWeight, num_rows: int) -> Tensor:
-    """Memory for rows of whole numbers: int32 [M, words].
+def whole_numbers(x_MK: Tensor, w: WordWeight) -> Tensor:
+    """Rows of inputs as whole numbers of 16 bits, as `w` is multiplied with them: int32 [M, words].
 
     First pairs of neighbouring planes in the halves of words, in the order of the weight's words; then sums of lanes,
-    set after set; then what each lane is to be multiplied by, as the bits of float32.
+    set after set; then what each lane is to be multiplied by, as the bits of float32. The numbers of a lane share a
+    power of two, by the largest: bfloat16 stay exact down to 1/128 of it.
     """
-    size = num_whole_words(w.codes.shape[1], w.planes, w.run * w.planes // w.set_inputs)
-    return torch.empty(num_rows, size, dtype=torch.int32, device=w.codes.device)
-
-
-def whole_constants(w: WordWeight) -> dict[str, Any]:
-    """What `store_whole` wants to know of the weight."""
-    num_sets = w.run * w.planes // w.set_inputs
-    return {"W": w.codes.shape[1], "KIND": w.kind, "P": w.planes, "SETS": num_sets, "RUN": RUN, "I": LANE_WORDS}
-
-
-def whole_numbers(x_MK: Tensor, w: WordWeight) -> Tensor:
-    """Rows of inputs as `w` is multiplied with them."""
-    whole = empty_whole(w, len(x_MK))
+    M, num_words = len(x_MK), w.codes.shape[1]
+    sets = w.run * w.planes // w.set_inputs
+    whole = torch.empty(M, num_whole_words(num_words, w.planes, sets), dtype=torch.int32, device=x_MK.device)
     dependent = pdl(x_MK)
-    _whole_kernel[triton.cdiv(w.codes.shape[1], PROGRAM_RUNS * RUN), len(x_MK)](
+    _whole_kernel[triton.cdiv(num_words, BLOCK_WORDS), M](
         whole,
         x_MK,
         K=w.k,
-        R=PROGRAM_RUNS,
-        **whole_constants(w),
+        W=num_words,
+        KIND=w.kind,
+        PLANES=w.planes,
+        RUN=w.run,
+        SETS=sets,
+        LANE=LANE_WORDS,
+        BLOCK_W=BLOCK_WORDS,
+        ON_CARD=not INTERPRETED,
         PDL=dependent,
         num_warps=1,
         **options(dependent),
@@ -72,63 +64,71 @@ def _whole_kernel(
     whole_ptr,
     x_ptr,
     K: tl.constexpr,
-    R: tl.constexpr,
     W: tl.constexpr,
     KIND: tl.constexpr,
-    P: tl.constexpr,
-    SETS: tl.constexpr,
+    PLANES: tl.constexpr,
     RUN: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741
+    SETS: tl.constexpr,
+    LANE: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    ON_CARD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has the inputs of R of a row's runs."""
+    """A program has the inputs of BLOCK_W of a row's words: a thread those of a lane."""
+    THREADS: tl.constexpr = BLOCK_W // LANE
     wait_turn(PDL)
     row = tl.program_id(1).to(tl.int64)
-    k = tl.program_id(0) * (R * RUN * P) + tl.arange(0, R * RUN * P)
-    x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
-    store_whole(whole_ptr + row * whole_words(W, P, SETS), x, tl.program_id(0) * R, W, KIND, P, SETS, RUN, I)
+    word_X = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
+    lane_T = tl.program_id(0) * THREADS + tl.arange(0, THREADS)
+    planes: tl.tuple = ()
+    for plane in tl.static_range(PLANES):
+        input = word_X // RUN * (RUN * PLANES) + plane * RUN + word_X % RUN
+        planes += (tl.load(x_ptr + row * K + input, mask=input < K, other=0.0).to(tl.float32),)
+    planes, step_T = _fixed_point(planes, KIND, LANE)
+    pairs = _pairs(planes)
+    row_ptr = whole_ptr + row * whole_words(W, PLANES, SETS)
+    for pair in tl.static_range(PLANES // 2):
+        tl.store(row_ptr + pair * W + word_X, pairs[pair], mask=word_X < W)
+    row_ptr += PLANES // 2 * W
+    ones = tl.full((BLOCK_W,), 0x01010101, tl.int32)
+    for set in tl.static_range(SETS):
+        sum_T = whole_product((ones, ones), pairs, set, PLANES, SETS, LANE, ON_CARD)
+        tl.store(row_ptr + set * (W // LANE) + lane_T, sum_T, mask=lane_T < W // LANE)
+    tl.store(row_ptr + SETS * (W // LANE) + lane_T, step_T.to(tl.int32, bitcast=True), mask=lane_T < W // LANE)
 
 
 @triton.jit
-def store_whole(
-    row_ptr,
-    x,
-    first_run,
-    W: tl.constexpr,
-    KIND: tl.constexpr,
-    P: tl.constexpr,
-    SETS: tl.constexpr,
-    RUN: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741
-):
-    """Stores a row's inputs from this run on, in float32, as whole numbers (`empty_whole`)."""
-    L: tl.constexpr = RUN // I
-    R: tl.constexpr = x.shape[0] // (RUN * P)
-    x_RPLI = tl.reshape(x, (R, P, L, I))
-    bits = tl.abs(x_RPLI).to(tl.int32, bitcast=True)
-    exponent_RL = tl.max(tl.max(bits, 3), 1) >> 23
-    is_finite = exponent_RL < 255
-    exponent_RL = tl.maximum(exponent_RL, 20)
-    inverse_RL = ((268 - exponent_RL) << 23).to(tl.float32, bitcast=True)  # the largest becomes 2 ** 14 or more
-    # The last bits of a number of so many units are a whole number.
-    whole_RPLI = (x_RPLI * inverse_RL[:, None, :, None] + WHOLE_UNITS).to(tl.int32, bitcast=True)
-    pairs = tl.permute(tl.reshape(whole_RPLI, (R, P // 2, 2, L, I)), (0, 1, 3, 4, 2))
-    lower, upper = tl.split(pairs)
-    run = first_run + tl.arange(0, R)
-    lane_RL = run[:, None] * L + tl.arange(0, L)[None, :]
-    word = lane_RL[:, None, :, None] * I + tl.arange(0, I)[None, None, None, :]
-    pair = tl.arange(0, P // 2)[None, :, None, None]
-    tl.store(row_ptr + pair * W + word, (lower & 0xFFFF) | (upper << 16), mask=word < W)
-    row_ptr += P // 2 * W
-    numbers = tl.reshape((whole_RPLI << 16) >> 16, (R, SETS, P // SETS, L, I))
-    sums_RSL = tl.sum(tl.sum(numbers, 4), 2)
-    lane = lane_RL[:, None, :]
-    set = tl.arange(0, SETS)[None, :, None]
-    tl.store(row_ptr + set * (W // I) + lane, sums_RSL, mask=lane < W // I)
-    step_RL = ((exponent_RL - 14) << 23).to(tl.float32, bitcast=True)
-    step_RL = tl.where(is_finite, step_RL * 0.5 if KIND == "e2m1" else step_RL, float("nan"))
-    row_ptr += SETS * (W // I)
-    tl.store(row_ptr + lane_RL, step_RL.to(tl.int32, bitcast=True), mask=lane_RL < W // I)
+def _fixed_point(planes, KIND: tl.constexpr, LANE: tl.constexpr):
+    """(planes as whole numbers, but for their last bits; what those of each lane are to be multiplied by)"""
+    NAN: tl.constexpr = tl.PropagateNan.ALL
+    X: tl.constexpr = planes[0].shape[0]
+    largest_X = tl.abs(planes[0])
+    for plane in tl.static_range(1, len(planes)):
+        largest_X = tl.maximum(largest_X, tl.abs(planes[plane]), propagate_nan=NAN)
+    bits = tl.reshape(largest_X.to(tl.int32, bitcast=True), (X // LANE, LANE))
+    exponent = tl.max(bits, 1, keep_dims=True) >> 23
+    is_finite = exponent < 255
+    exponent = tl.maximum(exponent, 20)
+    inverse = ((268 - exponent) << 23).to(tl.float32, bitcast=True)  # the largest becomes 2 ** 14 or more
+    inverse_X = tl.reshape(tl.broadcast_to(inverse, (X // LANE, LANE)), (X,))
+    step = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    step_T = tl.reshape(tl.where(is_finite, step, float("nan")), (X // LANE,))
+    whole: tl.tuple = ()
+    for plane in tl.static_range(len(planes)):
+        whole += (planes[plane] * inverse_X,)
+    return whole, step_T * 0.5 if KIND == "e2m1" else step_T
+
+
+@triton.jit
+def _pairs(planes):
+    """The nearest whole numbers of two neighbouring planes, in the halves of words."""
+    pairs: tl.tuple = ()
+    for i in tl.static_range(len(planes) // 2):
+        # The last bits of a number of so many units are a whole number.
+        lower = (planes[2 * i] + WHOLE_UNITS).to(tl.int32, bitcast=True)
+        upper = (planes[2 * i + 1] + WHOLE_UNITS).to(tl.int32, bitcast=True)
+        pairs += ((lower & 0xFFFF) | (upper << 16),)
+    return pairs
 
 
 @triton.jit

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from quire.errors import UnsupportedModelError
-from quire.ops.elementwise.triton import holds_row
+from quire.ops.elementwise.triton import fits_rounded_rms_norm
 from quire.ops.packed_linear import many_rows, rows, tiles, words
 from quire.ops.packed_linear import triton as kernels
 from quire.ops.packed_linear.forms import Blocks, Form, Plain, weight_only
-from quire.ops.packed_linear.whole import takes_whole
 from quire.quant.base import Part, Quantized, Reader, runs_of
 from quire.quant.plain import dense_gpu as dense
 from quire.quant.plain.dense_gpu import why_not
@@ -68,29 +67,25 @@ class Words(Quantized):
     def apply_silu_mul(
         self, x: Tensor | rows.Rounded, bias: Tensor | None, silu_mul: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        w = self._only()
-        if w is not None:
-            given, options = _inputs(x, w)
-            if kernels.fits(given, w):
-                return kernels.linear_silu_mul(given, w, bias, **options)
+        piece = self.pieces[0] if len(self.pieces) == 1 else None
+        if isinstance(piece, words.WordWeight):
+            given, options = _inputs(x, piece)
+            if kernels.fits(given, piece):
+                return kernels.linear_silu_mul(given, piece, bias, **options)
         return silu_mul(self.apply(x, bias))
 
     def silu_mul(self, plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
-        w = self._only()
-        return plain if w is None or w.rounds is None else partial(rows.rounded_silu_mul, w)
+        w = self._rounding()
+        return plain if w is None else partial(rows.rounded_silu_mul, w)
 
     def rms_norm(self, plain: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Any, Tensor]]:
-        w = self._only()
-        if w is None or not holds_row(w.k):
-            return plain
-        if w.rounds is not None:
-            return partial(rows.rounded_rms_norm, w)
-        return partial(rows.whole_rms_norm, w, plain) if takes_whole(w, self.dtype) and w.order_K is None else plain
+        w = self._rounding()
+        return plain if w is None or not fits_rounded_rms_norm(w.k) else partial(rows.rounded_rms_norm, w)
 
-    def _only(self) -> words.WordWeight | None:
-        """The weight, if there is but one, and it is packed."""
+    def _rounding(self) -> words.WordWeight | None:
+        """The weight, if it is the only one, and wants rounded inputs."""
         piece = self.pieces[0] if len(self.pieces) == 1 else None
-        return piece if isinstance(piece, words.WordWeight) else None
+        return piece if isinstance(piece, words.WordWeight) and piece.rounds is not None else None
 
     def tensors(self) -> list[Tensor]:
         return [held for piece in self.pieces for held in ([piece] if isinstance(piece, Tensor) else piece.tensors())]
