@@ -246,6 +246,17 @@ def test_experts_equal_the_twin(name, num_rows):
     check(found, expected)
 
 
+@pytest.mark.parametrize("name", ["4 bits, zero points", "mxfp4", "nvfp4"])
+def test_experts_of_many_rows_are_unpacked(name, monkeypatch):
+    monkeypatch.setattr(moe, "UNPACKED_ROWS", 2)
+    gate_up, down = (words.ExpertWords(words.concat([packed(name, n, 64) for _ in range(2)]), 2) for n in (128, 64))
+    x, weights = random(4, 64).to(DEVICE), random(4, 1).abs().to(DEVICE)
+    ids = torch.tensor([[0], [1], [1], [0]]).to(DEVICE)
+    found = moe.experts(x, weights, ids.int(), gate_up, down)
+    monkeypatch.setattr(moe, "UNPACKED_ROWS", 3)
+    check(found, moe.experts(x, weights, ids.int(), gate_up, down))
+
+
 @pytest.mark.parametrize("rounds", ["float8 token", "float8 group", "float8 static", "int8 token"])
 def test_gated_outputs_are_rounded_as_inputs_of_the_next_layer(rounds):
     x = random(3, 2 * 192).to(DEVICE, DTYPES[-1])

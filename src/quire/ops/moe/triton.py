@@ -24,7 +24,7 @@ from quire.ops.launch import capability, has_little_shared_memory, options, pdl,
 from quire.ops.moe.activation import gated
 from quire.ops.moe.triton_few import Tile, down_few, gate_up_few, load_tile
 from quire.ops.moe.triton_sort import Plan, sort_by_expert
-from quire.ops.packed_linear import tiles
+from quire.ops.packed_linear import many_rows, tiles
 from quire.ops.packed_linear.rows import round_inputs
 from quire.ops.packed_linear.triton import Assigned, down_experts, gate_up_experts
 from quire.ops.packed_linear.words import ExpertWords
@@ -32,6 +32,9 @@ from quire.ops.packed_linear.words import ExpertWords
 # Bytes of weights that a program of few rows has in flight, in each of the two products.
 GATE_UP_BYTES, DOWN_BYTES = 16 << 10, 32 << 10
 MAX_FEW_ROWS = 8
+UNPACKED_ROWS = (
+    512  # of an expert, on average: from so many on, unpacking its weights takes less than decoding each tile
+)
 
 
 class Config(NamedTuple):
@@ -99,6 +102,7 @@ def experts(
     (T, D), K = x_TD.shape, weights_TK.shape[1]
     if not T:
         return torch.empty_like(x_TD)
+    gate_up_E2FD, down_EDF = _unpacked(gate_up_E2FD, x_TD, K), _unpacked(down_EDF, x_TD, K)
     if isinstance(gate_up_E2FD, ExpertWords):
         E, F = gate_up_E2FD.num_experts, gate_up_E2FD.num_outputs // 2
     else:
@@ -124,6 +128,15 @@ def experts(
         out_TD, y_AD, weights_TK, added_TD, D=D, TOP_K=K, BLOCK=block, PDL=dependent, num_warps=4, **options(dependent)
     )
     return out_TD
+
+
+def _unpacked(weight: Tensor | ExpertWords, x_TD: Tensor, top_k: int) -> Tensor | ExpertWords:
+    """Plain, if there are so many rows that this pays."""
+    if isinstance(weight, Tensor) or weight.weight.rounds is not None:
+        return weight
+    if len(x_TD) * top_k < UNPACKED_ROWS * weight.num_experts:
+        return weight
+    return many_rows.unpack(weight.weight, x_TD.dtype).view(weight.num_experts, weight.num_outputs, -1)
 
 
 # ---- few rows --------------------------------------------------------------------------------------------------------
