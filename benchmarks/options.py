@@ -3,7 +3,8 @@
     python benchmarks/options.py --workloads mixed64,stream-1024 --pairs 9 \\
         --side kv_cache_dtype=auto --side kv_cache_dtype=int8 --side kv_cache_dtype=fp8
 
-A side is options of `LLM` as NAME=VALUE, separated by commas; the first side is the one others are compared with.
+A side is options of `LLM` as NAME=VALUE, separated by commas, `model` too; the first side is the one others are
+compared with.
 Prints the median of each figure, and of its ratio to the first side's in the same round.
 """
 
@@ -43,11 +44,14 @@ def main() -> None:
         workload = workloads.build(name, args.device)
         figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         with ExitStack() as stack:
-            common = {"device": args.device, "max_model_len": workload.max_model_len, "enable_prefix_caching": False}
-            llms = {
-                side: stack.enter_context(LLM(args.model, **common, kv_cache_memory_bytes=1 << 30, **options_of(side)))
-                for side in args.side
+            common = {
+                "model": args.model,
+                "device": args.device,
+                "max_model_len": workload.max_model_len,
+                "enable_prefix_caching": False,
+                "kv_cache_memory_bytes": 1 << 30,
             }
+            llms = {side: stack.enter_context(LLM(**common | options_of(side))) for side in args.side}
             for round_idx in range(args.pairs + 1):
                 for side, llm in llms.items():
                     measured = workloads.measure(workload, generator(llm, workload.temperature, show=False))

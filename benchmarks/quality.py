@@ -4,13 +4,15 @@
 
 The baseline is the GGUF file dequantized once to bfloat16 safetensors, from which the online methods start. Kinds that
 end in "+x" round activations too, as products on GPUs do, with the torch twins of those kernels; "kv-" are plain
-weights with a KV cache of 8 bits. Texts are named by the first digits of their SHA-256 in the table. Prompts are the
-texts in pieces of `--piece` tokens. With `--device cuda` kinds need no "+x": products there round activations.
+weights with a KV cache of 8 bits; "llama.cpp" is that engine on the same file. Texts are named by the first digits of
+their SHA-256 in the table. Prompts are the texts in pieces of `--piece` tokens. With `--device cuda` kinds need no
+"+x": products there round activations.
 """
 
 import argparse
 import hashlib
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +35,13 @@ from quire.quant.plain.dense import Dense
 from quire.worker import choose
 from quire.worker.load import checkpoint_tensors
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from benchmarks.peers import install  # noqa: E402
+
 KINDS = ("bf16", "gguf", "fp8", "int8", "int4", "mxfp4", "fp8+x", "int8+x", "kv-fp8", "kv-int8")
+LLAMA_CPP = "llama.cpp"
 PARAMS = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
 
 
@@ -78,7 +86,18 @@ def mean_logprob(llm: LLM, pieces: list[list[int]]) -> float:
     return total / count
 
 
+def by_llama_cpp(gguf: Path, pieces: dict[str, list[list[int]]]) -> dict[str, float]:
+    python = install.LLAMA_CPP.environment.python(install.DEFAULT_FOLDER)
+    if not python.exists():
+        raise SystemExit("llama.cpp is not there: python benchmarks/peers/install.py llama.cpp")
+    script = Path(install.__file__).with_name("llama_cpp_quality.py")
+    found = subprocess.run([python, script, gguf], input=json.dumps(pieces), capture_output=True, text=True, check=True)
+    return json.loads(found.stdout)
+
+
 def measure(kind: str, device: str, gguf: Path, folder: Path, pieces: dict[str, list[list[int]]]) -> dict[str, float]:
+    if kind == LLAMA_CPP:
+        return by_llama_cpp(gguf, pieces)
     name, _, rounded = kind.partition("+")
     longest = max(len(piece) for some in pieces.values() for piece in some)
     options = {"device": device, "dtype": "bfloat16", "max_model_len": longest + 8, "enable_prefix_caching": False}
@@ -110,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("gguf", type=Path)
     parser.add_argument("--texts", type=Path, nargs="+", required=True)
-    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=(*KINDS, LLAMA_CPP))
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--piece", type=int, default=1024)
     parser.add_argument("--device", default="cpu")

@@ -46,9 +46,8 @@ MULTIPROCESSORS = 132
 THREADS = 128  # of a program
 ROW_THREADS = 32  # that divide a row among them, at least
 ROW_LANES = 4  # of a row, that a thread has at most, unless all threads divide it
-LANES = 12  # of all of its rows: 48 registers
-CODE_LANES = 16  # where inputs are codes: they take fewer registers
-EXPERT_LANES = 8  # of an expert: programs that load later begin sooner
+LANES = 8  # of all of its rows: 32 registers
+CODE_LANES = 16  # of a linear layer's, where inputs are codes: these take fewer registers
 
 
 def fits(x_MK: Tensor, w: WordWeight) -> bool:
@@ -70,7 +69,7 @@ def cut(w: WordWeight, num_rows: int, num_outputs: int, halves: int, terms: int,
     wanted = triton.next_power_of_2(triton.cdiv(num_lanes, ROW_LANES))
     row_threads = min(max(wanted, ROW_THREADS), triton.next_power_of_2(num_lanes), THREADS)
     lanes = triton.cdiv(num_lanes, row_threads) * halves * terms
-    room = EXPERT_LANES if is_expert else LANES if w.rounds is None else CODE_LANES
+    room = LANES if is_expert or w.rounds is None else CODE_LANES
     most = num_outputs * num_rows // MULTIPROCESSORS // (THREADS // row_threads)
     return Cut(row_threads, max(1, min(room // lanes, most)))
 
@@ -289,47 +288,29 @@ def _words_kernel(  # noqa: C901
                 n + turn * NEIGHBOURS, N, K, W, PLANES, RUN, SETS, IN_WORDS, GROUP, G, SCALES_GROUPS, MINS_GROUPS, ROWS,
                 CHUNKS, THREADS, ROW_THREADS, LANE,
             )  # fmt: skip
-    if PDL:
-        if not WAITS_FOR_IDS:
-            tl.extra.cuda.gdc_wait()
-    totals: tl.tuple = ()  # of each turn and half
-    for _ in tl.static_range(TURNS * HALVES):
-        totals += (tl.zeros((THREADS,), tl.float32),)
+    if PDL and not WAITS_FOR_IDS:
+        tl.extra.cuda.gdc_wait()
+    totals = _zeros(TURNS * HALVES, THREADS)
     for term in tl.static_range(TERMS):
-        weight = 1.0
-        if TERMS > 1:
-            weight = tl.load(weights_ptr + row * TERMS + term)
         x_row = (row * TERMS + term) // (TOP_K // TERMS)
-        sums: tl.tuple = ()
-        for _ in tl.static_range(TURNS * HALVES):
-            sums += (tl.zeros((THREADS,), tl.float32),)
+        sums = _zeros(TURNS * HALVES, THREADS)
         for c in tl.static_range(CHUNKS):
             inputs = _inputs(
                 x_ptr, x_scales_ptr, x_row, x_scales_stride, c, K, W, KIND, PLANES, RUN, SETS, INPUTS, X_GROUP,
                 THREADS, ROW_THREADS, LANE, ON_CARD,
             )  # fmt: skip
-            added: tl.tuple = ()
-            for turn in tl.static_range(TURNS):
-                for half in tl.static_range(HALVES):
-                    codes, scales, _, _ = weights[(turn * TERMS + term) * HALVES + half]
-                    product = _product(
-                        codes[c], scales[c], inputs, N >> 31, table_ptr, scales_ptr is not None,
-                        scales_outer_ptr is not None, mins_ptr is not None, mins_outer_ptr is not None, ZERO, KIND,
-                        BITS, PLANES, SETS, IN_WORDS, PAIR, INPUTS, THREADS, LANE, ON_CARD,
-                    )  # fmt: skip
-                    added += (sums[turn * HALVES + half] + product,)
-            sums = added
-        added = ()
-        for turn in tl.static_range(TURNS):
-            for half in tl.static_range(HALVES):
-                _, _, outer, bias = weights[(turn * TERMS + term) * HALVES + half]
-                sum = sums[turn * HALVES + half]
-                if outer_ptr is not None:
-                    sum *= outer
-                if bias_ptr is not None:  # counted by the first thread of a row
-                    sum += tl.where(thread_T % ROW_THREADS == 0, bias.to(tl.float32), 0.0)
-                added += (totals[turn * HALVES + half] + weight * sum,)
-        totals = added
+            sums = _add_chunk(
+                sums, weights, inputs, term, c, N >> 31, table_ptr, scales_ptr is not None,
+                scales_outer_ptr is not None, mins_ptr is not None, mins_outer_ptr is not None, ZERO, KIND, BITS,
+                PLANES, SETS, IN_WORDS, PAIR, INPUTS, TERMS, HALVES, THREADS, LANE, ON_CARD,
+            )  # fmt: skip
+        weight = 1.0
+        if TERMS > 1:
+            weight = tl.load(weights_ptr + row * TERMS + term)
+        totals = _add_term(
+            totals, sums, weight, weights, term, outer_ptr is not None, bias_ptr is not None, TERMS, HALVES, THREADS,
+            ROW_THREADS,
+        )  # fmt: skip
     for turn in tl.static_range(TURNS):
         y_T = _row_sums(totals[turn * HALVES], THREADS, ROW_THREADS)
         if HALVES == 2:
@@ -339,6 +320,81 @@ def _words_kernel(  # noqa: C901
         if added_ptr is not None:
             y_T += tl.load(added_ptr + row * N + n_T, mask=is_wanted, other=0.0).to(tl.float32)
         tl.store(y_ptr + row * N + n_T, y_T.to(DTYPE).to(y_ptr.dtype.element_ty), mask=is_wanted)
+
+
+@triton.jit
+def _zeros(COUNT: tl.constexpr, THREADS: tl.constexpr):
+    """So many sums of each thread."""
+    zeros: tl.tuple = ()
+    for _ in tl.static_range(COUNT):
+        zeros += (tl.zeros((THREADS,), tl.float32),)
+    return zeros
+
+
+@triton.jit
+def _add_chunk(
+    sums,
+    weights,
+    inputs,
+    term: tl.constexpr,
+    c: tl.constexpr,
+    zero,
+    table_ptr,
+    SCALES: tl.constexpr,
+    SCALES_OUTER: tl.constexpr,
+    MINS: tl.constexpr,
+    MINS_OUTER: tl.constexpr,
+    OFFSET: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    PLANES: tl.constexpr,
+    SETS: tl.constexpr,
+    IN_WORDS: tl.constexpr,
+    PAIR: tl.constexpr,
+    INPUTS: tl.constexpr,
+    TERMS: tl.constexpr,
+    HALVES: tl.constexpr,
+    THREADS: tl.constexpr,
+    LANE: tl.constexpr,
+    ON_CARD: tl.constexpr,
+):
+    """The sums of each turn and half, and a chunk's products."""
+    added: tl.tuple = ()
+    for i in tl.static_range(len(sums)):
+        codes, scales, _, _ = weights[(i // HALVES * TERMS + term) * HALVES + i % HALVES]
+        product = _product(
+            codes[c], scales[c], inputs, zero, table_ptr, SCALES, SCALES_OUTER, MINS, MINS_OUTER, OFFSET, KIND, BITS,
+            PLANES, SETS, IN_WORDS, PAIR, INPUTS, THREADS, LANE, ON_CARD,
+        )  # fmt: skip
+        added += (sums[i] + product,)
+    return added
+
+
+@triton.jit
+def _add_term(
+    totals,
+    sums,
+    weight,
+    weights,
+    term: tl.constexpr,
+    OUTER: tl.constexpr,
+    BIAS: tl.constexpr,
+    TERMS: tl.constexpr,
+    HALVES: tl.constexpr,
+    THREADS: tl.constexpr,
+    ROW_THREADS: tl.constexpr,
+):
+    """The totals of each turn and half, and a term's sums, scaled and with biases."""
+    added: tl.tuple = ()
+    for i in tl.static_range(len(totals)):
+        _, _, outer, bias = weights[(i // HALVES * TERMS + term) * HALVES + i % HALVES]
+        sum_T = sums[i]
+        if OUTER:
+            sum_T *= outer
+        if BIAS:  # counted by the first thread of a row
+            sum_T += tl.where(tl.arange(0, THREADS) % ROW_THREADS == 0, bias.to(tl.float32), 0.0)
+        added += (totals[i] + weight * sum_T,)
+    return added
 
 
 @triton.jit
