@@ -1,17 +1,21 @@
-"""What an option costs: the same workload with different options, engines side by side, their runs alternating.
+"""What an option costs: the same workload with different options, in a process each, their runs alternating.
 
     python benchmarks/options.py --workloads mixed64,stream-1024 --pairs 9 \\
         --side kv_cache_dtype=auto --side kv_cache_dtype=int8 --side kv_cache_dtype=fp8
 
 A side is options of `LLM` as NAME=VALUE, separated by commas, `model` too; the first side is the one others are
 compared with.
-Prints the median of each figure, and of its ratio to the first side's in the same round.
+Prints the median of each figure, and of its ratio to the first side's in the same round. Engines in one process would
+not do: the first one is some percent faster than the others, whatever its options.
 """
 
 import argparse
 import json
 from collections import defaultdict
-from contextlib import ExitStack
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from statistics import median
 from typing import Any
 
@@ -32,6 +36,23 @@ def options_of(side: str) -> dict[str, Any]:
     return options
 
 
+def run_side(given: dict[str, Any], name: str, device: str, connection: Connection) -> None:
+    """Measures the workload whenever it is asked to, until the other end closes."""
+    workload = workloads.build(name, device)
+    with LLM(**given) as llm, suppress(EOFError):
+        while connection.recv():
+            connection.send(workloads.measure(workload, generator(llm, workload.temperature, show=False)))
+
+
+def started(given: dict[str, Any], name: str, device: str) -> tuple[BaseProcess, Connection]:
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=run_side, args=(given, name, device, theirs))
+    process.start()
+    theirs.close()
+    return process, ours
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="smollm2")
@@ -41,23 +62,24 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=9)
     args = parser.parse_args()
     for name in args.workloads.split(","):
-        workload = workloads.build(name, args.device)
+        common = {
+            "model": args.model,
+            "device": args.device,
+            "max_model_len": workloads.build(name, args.device).max_model_len,
+            "enable_prefix_caching": False,
+            "kv_cache_memory_bytes": 1 << 30,
+        }
         figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        with ExitStack() as stack:
-            common = {
-                "model": args.model,
-                "device": args.device,
-                "max_model_len": workload.max_model_len,
-                "enable_prefix_caching": False,
-                "kv_cache_memory_bytes": 1 << 30,
-            }
-            llms = {side: stack.enter_context(LLM(**common | options_of(side))) for side in args.side}
-            for round_idx in range(args.pairs + 1):
-                for side, llm in llms.items():
-                    measured = workloads.measure(workload, generator(llm, workload.temperature, show=False))
-                    for key, value in measured.items():
-                        if round_idx:  # the first warms up
-                            figures[key][side].append(value)
+        sides = {side: started(common | options_of(side), name, args.device) for side in args.side}
+        for round_idx in range(args.pairs + 1):
+            for side, (_, connection) in sides.items():
+                connection.send(True)
+                for key, value in connection.recv().items():
+                    if round_idx:  # the first warms up
+                        figures[key][side].append(value)
+        for process, connection in sides.values():
+            connection.close()
+            process.join()
         for key, by_side in figures.items():
             first = by_side[args.side[0]]
             for side, values in by_side.items():
