@@ -87,7 +87,8 @@ def forms(n: int, k: int) -> dict[str, Affine | Float8 | Table4]:
 def packed() -> None:
     for form in forms(256, 1024).values():
         w = words.pack(form)
-        few.linear_silu_mul(bf16(1, 1024), w)
+        inputs, scales = rows.round_inputs(bf16(1, 1024), w)
+        few.linear_silu_mul(inputs, w, scales=scales, dtype=torch.bfloat16)
         inputs, scales = rows.round_inputs(bf16(64, 1024), w)
         tiles.linear(inputs, w, scales=scales, dtype=torch.bfloat16)
         many_rows.unpack(w, torch.bfloat16)
