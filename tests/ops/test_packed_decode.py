@@ -123,10 +123,19 @@ def test_every_code_becomes_its_value(name):
 
 def test_every_e2m1_becomes_a_byte():
     source = random.Random(0)
+    tables = [
+        table.value
+        for table in (
+            decode.POSITIVE_0_TO_3,
+            decode.POSITIVE_4_TO_7,
+            decode.NEGATIVE_0_TO_3,
+            decode.NEGATIVE_4_TO_7,
+        )
+    ]
     seen = set()
     while len(seen) < 16 * 8:  # every code in every plane
         word = source.getrandbits(32)
-        lower, upper = execute(decode.E2M1_BYTES.value, (word,), 2)
+        lower, upper = execute(decode.E2M1_BYTES.value, (word, *tables), 2)
         for plane in range(8):
             code = word >> 4 * plane & 15
             seen.add((plane, code))

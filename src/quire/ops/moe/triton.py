@@ -132,7 +132,7 @@ def experts(
 
 def _unpacked(weight: Tensor | ExpertWords, x_TD: Tensor, top_k: int) -> Tensor | ExpertWords:
     """Plain, if there are so many rows that this pays."""
-    if isinstance(weight, Tensor) or weight.weight.rounds is not None:
+    if not isinstance(weight, ExpertWords) or weight.weight.rounds is not None:
         return weight
     if len(x_TD) * top_k < UNPACKED_ROWS * weight.num_experts:
         return weight

@@ -300,6 +300,9 @@ def float_planes(words, table_ptr, KIND: tl.constexpr, BITS: tl.constexpr, ON_CA
 
 E2M1_ZERO = tl.constexpr(12)  # the byte of E2M1's zero: bytes are whole numbers, of halves
 
+# The bytes of positive codes without their sign, four in a word, and of negative ones.
+POSITIVE_0_TO_3, POSITIVE_4_TO_7 = tl.constexpr(0x0F0E0D0C), tl.constexpr(0x18141210)
+NEGATIVE_0_TO_3, NEGATIVE_4_TO_7 = tl.constexpr(0x090A0B0C), tl.constexpr(0x00040608)
 # Eight codes of E2M1 as bytes. An instruction looks up four codes in a table of eight bytes, and gives zero where the
 # first bit, the sign, is set: so that positive and negative codes have a table each.
 E2M1_BYTES = tl.constexpr("""{
@@ -332,7 +335,13 @@ def byte_planes(words, zero, KIND: tl.constexpr, BITS: tl.constexpr, ON_CARD: tl
         return tl.inline_asm_elementwise(
             E2M1_BYTES,
             "=r,=r,r,r,r,r,r",
-            [words, 0x0F0E0D0C + zero, 0x18141210 + zero, 0x090A0B0C + zero, 0x00040608 + zero],
+            [
+                words,
+                POSITIVE_0_TO_3 + zero,
+                POSITIVE_4_TO_7 + zero,
+                NEGATIVE_0_TO_3 + zero,
+                NEGATIVE_4_TO_7 + zero,
+            ],
             dtype=(tl.int32, tl.int32),
             is_pure=True,
             pack=1,
