@@ -7,8 +7,8 @@ layers. Inputs of 16 bits become whole numbers, so that codes are multiplied as 
 are multiplied as float32. Zero points are taken out of a sum with the sum of the inputs. Scales multiply sums of
 neighbours, not weights (`triton_parts.py`).
 
-Shape letters: N outputs, K inputs, G groups, W words of a row of codes, R lanes of it: what one thread loads at once,
-and sums by itself; T tokens, A assignments of tokens to experts.
+A lane is so many words of a row of codes as one thread loads at once, and sums by itself. Shape letters: N outputs, K
+inputs, G groups, W words of a row; T tokens, A assignments of tokens to experts; in kernels T threads, X words of them.
 """
 
 from typing import NamedTuple
