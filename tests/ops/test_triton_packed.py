@@ -278,6 +278,22 @@ def test_a_layer_takes_a_gated_layers_outputs(name):
     check(layer.apply(inputs, None), layer.apply(silu_mul(x), None))
 
 
+@pytest.mark.parametrize("num_rows", [1, 20])
+@pytest.mark.parametrize("name", ["float8 for float8", "int8 for int8"])
+def test_a_gated_layer_rounds_its_inputs_once(name, num_rows, monkeypatch):
+    layer = object.__new__(Words)
+    layer.pieces = [packed(name, n=32, k=128)]
+    x = random(num_rows, 128).to(DEVICE, DTYPES[-1])
+    rounded_by_a_norm = rows.Rounded(*rows.round_rows(x, layer.pieces[0].rounds), x.dtype)
+    calls, round_rows = [], rows.round_rows
+    monkeypatch.setattr(rows, "round_rows", lambda *args: calls.append(args) or round_rows(*args))
+    found = layer.apply_silu_mul(x, None, silu_mul)
+    assert len(calls) == 1
+    assert torch.equal(layer.apply_silu_mul(rounded_by_a_norm, None, silu_mul), found)
+    assert len(calls) == 1
+    check(found, silu_mul(words.linear(x, layer.pieces[0])))
+
+
 @pytest.mark.parametrize("residual", [False, True], ids=["first", "residual"])
 @pytest.mark.parametrize("rounds", ["float8 token", "float8 group", "float8 static", "int8 token"])
 def test_norms_round_as_the_next_layer_does(rounds, residual):

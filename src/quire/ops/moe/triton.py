@@ -32,9 +32,8 @@ from quire.ops.packed_linear.words import ExpertWords
 # Bytes of weights that a program of few rows has in flight, in each of the two products.
 GATE_UP_BYTES, DOWN_BYTES = 16 << 10, 32 << 10
 MAX_FEW_ROWS = 8
-UNPACKED_ROWS = (
-    512  # of an expert, on average: from so many on, unpacking its weights takes less than decoding each tile
-)
+# Rows of an expert, on average, from which on unpacking its weights takes less than decoding them for each tile.
+UNPACKED_ROWS = 512
 
 
 class Config(NamedTuple):
@@ -114,8 +113,8 @@ def experts(
     if not cut.block_m:
         to = Assigned(expert_ids_TK, weights_TK, E)
         h_AF = _gate_up_few(x_TD, gate_up_E2FD, gate_up_bias_E2F, to, activation, cut.gate_up)
-        follows_packed = isinstance(gate_up_E2FD, ExpertWords)
-        return _down_few(h_AF, down_EDF, down_bias_ED, to, added_TD, cut.down, follows_packed)
+        follows_gate_up = isinstance(gate_up_E2FD, ExpertWords)
+        return _down_few(h_AF, down_EDF, down_bias_ED, to, added_TD, cut.down, follows_gate_up)
     plan = sort_by_expert(expert_ids_TK, E, cut.block_m)
     h_AF = torch.empty(T * K, F, dtype=x_TD.dtype, device=x_TD.device)
     _grouped(h_AF, x_TD, gate_up_E2FD, gate_up_bias_E2F, plan, cut.gate_up, K, activation)
@@ -166,12 +165,12 @@ def _down_few(
     to: Assigned,
     added_TD: Tensor | None,
     tile: Tile,
-    follows_packed: bool,
+    follows_gate_up: bool,
 ) -> Tensor:
     """[T, D]"""
     if isinstance(weight, ExpertWords):
         inputs, scales = round_inputs(h_AF, weight.weight)
-        return down_experts(inputs, scales, weight.weight, bias_ED, to, added_TD, h_AF.dtype, follows_packed)
+        return down_experts(inputs, scales, weight.weight, bias_ED, to, added_TD, h_AF.dtype, follows_gate_up)
     out_TD = torch.empty(len(to.expert_ids), weight.shape[1], dtype=h_AF.dtype, device=h_AF.device)
     down_few(out_TD, h_AF, to.weights, to.expert_ids, weight, bias_ED, added_TD, tile, **_common(h_AF, to))
     return out_TD

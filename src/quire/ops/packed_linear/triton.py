@@ -128,11 +128,12 @@ def down_experts(
 ) -> Tensor:
     """The weighted sum of the products of each token's assignments, [T, D].
 
-    `follows_gate_up`: of the kernels that may still run, none but those that come after `gate_up_experts`.
+    `follows_gate_up`: `gate_up_experts` was launched before. It lets no other kernel start before the ids are there, so
+    this one need not wait for them.
     """
     T, top_k = to.expert_ids.shape
     y_TD = torch.empty(T, w.n // to.num_experts, dtype=dtype, device=h_AF.device)
-    _launch(y_TD, h_AF, scales, w, bias, dtype, terms=top_k, to=to, added=added_TD, ids_are_there=follows_gate_up)
+    _launch(y_TD, h_AF, scales, w, bias, dtype, terms=top_k, to=to, added=added_TD, follows_gate_up=follows_gate_up)
     return y_TD
 
 
@@ -149,7 +150,7 @@ def _launch(
     activation: str | None = None,
     to: Assigned | None = None,
     added: Tensor | None = None,
-    ids_are_there: bool = False,
+    follows_gate_up: bool = False,
 ) -> None:
     if w.order_K is not None:
         x = x.index_select(1, w.order_K)
@@ -186,7 +187,7 @@ def _launch(
         ROW_THREADS=found.row_threads,
         TURNS=found.turns,
         LANE=LANE_WORDS,
-        WAITS_FOR_IDS=to is not None and not ids_are_there,
+        WAITS_FOR_IDS=to is not None and not follows_gate_up,
         ON_CARD=not INTERPRETED and (w.kind != "e4m3" or capability() >= (8, 9)),  # older cards convert no float8
         PDL=dependent,
         num_warps=THREADS // 32,

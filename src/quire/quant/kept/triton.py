@@ -69,7 +69,8 @@ class Words(Quantized):
     ) -> Tensor:
         piece = self.pieces[0] if len(self.pieces) == 1 else None
         if isinstance(piece, words.WordWeight):
-            given, options = _inputs(x, piece)
+            x = _rounded(x, piece)
+            given, options = _inputs(x)
             if kernels.fits(given, piece):
                 return kernels.linear_silu_mul(given, piece, bias, **options)
         return silu_mul(self.apply(x, bias))
@@ -108,17 +109,22 @@ def _multiply(x: Tensor | rows.Rounded, w: Piece, bias: Tensor | None, out_dtype
         if isinstance(x, rows.Rounded):
             raise TypeError("plain weights want inputs as they are")
         return dense.multiply(x, w, bias, out_dtype)
-    given, options = _inputs(x, w)
+    given, options = _inputs(_rounded(x, w))
     if kernels.fits(given, w):
         return kernels.linear(given, w, bias, out_dtype, **options)
     multiply = tiles.linear if tiles.fits(given, w) else many_rows.linear
     return multiply(given, w, bias, out_dtype, **options)
 
 
-def _inputs(x: Tensor | rows.Rounded, w: words.WordWeight) -> tuple[Tensor, dict[str, Any]]:
+def _rounded(x: Tensor | rows.Rounded, w: words.WordWeight) -> Tensor | rows.Rounded:
+    """As the weight wants them, unless they are so already."""
+    if w.rounds is None or isinstance(x, rows.Rounded):
+        return x
+    return rows.Rounded(*rows.round_rows(x, w.rounds, w.input_scale), x.dtype)
+
+
+def _inputs(x: Tensor | rows.Rounded) -> tuple[Tensor, dict[str, Any]]:
     """What kernels multiply, and what else they want to know of it if it is rounded."""
-    if w.rounds is not None and not isinstance(x, rows.Rounded):
-        x = rows.Rounded(*rows.round_rows(x, w.rounds, w.input_scale), x.dtype)
     return (x.codes, {"scales": x.scales, "dtype": x.dtype}) if isinstance(x, rows.Rounded) else (x, {})
 
 
