@@ -53,6 +53,14 @@ def started(given: dict[str, Any], name: str, device: str) -> tuple[BaseProcess,
     return process, ours
 
 
+def measured(side: str, connection: Connection) -> dict[str, float]:
+    try:
+        connection.send(True)
+        return connection.recv()
+    except (EOFError, ConnectionError):
+        raise SystemExit(f"the engine with {side!r} ended: its error is above") from None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="smollm2")
@@ -73,8 +81,7 @@ def main() -> None:
         sides = {side: started(common | options_of(side), name, args.device) for side in args.side}
         for round_idx in range(args.pairs + 1):
             for side, (_, connection) in sides.items():
-                connection.send(True)
-                for key, value in connection.recv().items():
+                for key, value in measured(side, connection).items():
                     if round_idx:  # the first warms up
                         figures[key][side].append(value)
         for process, connection in sides.values():
