@@ -209,11 +209,11 @@ class Mixture:
 
 
 def tile_cut(tile: tiles.Tile | None) -> Callable:
-    """A replacement of `tiles.cut`, that always chooses this tile."""
+    """A replacement of `expert_cut`, that always chooses this tile."""
     return ORIGINAL_CUT if tile is None else lambda *_: tile
 
 
-ORIGINAL_CUT = tiles.cut
+ORIGINAL_CUT = moe.expert_cut
 
 
 def expert_cases(mixture: Mixture, num_rows: int, sweep: bool) -> list[tuple[int, tiles.Tile | None]]:
@@ -232,11 +232,11 @@ def run_experts(mixture: Mixture, inputs: tuple, num_rows: int, case: tuple[int,
     E, D = mixture.num_experts, mixture.hidden_size
     F = mixture.matrices[0].num_outputs // 2
     config = moe.config(num_rows, mixture.top_k, E, D, F, torch.bfloat16)
-    tiles.cut = tile_cut(case[1])
+    moe.expert_cut = tile_cut(case[1])
     try:
         return moe.experts(*inputs, *mixture.matrices, **mixture.named, cut=config._replace(block_m=case[0]))
     finally:
-        tiles.cut = ORIGINAL_CUT
+        moe.expert_cut = ORIGINAL_CUT
 
 
 def compile_experts(kind: str, name: str, num_rows: int, sweep: bool, part: int) -> None:

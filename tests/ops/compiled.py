@@ -24,9 +24,10 @@ from quire.ops.elementwise.triton_rope import rope_and_write
 from quire.ops.mla import triton as mla
 from quire.ops.moe import triton as moe
 from quire.ops.moe import triton_sort
-from quire.ops.packed_linear import many_rows, rows, tiles, words
+from quire.ops.packed_linear import cuts, many_rows, rows, tiles, tiles_hopper, words
 from quire.ops.packed_linear import triton as few
-from quire.ops.packed_linear.forms import Affine, Float8, Table4
+from quire.ops.packed_linear.cuts import Rows, Tile
+from quire.ops.packed_linear.forms import Affine, Float8, Table4, TwoLevel
 from quire.ops.rounding.reference import FLOAT8
 from quire.ops.routing import triton as routing
 from quire.ops.routing.reference import Routing
@@ -104,6 +105,25 @@ def packed_experts() -> None:
             moe.experts(bf16(T, D), torch.empty(T, K), ids, *given)
 
 
+def overlapped() -> None:
+    """Tiles of Hopper, called past their wrapper, which sees that there is no card."""
+    tile = Tile(64, 64, 4, 3)
+    order = torch.empty(64, dtype=torch.int32)
+    for name in ("awq", "mxfp4"):
+        w = words.pack(forms(256, 1024)[name] if name == "mxfp4" else paired(256, 1024))
+        tiles_hopper.multiply(bf16(64, 256), bf16(64, 1024), w, bf16(256), tile)
+        tiles_hopper.multiply(torch.empty(2, 64, 256), bf16(64, 1024), w, None, tile, splits=2)
+        experts = Rows(order, order, 4, 2, reads_tokens=True), 2, "silu"
+        tiles_hopper.multiply(bf16(64, 64), bf16(32, 1024), w, None, tile, *experts)
+        experts = Rows(order, order, 4, 2, reads_tokens=False), 2
+        tiles_hopper.multiply(bf16(64, 128), bf16(64, 1024), w, None, tile, *experts)
+
+
+def paired(n: int, k: int) -> Affine:
+    scales = torch.ones(n, k // 128, dtype=torch.float16)
+    return Affine(zeros(n, k), scales, 4, 0, TwoLevel(zeros(n, k // 128), -scales))
+
+
 def routers() -> None:
     for E, D, rule in ROUTERS.values():
         for T, dtype in ((1, torch.bfloat16), (64, torch.bfloat16), (64, torch.float32), (8192, torch.bfloat16)):
@@ -156,7 +176,7 @@ def rounded_caches() -> None:
     mla.norm_rope_and_write(bf16(2, 16, 64), bf16(2, 576), bf16(512), 1e-6, *place, scales=latent_scales)
 
 
-ALL = experts, packed, packed_experts, routers, attentions, latents, rounded_caches
+ALL = experts, packed, packed_experts, overlapped, routers, attentions, latents, rounded_caches
 GROUPS = {group.__name__: group for group in ALL}
 
 
@@ -199,7 +219,8 @@ def main() -> None:
         "num_multiprocessors": lambda x: NUM_MULTIPROCESSORS,
         "capability": lambda: (major, minor),
     }
-    for module in (launch, attention, triton_codes, mla, moe, triton_sort, routing, few, rows, tiles, many_rows):
+    packed_linear = few, rows, cuts, tiles, tiles_hopper, many_rows
+    for module in (launch, attention, triton_codes, mla, moe, triton_sort, routing, *packed_linear):
         for name, answer in answers.items():
             if hasattr(module, name):
                 setattr(module, name, answer)

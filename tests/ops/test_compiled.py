@@ -34,6 +34,7 @@ KERNELS = {
         "_round_kernel",
         "_add_up_kernel",
     },
+    "overlapped": {"_sorted_rows_kernel", "_overlapped_tiles_kernel"},
     "routers": {"_logits_kernel", "_route_kernel"},
     "attentions": {"_attention"},
     "latents": {"_latent_attention"},
@@ -49,6 +50,8 @@ KERNELS = {
 @pytest.mark.parametrize("group", KERNELS)
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_kernels_compile_for_a_card_and_fit_it(capability: str, group: str, tmp_path) -> None:
+    if group == "overlapped" and capability != "9.0":
+        return  # it is for that card only
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": "src"}
     command = [sys.executable, "-m", "tests.ops.compiled", capability, group]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

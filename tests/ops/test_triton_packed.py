@@ -21,6 +21,7 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 DTYPES = (torch.float32, torch.bfloat16) if HAS_GPU else (torch.float32,)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 MANY_ROWS = (5, 8, 16, 17, 64, 300)
+TILES_ROWS = (*MANY_ROWS, 2, 77, 129, 600) if HAS_GPU else (5,)
 
 
 def random(*shape: int) -> Tensor:
@@ -184,7 +185,7 @@ def test_many_rows_equal_the_twin(name, num_rows):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_rows", MANY_ROWS if HAS_GPU else (5,))
+@pytest.mark.parametrize("num_rows", TILES_ROWS)
 @pytest.mark.parametrize("name", FORMS)
 def test_tiles_equal_the_twin(name, num_rows, dtype):
     w = packed(name, n=256 if HAS_GPU else 20, k=448 if HAS_GPU else 192)
@@ -223,22 +224,35 @@ def test_a_weight_may_have_a_single_group(name):
     check(ops.linear(x[:1], w), words.linear(x[:1], w))
 
 
-@pytest.mark.parametrize("num_rows", [2, 9])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [2, 9, 60] if HAS_GPU else [2, 9])
 @pytest.mark.parametrize("name", [name for name in FORMS if name != "4 bits, ordered"])
-def test_experts_equal_the_twin(name, num_rows):
+def test_experts_equal_the_twin(name, num_rows, dtype):
     """Few rows read weights for each of their experts, more are sorted by expert first."""
+    check_experts(name, num_rows, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["4 bits, zero points", "mxfp4", "nvfp4"])
+def test_experts_of_many_rows_equal_the_twin(name, dtype):
+    """Of kinds whose inputs are not rounded: of so many, some would be rounded the other way."""
+    check_experts(name, 500 if HAS_GPU else 40, dtype)
+
+
+def check_experts(name: str, num_rows: int, dtype: torch.dtype) -> None:
     num_experts, top_k = 4, 2
     D, F = (256, 128) if "blocks" in name else (192, 64)
     gate_up = [packed(name, 2 * F, D) for _ in range(num_experts)]
     down = [packed(name, D, F) for _ in range(num_experts)]
-    x = random(num_rows, D).to(DEVICE) / gate_up[0].numbers().abs().max()  # so that few activations are clamped
+    largest = gate_up[0].numbers().abs().max()
+    x = (random(num_rows, D).to(DEVICE) / largest).to(dtype)  # so that few activations are clamped
     ids = torch.stack([torch.randperm(num_experts, generator=GENERATOR)[:top_k] for _ in range(num_rows)])
     weights = random(num_rows, top_k).abs().to(DEVICE)
     options = {
         "activation": "clamped_swiglu",
-        "gate_up_bias_E2F": random(num_experts, 2 * F).to(DEVICE),
-        "down_bias_ED": random(num_experts, D).to(DEVICE),
-        "added_TD": random(num_rows, D).to(DEVICE),
+        "gate_up_bias_E2F": random(num_experts, 2 * F).to(DEVICE, dtype),
+        "down_bias_ED": random(num_experts, D).to(DEVICE, dtype),
+        "added_TD": random(num_rows, D).to(DEVICE, dtype),
     }
     given = [words.ExpertWords(words.concat(matrices), num_experts) for matrices in (gate_up, down)]
     found = moe.experts(x, weights, ids.int().to(DEVICE), *given, **options)

@@ -31,7 +31,7 @@ class Config(NamedTuple):
     fetched: int = 0  # turns whose weights are fetched before the input is there
 
 
-WIDE = Config(block_n=64, block_k=128, parts=1, warps=4, stages=5)
+WIDE = Config(block_n=64, block_k=128, parts=1, warps=4, stages=5, fetched=2)
 SHORT = Config(block_n=64, block_k=256, parts=1, warps=4, stages=3, fetched=4)
 # Few outputs make few programs, so these are smaller, and hold as many bytes: 16 outputs are too few to give each warp
 # some of them.

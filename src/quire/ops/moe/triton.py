@@ -25,6 +25,7 @@ from quire.ops.moe.activation import gated
 from quire.ops.moe.triton_few import Tile, down_few, gate_up_few, load_tile
 from quire.ops.moe.triton_sort import Plan, sort_by_expert
 from quire.ops.packed_linear import many_rows, tiles
+from quire.ops.packed_linear.cuts import Rows, expert_cut, expert_rows, overlaps
 from quire.ops.packed_linear.rows import round_inputs
 from quire.ops.packed_linear.triton import Assigned, down_experts, gate_up_experts
 from quire.ops.packed_linear.words import ExpertWords
@@ -109,7 +110,7 @@ def experts(
     if cut is None:
         cut = config(T, K, E, D, F, x_TD.dtype)
         if isinstance(gate_up_E2FD, ExpertWords) and cut.block_m:
-            cut = cut._replace(block_m=tiles.expert_rows(T * K / E, gate_up_E2FD.weight))
+            cut = cut._replace(block_m=expert_rows(T * K / E, x_TD, gate_up_E2FD.weight))
     if not cut.block_m:
         to = Assigned(expert_ids_TK, weights_TK, E)
         h_AF = _gate_up_few(x_TD, gate_up_E2FD, gate_up_bias_E2F, to, activation, cut.gate_up)
@@ -131,7 +132,7 @@ def experts(
 
 def _unpacked(weight: Tensor | ExpertWords, x_TD: Tensor, top_k: int) -> Tensor | ExpertWords:
     """Plain, if there are so many rows that this pays."""
-    if not isinstance(weight, ExpertWords) or weight.weight.rounds is not None:
+    if not isinstance(weight, ExpertWords) or weight.weight.rounds is not None or overlaps(x_TD, weight.weight):
         return weight
     if len(x_TD) * top_k < UNPACKED_ROWS * weight.num_experts:
         return weight
@@ -200,16 +201,16 @@ def _grouped(
     is_gated = activation is not None
     if isinstance(weight, ExpertWords):
         inputs, scales = round_inputs(x, weight.weight)
-        packed_tile = tiles.cut(plan.block_m, weight.weight, x.dtype, is_gated)
+        mean = len(plan.order_A) / weight.num_experts
         tiles.multiply(
             out,
             inputs,
             scales,
             weight.weight,
             bias,
-            packed_tile._replace(block_m=plan.block_m),
+            expert_cut(plan.block_m, mean, inputs, weight.weight, x.dtype, is_gated),
             dtype=x.dtype,
-            rows=tiles.Rows(plan.order_A, plan.tiles, plan.max_tiles, top_k, reads_tokens=is_gated),
+            rows=Rows(plan.order_A, plan.tiles, plan.max_tiles, top_k, reads_tokens=is_gated),
             num_experts=weight.num_experts,
             activation=activation,
         )

@@ -117,3 +117,26 @@ def _sort_kernel(
         mine_C = (tl.load(ids_ptr + place_C, place_C < end, -1) == expert).to(tl.int32)
         tl.store(order_ptr + first + tl.cumsum(mine_C, 0) - 1, place_C, mine_C != 0)
         first += tl.sum(mine_C, 0)
+
+
+def sorted_rows(x_TD: Tensor, order_A: Tensor, top_k: int) -> Tensor:
+    """[A, D]: of each assignment its token's row."""
+    (_, D), A = x_TD.shape, len(order_A)
+    out_AD = torch.empty(A, D, dtype=x_TD.dtype, device=x_TD.device)
+    dependent = pdl(x_TD)
+    block = min(1024, triton.next_power_of_2(D))
+    _sorted_rows_kernel[A, triton.cdiv(D, block)](
+        out_AD, x_TD, order_A, D=D, TOP_K=top_k, BLOCK=block, PDL=dependent, num_warps=4, **options(dependent)
+    )
+    return out_AD
+
+
+@triton.jit
+def _sorted_rows_kernel(
+    out_ptr, x_ptr, order_ptr, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    wait_turn(PDL)
+    place = tl.program_id(0).to(tl.int64)
+    token = (tl.load(order_ptr + place) // TOP_K).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + place * D + d, tl.load(x_ptr + token * D + d, d < D, 0.0), d < D)

@@ -10,22 +10,15 @@ parts added up in order by `rescale`.
 Shape letters: M rows, N outputs, K inputs, G groups, W words (or bytes) of a row of codes, S inputs that share a scale.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.launch import (
-    INTERPRETED,
-    TRITON_DTYPES,
-    has_little_shared_memory,
-    num_multiprocessors,
-    options,
-    pdl,
-)
+from quire.ops.launch import INTERPRETED, TRITON_DTYPES, options, pdl
 from quire.ops.moe.activation import gated
+from quire.ops.packed_linear import tiles_hopper
+from quire.ops.packed_linear.cuts import Rows, Tile, cut, overlaps
 from quire.ops.packed_linear.decode import (
     GAIN,
     decode,
@@ -41,52 +34,7 @@ from quire.ops.packed_linear.words import RUN, WordWeight, as_bytes
 from quire.ops.rounding.reference import GROUP_INPUTS
 
 BYTES_AT_ONCE = 128  # codes of a row that are multiplied at once, if codes are bytes
-MAX_SPLITS = 8
 FETCHED_LINES = 8  # of a row's codes, each 128 bytes, that are asked for before a program's turn
-MAX_ROWS, MAX_TWO_LEVEL_ROWS = 256, 32
-
-
-class Tile(NamedTuple):
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    runs: int = 1  # of inputs, that a step of the loop multiplies
-
-
-class Rows(NamedTuple):
-    """Which rows of x an expert multiplies: tiles of rows sorted by expert (`Plan` of `ops/moe/triton.py`)."""
-
-    order: Tensor
-    tiles: Tensor
-    max_tiles: int
-    top_k: int
-    reads_tokens: bool  # rows of x are tokens, those of y sorted; otherwise the reverse
-
-
-def fits(x_MK: Tensor, w: WordWeight) -> bool:
-    """Whether tiles are faster than unpacking the weight, or the library's products of bytes."""
-    most = MAX_ROWS if w.scales_NS is None else MAX_TWO_LEVEL_ROWS
-    return w.planes > 1 and len(x_MK) <= most and x_MK.dtype == torch.bfloat16 and x_MK.is_contiguous()
-
-
-def cut(num_rows: int, w: WordWeight, dtype: torch.dtype, is_gated: bool = False) -> Tile:
-    """For so many rows of a weight."""
-    if dtype == torch.float32:  # for exactness: no tensor cores, speed does not matter
-        return Tile(16, 32, 4, 2)
-    largest = 64 if has_little_shared_memory() else 128
-    block_m = min(max(16, triton.next_power_of_2(num_rows)), largest)
-    if block_m == 128:
-        return Tile(128, 64, 8 if is_gated else 4, 3)
-    if block_m == 16 and (w.folds_scales or w.pair is not None):
-        return Tile(16, 64, 4, 4 if w.folds_scales else 3, runs=2)
-    return Tile(block_m, 64, 4, 3)
-
-
-def expert_rows(mean: float, w: WordWeight) -> int:
-    """Rows of a tile, of experts with so many on average."""
-    largest = 128 if w.planes > 1 and not has_little_shared_memory() else 64
-    return min(max(16, triton.next_power_of_2(int(mean))), largest)
 
 
 def linear(
@@ -104,9 +52,9 @@ def linear(
     dtype = dtype or x_MK.dtype
     if w.order_K is not None:
         x_MK = x_MK.index_select(1, w.order_K)
-    tile = tile or cut(len(x_MK), w, dtype)
+    chosen, chosen_splits = cut(x_MK, w, dtype)
+    tile, splits = tile or chosen, splits or chosen_splits
     y_MN = torch.empty(len(x_MK), w.n, dtype=out_dtype or dtype, device=x_MK.device)
-    splits = splits or _num_splits(x_MK, w, tile)
     if splits == 1:
         multiply(y_MN, x_MK, scales, w, bias_N, tile, dtype=dtype)
         return y_MN
@@ -115,14 +63,6 @@ def linear(
     row_scales = scales if scales is not None and scales.shape[1] == 1 else None
     rescale(y_MN, sums_SMN, row_scales, w.outer_N, bias_N, dtype)
     return y_MN
-
-
-def _num_splits(x_MK: Tensor, w: WordWeight, tile: Tile) -> int:
-    """Enough for a few programs on each multiprocessor, each with hundreds of inputs."""
-    num_tiles = triton.cdiv(len(x_MK), tile.block_m) * triton.cdiv(w.n, tile.block_n)
-    most = {16: 5 if w.folds_scales else 8, 32: 5, 64: 3}.get(tile.block_m, 2)  # programs of a multiprocessor
-    wanted = most * num_multiprocessors(x_MK) // num_tiles
-    return max(1, min(MAX_SPLITS, wanted, w.k // 512))
 
 
 def multiply(
@@ -143,6 +83,9 @@ def multiply(
 
     With `splits` y are the sums of each part of the inputs, without what `rescale` multiplies and adds.
     """
+    if overlaps(x, w):
+        tiles_hopper.multiply(y, x, w, bias, tile, rows, num_experts, activation, splits)
+        return
     M = y.shape[-2]
     N = w.n // num_experts // (2 if activation else 1)
     num_tiles = triton.cdiv(M, tile.block_m) if rows is None else rows.max_tiles

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.errors import UnsupportedModelError
 from quire.ops.elementwise.triton import fits_rounded_rms_norm
-from quire.ops.packed_linear import many_rows, rows, tiles, words
+from quire.ops.packed_linear import cuts, many_rows, rows, tiles, words
 from quire.ops.packed_linear import triton as kernels
 from quire.ops.packed_linear.forms import Blocks, Form, Plain, weight_only
 from quire.quant.base import Part, Quantized, Reader, runs_of
@@ -112,7 +112,7 @@ def _multiply(x: Tensor | rows.Rounded, w: Piece, bias: Tensor | None, out_dtype
     given, options = _inputs(_rounded(x, w))
     if kernels.fits(given, w):
         return kernels.linear(given, w, bias, out_dtype, **options)
-    multiply = tiles.linear if tiles.fits(given, w) else many_rows.linear
+    multiply = tiles.linear if cuts.fits(given, w) else many_rows.linear
     return multiply(given, w, bias, out_dtype, **options)
 
 
