@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from quire.errors import BadModelFileError, UnsupportedModelError
-from quire.ops.packed_linear.forms import Form
+from quire.ops.packed_linear.forms import Coded, Form, stacked
 from quire.quant.base import PLAIN, Choice, MethodMaker, Part, Reader, Stored, Use
 
+CPU_VALUES_AT_ONCE, GPU_VALUES_AT_ONCE = 1 << 20, 1 << 24  # of a weight that is being rounded
 MAX_PATTERN_CHARS = 300
 MAX_PATTERNS = 20_000
 MAX_REPEATS = 4  # in one pattern; inside one there may be neither another nor alternatives
@@ -134,10 +135,14 @@ class PlainReader(Reader):
         yield Stored(part.end, part.shape, tuple(PLAIN), is_codes=True, bits=self.bits)
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
-        return self.round(tensors[part.end].reshape(part.num_rows, -1).float())
+        """Some rows at a time, so that a large weight never exists in float32 as a whole."""
+        weight_NK = tensors[part.end].reshape(part.num_rows, -1)
+        at_once = CPU_VALUES_AT_ONCE if weight_NK.device.type == "cpu" else GPU_VALUES_AT_ONCE
+        num_rows = max(1, at_once // weight_NK.shape[1])
+        return stacked((self.round(rows.float()) for rows in weight_NK.split(num_rows)), len(weight_NK))
 
     @abstractmethod
-    def round(self, weight_NK: Tensor) -> Form:
+    def round(self, weight_NK: Tensor) -> Coded:
         """The form nearest to a weight in float32."""
 
 

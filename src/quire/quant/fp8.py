@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadModelFileError
-from quire.ops.packed_linear.forms import Float8, Form, float_scales
+from quire.ops.packed_linear.forms import Coded, Float8, Form, float_scales
 from quire.ops.rounding.reference import FLOAT8, MAX_FLOAT8
 from quire.quant._dummy import FLOAT8_SCALE, INPUT_SCALE
 from quire.quant._select import Modules, PlainReader, choice, while_loading
@@ -77,7 +77,7 @@ class Online(PlainReader):
     form = Float8
     bits = 8
 
-    def round(self, weight_NK: Tensor) -> Form:
+    def round(self, weight_NK: Tensor) -> Coded:
         parts = [_rounded(rows) for rows in weight_NK.split(ROWS_AT_ONCE)]
         codes = torch.cat([codes.view(torch.uint8) for codes, _ in parts]).view(FLOAT8)
         return Float8(codes, torch.cat([scales for _, scales in parts]).flatten(), rounds="float8 token")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.ops.packed_linear.forms import Affine, Form
+from quire.ops.packed_linear.forms import Affine, Coded
 from quire.quant._select import PlainReader, while_loading
 from quire.quant.base import Choice, MethodMaker
 
@@ -20,7 +20,7 @@ class Online(PlainReader):
     form = Affine
     bits = 4 + 32 / GROUP
 
-    def round(self, weight_NK: Tensor) -> Form:
+    def round(self, weight_NK: Tensor) -> Coded:
         groups = weight_NK.unflatten(1, (-1, GROUP))
         # Scales and minimums are float16, and codes are chosen for these.
         mins = groups.amin(2).clamp(max=0.0).half()

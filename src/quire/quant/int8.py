@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.ops.packed_linear.forms import Affine, Form
+from quire.ops.packed_linear.forms import Affine, Coded
 from quire.quant._select import PlainReader, while_loading
 from quire.quant.base import Choice, MethodMaker
 
@@ -17,7 +17,7 @@ class Online(PlainReader):
     form = Affine
     bits = 8
 
-    def round(self, weight_NK: Tensor) -> Form:
+    def round(self, weight_NK: Tensor) -> Coded:
         scales = weight_NK.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
         codes = ((weight_NK / scales).round().clamp(-127, 127) + 128).to(torch.uint8)
         return Affine(codes, scales, 8, zero=128, rounds="int8 token")

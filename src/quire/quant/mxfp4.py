@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.ops.packed_linear.forms import E2M1, Form, Table4
+from quire.ops.packed_linear.forms import E2M1, Coded, Form, Table4
 from quire.quant._dummy import E2M1_EXPONENT
 from quire.quant._select import PlainReader, while_loading
 from quire.quant.base import AXES, Choice, MethodMaker, Part, Reader, Stored, Use
@@ -45,7 +45,7 @@ class Online(PlainReader):
     form = Table4
     bits = 4 + 8 / GROUP
 
-    def round(self, weight_NK: Tensor) -> Form:
+    def round(self, weight_NK: Tensor) -> Coded:
         groups = weight_NK.unflatten(1, (-1, GROUP))
         largest = groups.abs().amax(2).clamp(min=2.0**-100)
         exponents = torch.ceil(torch.log2(largest / 6.0)).clamp(-127, 127)

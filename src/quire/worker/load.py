@@ -24,7 +24,7 @@ from quire.quant.base import ANY, CODES, PLAIN, Weight, check_division
 from quire.utils.memory import give_back_freed
 from quire.worker.build import Model
 
-MAX_FREED_SHARE = 1 / 32  # how much is loaded, as a share of all so far, before memory freed meanwhile is given back
+MAX_FREED_SHARE = 1 / 128  # how much is loaded, as a share of all so far, before memory freed meanwhile is given back
 
 
 def load_weights(

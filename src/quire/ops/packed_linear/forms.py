@@ -6,6 +6,7 @@ the device at hand. Knows tensors only.
 Shape letters: N outputs, K inputs, G groups of neighbouring inputs.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -133,7 +134,8 @@ class Blocks:
         return self.codec.dequantize(self.type_name, self.raw, self.shape)
 
 
-Form = Affine | Float8 | Table4 | Plain | Blocks
+Coded = Affine | Float8 | Table4  # a code for each number
+Form = Coded | Plain | Blocks
 
 # How activations are rounded before a product, always row by row, so that company never changes a row.
 ROUNDINGS = {
@@ -151,6 +153,28 @@ def float_scales(scales: Tensor | TwoLevel) -> Tensor:
     return scales.float()
 
 
-def weight_only(form: Affine | Float8 | Table4) -> Affine | Float8 | Table4:
+def stacked(parts: Iterable[Coded], num_rows: int) -> Coded:
+    """One weight of so many outputs, from parts that have some of them each; no two parts need exist at once.
+
+    Every tensor of theirs has a row for each output.
+    """
+    whole: Coded | None = None
+    end = 0
+    for part in parts:
+        tensors = {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}
+        if whole is None:
+            empty: dict[str, Any] = {
+                name: value.new_empty(num_rows, *value.shape[1:]) for name, value in tensors.items()
+            }
+            whole = replace(part, **empty)
+        start, end = end, end + len(part.codes_NK)
+        for name, value in tensors.items():
+            getattr(whole, name)[start:end] = value
+    if whole is None or end != num_rows:
+        raise ValueError(f"parts have {end} of {num_rows} outputs")
+    return whole
+
+
+def weight_only(form: Coded) -> Coded:
     """The same numbers, multiplied with activations as they are."""
     return form if isinstance(form, Table4) else replace(form, rounds=None)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.ops.packed_linear.forms import E2M1, Affine, Float8, Table4, TwoLevel, float_scales
+from quire.ops.packed_linear.forms import E2M1, Affine, Coded, Float8, Table4, TwoLevel, float_scales
 from quire.ops.rounding.reference import FLOAT8, GROUP_INPUTS, round_vectors
 
 RUN = 16  # neighbouring words, and neighbouring inputs of one plane
@@ -186,7 +186,7 @@ class ExpertWords(NamedTuple):
 # ---- packing ---------------------------------------------------------------------------------------------------------
 
 
-def pack(form: Affine | Float8 | Table4) -> WordWeight | None:
+def pack(form: Coded) -> WordWeight | None:
     """None: the kernels take no such weight."""
     if isinstance(form, Float8):
         return _pack_float8(form)

@@ -62,7 +62,7 @@ class Packed(Method):
         return linear.rows(ids, piece, first)
 
     def tensors(self) -> list[Tensor]:
-        return [piece.data for piece in self.pieces]
+        return [held for piece in self.pieces for held in piece.tensors]
 
 
 class PackedExperts(Packed):
