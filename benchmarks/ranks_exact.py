@@ -2,7 +2,8 @@
 
 In float32, with random weights: prompts of several lengths, computed in chunks, one of which finds a prefix; 64 tokens
 must be those of one process, and logprobs within 1e-4. With `--options` also with an 8-bit cache, few blocks, seeds and
-guessed tokens. The exit status is 1 if anything differs. `tests/layouts` has one case per model file of this.
+guessed tokens. Ranks add up in another order than one process, so a value on the border between two codes of an 8-bit
+cache may fall to the other side: there logprobs may differ by ten times as much. The exit status is 1 if anything differs. `tests/layouts` has one case per model file of this.
 """
 
 import argparse
@@ -70,7 +71,8 @@ def compare(fields: dict, layout: dict, variant: str) -> str:
     if found != tokens:
         return "DIFFERENT TOKENS"
     error = max(abs(a - b) for xs, ys in zip(found_logprobs, logprobs) for a, b in zip(xs, ys))
-    return f"equal, {error:.1e}" if error < TOLERANCE else f"LOGPROBS DIFFER BY {error:.1e}"
+    tolerance = 10 * TOLERANCE if "kv_cache_dtype" in options else TOLERANCE
+    return f"equal, {error:.1e}" if error < tolerance else f"LOGPROBS DIFFER BY {error:.1e}"
 
 
 def main() -> int:

@@ -1,5 +1,7 @@
 """`--quantization fp8`, `int8`, `int4` and `mxfp4`: a plain checkpoint's weights, rounded while they are loaded."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -7,7 +9,8 @@ from quire import LLM, SamplingParams
 from quire.errors import ConfigError
 from quire.models import gpt_oss, llama, mixtral
 from quire.ops.packed_linear import cpu as linear
-from quire.quant.base import Quantized
+from quire.quant import _select
+from quire.quant.base import Part, Quantized
 from quire.quant.plain.packed import Packed
 from quire.worker import choose
 from tests.models import oracle as models
@@ -118,6 +121,17 @@ def test_packed_weights_give_what_their_numbers_give(name, config, tmp_path, mon
         _, plain = run(llm)
         assert not any(isinstance(kept, Packed) for kept in methods(_model(llm)))
     torch.testing.assert_close(packed, plain, rtol=0, atol=0.15)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_weight_rounded_some_rows_at_a_time_is_the_same(name, monkeypatch):
+    online = importlib.import_module(f"quire.quant.{name}").Online()
+    weight, part = torch.randn(50, 64), Part("layer", (50, 64), end=".weight")
+    whole = online.read(part, {".weight": weight})
+    monkeypatch.setattr(_select, "CPU_VALUES_AT_ONCE", 7 * 64)
+    parts = online.read(part, {".weight": weight})
+    for name, value in vars(whole).items():
+        assert torch.equal(vars(parts)[name], value) if isinstance(value, torch.Tensor) else vars(parts)[name] == value
 
 
 def test_what_cannot_be_done_is_refused(folder):
