@@ -6,7 +6,8 @@
 A side is options of `LLM` as NAME=VALUE, separated by commas, `model` too; the first side is the one others are
 compared with.
 Prints the median of each figure, and of its ratio to the first side's in the same round. Engines in one process would
-not do: the first one is some percent faster than the others, whatever its options.
+not do: the first one is some percent faster than the others, whatever its options. Whoever runs first in a round is,
+too, so the sides take turns at that.
 """
 
 import argparse
@@ -80,7 +81,8 @@ def main() -> None:
         figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         sides = {side: started(common | options_of(side), name, args.device) for side in args.side}
         for round_idx in range(args.pairs + 1):
-            for side, (_, connection) in sides.items():
+            first = round_idx % len(sides)  # who runs first in a round is not always the same
+            for side, (_, connection) in [*sides.items()][first:] + [*sides.items()][:first]:
                 for key, value in measured(side, connection).items():
                     if round_idx:  # the first warms up
                         figures[key][side].append(value)
@@ -88,9 +90,9 @@ def main() -> None:
             connection.close()
             process.join()
         for key, by_side in figures.items():
-            first = by_side[args.side[0]]
-            for side, values in by_side.items():
-                ratio = median(value / other for value, other in zip(values, first, strict=True))
+            for side in args.side:
+                values = by_side[side]
+                ratio = median(value / other for value, other in zip(values, by_side[args.side[0]], strict=True))
                 print(f"{name:12} {key:14} {side or 'default':28} {median(values):10.2f}   {ratio:.3f}x", flush=True)
 
 

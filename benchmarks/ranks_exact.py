@@ -3,7 +3,8 @@
 In float32, with random weights: prompts of several lengths, computed in chunks, one of which finds a prefix; 64 tokens
 must be those of one process, and logprobs within 1e-4. With `--options` also with an 8-bit cache, few blocks, seeds and
 guessed tokens. Ranks add up in another order than one process, so a value on the border between two codes of an 8-bit
-cache may fall to the other side: there logprobs may differ by ten times as much. The exit status is 1 if anything differs. `tests/layouts` has one case per model file of this.
+cache may fall to the other side: there logprobs may differ by ten times as much. The exit status is 1 if anything
+differs. `tests/layouts` has one case per model file of this.
 """
 
 import argparse
