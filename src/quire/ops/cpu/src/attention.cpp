@@ -263,16 +263,21 @@ class Tile {
 
     // The scales of a step; 0 where nothing may be seen, as slots may hold anything there, also NaN.
     void gather_scales(const Keys& keys, int64_t first) {
-        for (int64_t h = 0; h < u.num_kv_heads; h++)
-            for (int c = 0; c < CHUNKS; c++) {
-                const int64_t written = keys.k[c] ? num_written(first + c * CHUNK) : 0;
+        const int64_t to_values = a.num_kv_heads * a.block_size;
+        for (int c = 0; c < CHUNKS; c++) {
+            const int64_t written = keys.k[c] ? num_written(first + c * CHUNK) : 0;
+            for (int64_t h = 0; h < u.num_kv_heads; h++) {
                 const float* from = keys.scales[c] + h * a.block_size;
                 float *k_to = k_scales + h * STEP + c * CHUNK, *v_to = v_scales + h * STEP + c * CHUNK;
-                for (int64_t i = 0; i < CHUNK; i++) {
-                    k_to[i] = i < written ? from[i] * E::CodeType::UNIT : 0;
-                    v_to[i] = i < written ? from[i + a.num_kv_heads * a.block_size] * E::CodeType::UNIT : 0;
-                }
+                v16 of_k = {}, of_v = {};
+                if (written == CHUNK)
+                    of_k = load(from), of_v = load(from + to_values);
+                else
+                    for (int64_t i = 0; i < written; i++) of_k[i] = from[i], of_v[i] = from[i + to_values];
+                store(k_to, of_k * E::CodeType::UNIT);
+                store(v_to, of_v * E::CodeType::UNIT);
             }
+        }
     }
 
     // Tokens of the chunk at `pos` that the tile may see. Slots behind them may hold NaN, which a weight of 0 keeps.
