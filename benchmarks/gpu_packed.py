@@ -114,7 +114,7 @@ def by_one_row(x: Tensor, w: words.WordWeight, constants: dict[str, Any] = {}) -
         vars(one_row).update(before)
 
 
-def by_tiles(x: Tensor, w: words.WordWeight, tile: tiles.Tile | None = None, splits: int | None = None) -> Tensor:
+def by_tiles(x: Tensor, w: words.WordWeight, tile: tiles.Tile | None = None, splits: int = 1) -> Tensor:
     inputs, found = rows.round_inputs(x, w)
     return tiles.linear(inputs, w, scales=found, dtype=x.dtype, tile=tile, splits=splits)
 

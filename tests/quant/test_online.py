@@ -130,8 +130,9 @@ def test_a_weight_rounded_some_rows_at_a_time_is_the_same(name, monkeypatch):
     whole = online.read(part, {".weight": weight})
     monkeypatch.setattr(_select, "CPU_VALUES_AT_ONCE", 7 * 64)
     parts = online.read(part, {".weight": weight})
-    for name, value in vars(whole).items():
-        assert torch.equal(vars(parts)[name], value) if isinstance(value, torch.Tensor) else vars(parts)[name] == value
+    for field, value in vars(whole).items():
+        found = getattr(parts, field)
+        assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
 
 
 def test_what_cannot_be_done_is_refused(folder):

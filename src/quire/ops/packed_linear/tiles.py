@@ -46,14 +46,14 @@ def linear(
     scales: Tensor | None = None,
     dtype: torch.dtype | None = None,
     tile: Tile | None = None,
-    splits: int | None = None,
+    splits: int = 1,
 ) -> Tensor:
-    """As `triton.linear`."""
+    """As `triton.linear`. `tile`, and with it `splits`: another cut than the default, for measuring."""
     dtype = dtype or x_MK.dtype
     if w.order_K is not None:
         x_MK = x_MK.index_select(1, w.order_K)
-    chosen, chosen_splits = cut(x_MK, w, dtype)
-    tile, splits = tile or chosen, splits or chosen_splits
+    if tile is None:
+        tile, splits = cut(x_MK, w, dtype)
     y_MN = torch.empty(len(x_MK), w.n, dtype=out_dtype or dtype, device=x_MK.device)
     if splits == 1:
         multiply(y_MN, x_MK, scales, w, bias_N, tile, dtype=dtype)
