@@ -22,6 +22,9 @@ DTYPES = (torch.float32, torch.bfloat16) if HAS_GPU else (torch.float32,)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 MANY_ROWS = (5, 8, 16, 17, 64, 300)
 TILES_ROWS = (*MANY_ROWS, 2, 77, 129, 600) if HAS_GPU else (5,)
+# One form of each kind, whose rows are counted in the interpreter too.
+KINDS = ("4 bits, zero points", "4 bits, two levels", "mxfp4", "nvfp4", "float8", "float8 for float8")
+FEW_ROWS = (1, 2, 3, 4, 8, 16, 17)  # beside the 5 that all forms have
 
 
 def random(*shape: int) -> Tensor:
@@ -194,6 +197,19 @@ def test_tiles_equal_the_twin(name, num_rows, dtype):
     check(tiles.linear(given, w, bias, **options), words.linear(x, w, bias))
 
 
+@pytest.mark.parametrize(
+    ("name", "num_rows"),
+    [(name, num_rows) for name in KINDS for num_rows in FEW_ROWS] + [(KINDS[0], 64), (KINDS[0], 300)],
+)
+def test_tiles_and_unpacked_weights_equal_the_twin_for_any_number_of_rows(name, num_rows):
+    w = packed(name)
+    x, given, options = inputs(w, num_rows, torch.float32)
+    bias = random(w.n).to(DEVICE)
+    expected = words.linear(x, w, bias)
+    check(tiles.linear(given, w, bias, **options), expected)
+    check(many_rows.linear(given, w, bias, **options), expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMS)
 def test_large_tiles_equal_the_twin(name, dtype):
@@ -230,6 +246,12 @@ def test_a_weight_may_have_a_single_group(name):
 def test_experts_equal_the_twin(name, num_rows, dtype):
     """Few rows read weights for each of their experts, more are sorted by expert first."""
     check_experts(name, num_rows, dtype)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 5, 17])
+@pytest.mark.parametrize("name", ["4 bits, zero points", "float8 for float8"])
+def test_experts_equal_the_twin_for_any_number_of_rows(name, num_rows):
+    check_experts(name, num_rows, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -330,11 +352,18 @@ def test_a_rows_rounding_does_not_depend_on_other_rows():
 
 
 def test_rounding_is_to_the_nearest_float8():
-    values = torch.cat((torch.linspace(-448, 448, 1531), torch.linspace(-0.03, 0.03, 1733), torch.tensor([448.0])))
-    values = values.to(DEVICE)[None]
+    values = torch.cat((torch.linspace(-256, 256, 1531), torch.linspace(-0.03, 0.03, 1733), torch.tensor([256.0])))
+    values = values.to(DEVICE)[None]  # the largest of them keeps its value
     found, scales = rows.round_rows(values, "float8 token")
     assert scales.item() == 1.0
     assert torch.equal(found.float(), values.to(FLOAT8).float())
+
+
+def test_with_a_scale_of_the_checkpoint_numbers_reach_the_largest_float8_and_no_further():
+    values = torch.cat((torch.linspace(-448, 448, 1531), torch.tensor([460.0, 1e4, -1e30]))).to(DEVICE)[None]
+    found, scales = rows.round_rows(values * 0.5, "float8 static", 0.5)
+    assert scales.item() == 0.5
+    assert torch.equal(found.float(), values.clamp(-448, 448).to(FLOAT8).float())
 
 
 @pytest.mark.parametrize("name", ["4 bits, minimums", "float8 in blocks", "nvfp4"])

@@ -14,6 +14,7 @@ from quire.config import EngineConfig
 from quire.config.resolve import Machine, resolve
 from quire.errors import BadModelFileError, ConfigError
 from quire.layers.attention import Attention, flash_attn, flashinfer, triton
+from quire.messages import Abort, AddRequest
 from quire.models import deepseek_v2, gemma4, qwen2
 from quire.ops.attention import cudnn, triton_codes
 from quire.worker.kv_cache import cache_layers
@@ -97,6 +98,50 @@ def test_chunks_and_whole_prompts_write_the_same_codes(model, device, name, monk
         num_codes += 2 * len(prompt) * cache.shape[3] * cache.shape[4]
     print(f"{num_differing} of {num_codes} codes differ")
     assert num_differing <= 1e-4 * num_codes
+
+
+def codes_after(engine, prompt, num_answered, disturb=lambda engine: None):
+    """What all layers have cached of a prompt and the first tokens of its answer; `disturb` happens before the last."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    engine.handle(AddRequest("a", prompt, params, 0))
+    answer = []
+    for count, happens in ((num_answered - 1, disturb), (num_answered, lambda engine: None)):
+        while len(answer) < count:
+            answer += [token for delta in engine.step().deltas for token in delta.token_ids]
+        happens(engine)
+    ((table,),) = (blocks.tables for blocks in engine.kv.live.values())
+    layers = cache_layers(engine.executor.worker.model).values()
+    found = [(layer.cache[table].cpu().clone(), layer.scales[table].cpu().clone()) for layer in layers]
+    engine.handle(Abort("a"))
+    engine.step()
+    return answer, found
+
+
+def forget_all(engine):
+    """The request will compute all its tokens again."""
+    engine.scheduler.preempt_all()
+    engine.kv.forget_prefixes()
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("name", CACHES)
+def test_hits_and_preempted_requests_have_the_same_codes(model, device, name):
+    prompt, num_answered = list(range(20, 64)), 5
+    num_tokens = len(prompt) + num_answered - 1
+    with LLM(str(model), **{**OPTIONS, **device, "kv_cache_dtype": name, "pipeline_depth": 1}) as llm:
+        engine = llm.client.engine
+        answer, expected = codes_after(engine, prompt, num_answered)
+        cases = [codes_after(engine, prompt, num_answered)]
+        assert engine.stats().prefix_hits == 32
+        engine.kv.forget_prefixes()
+        cases.append(codes_after(engine, prompt, num_answered, forget_all))
+        assert engine.stats().num_preemptions == 1
+    for found_answer, found in cases:
+        assert found_answer == answer
+        for (cache, scales), (other_cache, other_scales) in zip(expected, found, strict=True):
+            ours, theirs = (x.transpose(1, 2).flatten(0, 1)[:num_tokens] for x in (cache, other_cache))
+            assert one_step_apart(ours, theirs) <= 1e-4 * ours.numel()
+            torch.testing.assert_close(scales.nan_to_num(), other_scales.nan_to_num(), rtol=1e-5, atol=0)
 
 
 def plain_attention(q_THD, k_TKD, v_TKD, spans, out, *, scale):

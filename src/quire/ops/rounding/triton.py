@@ -34,6 +34,11 @@ def largest_code(kind):
     return 127.0 if kind == "int8" else 448.0
 
 
+@triton.constexpr_function
+def code_of_largest(kind):
+    return 127.0 if kind == "int8" else 256.0
+
+
 @triton.jit
 def round_groups(x_N, input_scale, GROUP: tl.constexpr, IS_INT8: tl.constexpr, ON_CARD: tl.constexpr):
     """(codes of a row or a part of it, as bytes; the scales of its groups)."""
@@ -48,12 +53,12 @@ def round_groups(x_N, input_scale, GROUP: tl.constexpr, IS_INT8: tl.constexpr, O
 @triton.jit
 def scale_of(largest, fixed_scale, KIND: tl.constexpr):
     """(what numbers are multiplied by to get codes, what codes are multiplied by), where `largest` shares a scale."""
-    LARGEST: tl.constexpr = largest_code(KIND)
+    CODE: tl.constexpr = code_of_largest(KIND)
     if fixed_scale is None:
         largest = tl.maximum(largest, TINY_INPUT)
     else:
-        largest = tl.zeros_like(largest) + fixed_scale * LARGEST
-    return tl.div_rn(LARGEST, largest), tl.div_rn(largest, LARGEST)
+        largest = tl.zeros_like(largest) + fixed_scale * CODE
+    return tl.div_rn(CODE, largest), tl.div_rn(largest, CODE)
 
 
 @triton.jit

@@ -58,7 +58,7 @@ typedef int32_t i32x16 __attribute__((vector_size(64)));
 
 // Whole numbers from -127 to 127.
 struct Int8 {
-    static constexpr float LARGEST = 127.0f, UNIT = 1.0f;
+    static constexpr float LARGEST = 127.0f, OF_LARGEST = LARGEST, UNIT = 1.0f;
     static inline v16 widen(i8x16 x) {
 #if defined(__AVX512F__)
         return (v16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)x));
@@ -75,7 +75,7 @@ struct Int8 {
 
 // E4M3. What `widen` gives are UNITs.
 struct Float8 {
-    static constexpr float LARGEST = 448.0f;
+    static constexpr float LARGEST = 448.0f, OF_LARGEST = 256.0f;
 #if defined(__AVX512BW__)
     static constexpr float UNIT = 256.0f;  // float16 with the same digits has an exponent that begins 8 earlier
     static inline v16 widen(i8x16 x) {
@@ -182,15 +182,15 @@ struct KvLayout {
     template <class Put>
     float rounded_head(const Elem* x, float fixed, Put put) const {
         using Code = typename E::CodeType;
-        float largest = fixed * Code::LARGEST;
+        float largest = fixed * Code::OF_LARGEST;
         if (fixed == 0) {
             v16 most = {};
             for (int64_t d = 0; d < head_size; d += LANES) most = max((v16)((u32x16)load(x + d) & 0x7fffffffu), most);
             largest = std::max(horizontal_max(most), 1e-30f);
         }
-        const v16 inverse = splat(Code::LARGEST / largest), limit = splat(Code::LARGEST);
+        const v16 inverse = splat(Code::OF_LARGEST / largest), limit = splat(Code::LARGEST);
         for (int64_t d = 0; d < head_size; d += LANES)
             put(d, Code::codes(max(min(load(x + d) * inverse, limit), -limit)));
-        return largest / Code::LARGEST;
+        return largest / Code::OF_LARGEST;
     }
 };
