@@ -59,6 +59,7 @@ class Soak:
         self.rng = random.Random(seed)
         self.outcomes: Counter[str] = Counter()
         self.problems: list[str] = []
+        self.drafts: dict[str, int] = {}  # verified so far, and how many of them were right
         self.prefixes = [self.words(40) for _ in range(4)]
 
     async def run(self, seconds: float, num_clients: int) -> list[Sample]:
@@ -169,6 +170,7 @@ class Soak:
             await asyncio.sleep(0.1)
         if left["restarts"]:
             self.problems.append("the engine was restarted")
+        self.drafts = {name: int(left[name]) for name in ("drafts", "accepted")}
         reply = await client.get(CHECK)
         if reply.status != 200 or json.loads(reply.content)["problem"]:
             self.problems.append(f"the KV books: {reply.content.decode()[:200]}")
@@ -187,6 +189,8 @@ class Soak:
             "running": "num_requests_running",
             "waiting": "num_requests_waiting",
             "restarts": "engine_restarts_total",
+            "drafts": "spec_decode_num_draft_tokens_total",
+            "accepted": "spec_decode_num_accepted_tokens_total",
         }
         found = {}
         for short, name in names.items():
@@ -231,11 +235,14 @@ def soak(
         run = Soak(server, seed)
         samples = asyncio.run(run.run(seconds, num_clients))
         asyncio.run(run.stop_amid_streams())
+        if "--speculative-config" in flags and not 0 < run.drafts["accepted"] < run.drafts["drafts"]:
+            run.problems.append(f"drafts were not tried: {run.drafts}")
         grown = growth(samples)
         run.problems += [f"{name} grew by {share:.1%}" for name, share in grown.items() if share > MAX_GROWTH]
         result = {
             "requests": sum(run.outcomes.values()),
             "outcomes": dict(run.outcomes.most_common()),
+            "drafts": run.drafts,
             "growth": {name: round(share, 4) for name, share in grown.items()},
             "first": samples[0]._asdict(),
             "last": samples[-1]._asdict(),

@@ -87,12 +87,20 @@ def test_the_oldest_answers_are_dropped(monkeypatch):
     assert Suffix(RULE, 0, recent).propose([99, 1000], 4) == [2099, 7]
 
 
-def test_as_many_answers_are_kept_as_were_asked_for():
-    recent = Recent(Speculation("suffix", 8, max_cached_requests=4))
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 9])
+def test_as_many_answers_are_kept_as_were_asked_for(most):
+    """The latest ones; with several keys or salts as many in all."""
+    recent = Recent(Speculation("suffix", 8, max_cached_requests=most))
     for idx in range(20):
         recent.add(("", ""), [idx, 1000, 2000 + idx])
-    kept = [idx for idx in range(20) if Suffix(RULE, 0, recent).propose([idx, 1000], 4)]
-    assert kept[-1] == 19 and len(kept) <= 4
+        kept = [i for i in range(idx + 1) if Suffix(RULE, 0, recent).propose([i, 1000], 4)]
+        assert kept == list(range(idx + 1))[-len(kept) :] and min(idx + 1, (most + 1) // 2) <= len(kept) <= most
+    for idx in range(20):
+        recent.add(("key", str(idx)), [1, 2, 3])
+        assert recent.num_answers == sum(answers.num_answers for answers in recent.by_scope.values()) <= most
+
+
+def test_no_answer_is_kept_where_none_was_asked_for():
     none = Recent(Speculation("suffix", 8, max_cached_requests=0))
     none.add(("", ""), [1, 2, 3])
     assert not none.by_scope

@@ -29,6 +29,7 @@ from quire.utils.files import read_file
 
 log = logging.getLogger(__name__)
 
+MAX_PADDING_TOKENS = 1024  # that a model's vocabulary may have more than another's with the same tokens
 MARKER_TOKENS = 32  # more than any mark that opens thinking has, with the white space after it
 
 # generation_config.json's names that mean the same here
@@ -70,11 +71,8 @@ class ModelInfo:
                 log.warning(
                     "the chat template does not take messages in the form --chat-template-content-format asks for"
                 )
-            # A folder of weights alone is taken at its word.
-            if draft_files is not None and (
-                draft_files.kind == "gguf" or (draft_files.path / "tokenizer.json").exists()
-            ):
-                _check_same_tokens(tokenizer, Tokenizer.from_files(draft_files))
+        if draft_files is not None and draft is not None:
+            _check_draft_tokens(tokenizer, hf_config, draft_files, draft)
         info = cls(resolved, hf_config, read_generation_config(files), tokenizer, template, _shown_name(files.name))
         info.check_defaults()
         return info
@@ -203,6 +201,19 @@ def _draft_files(config: EngineConfig) -> ModelFiles | None:
         return None
     options = config.model
     return find(speculation.model, revision=options.revision, download_dir=options.download_dir)
+
+
+def _check_draft_tokens(
+    tokenizer: Tokenizer | None, hf_config: dict[str, Any], draft_files: ModelFiles, draft: DraftFiles
+) -> None:
+    """Both models' tokens are compared, where both have a tokenizer; else how many there are, but for padding."""
+    names = ("tokenizer.json", "tokenizer.model")
+    has_tokenizer = draft.kind == "gguf" or any((draft_files.path / name).exists() for name in names)
+    ours, theirs = hf_config["vocab_size"], draft.hf_config["vocab_size"]
+    if tokenizer is not None and has_tokenizer:
+        _check_same_tokens(tokenizer, Tokenizer.from_files(draft_files))
+    elif abs(ours - theirs) > MAX_PADDING_TOKENS:
+        raise ConfigError(f"the draft model has another vocabulary: {theirs:,} tokens, not {ours:,}")
 
 
 def _check_same_tokens(tokenizer: Tokenizer, draft: Tokenizer) -> None:

@@ -96,17 +96,22 @@ class Answers:
     def __init__(self, max_answers: int) -> None:
         self.max_answers = max_answers
         self.parts = [Text([]), Text([])]  # the older one first
-        self.num_answers = 0  # of the newer part
+        self.counts = [0, 0]  # answers in each
 
     def add(self, token_ids: list[int]) -> None:
-        newer = self.parts[-1]
-        if len(newer.token_ids) >= PART_TOKENS or 2 * self.num_answers >= self.max_answers:
-            newer = Text([])
-            self.parts = [self.parts[-1], newer]
-            self.num_answers = 0
+        is_full = len(self.parts[1].token_ids) >= PART_TOKENS or self.counts[1] >= max(1, self.max_answers // 2)
+        if is_full:
+            self.parts, self.counts = [self.parts[1], Text([])], [self.counts[1], 0]
+        if self.num_answers == self.max_answers:
+            self.parts[0], self.counts[0] = Text([]), 0
+        newer = self.parts[1]
         newer.token_ids += [*token_ids[-PART_TOKENS:], SEPARATOR]
         newer.index()
-        self.num_answers += 1
+        self.counts[1] += 1
+
+    @property
+    def num_answers(self) -> int:
+        return sum(self.counts)
 
     @property
     def num_tokens(self) -> int:
@@ -120,25 +125,28 @@ class Recent:
         self.max_answers = speculation.max_cached_requests
         self.by_scope: OrderedDict[tuple[str, str], Answers] = OrderedDict()  # the longest unused first
         self.num_tokens = 0
+        self.num_answers = 0
 
     def of(self, scope: tuple[str, str]) -> list[Text]:
         answers = self.by_scope.get(scope)
         return [] if answers is None else answers.parts
 
     def add(self, scope: tuple[str, str], token_ids: list[int]) -> None:
-        if self.max_answers < 2 or not token_ids:
+        if not self.max_answers or not token_ids:
             return
-        answers = self.by_scope.pop(scope, None)
-        if answers is None:
-            answers = Answers(self.max_answers)
-        else:
-            self.num_tokens -= answers.num_tokens
+        answers = self._take(scope) if scope in self.by_scope else Answers(self.max_answers)
         answers.add(token_ids)
         self.by_scope[scope] = answers
         self.num_tokens += answers.num_tokens
-        while self.num_tokens > MAX_SHARED_TOKENS:
-            _, dropped = self.by_scope.popitem(last=False)
-            self.num_tokens -= dropped.num_tokens
+        self.num_answers += answers.num_answers
+        while self.num_tokens > MAX_SHARED_TOKENS or self.num_answers > self.max_answers:
+            self._take(next(iter(self.by_scope)))
+
+    def _take(self, scope: tuple[str, str]) -> Answers:
+        answers = self.by_scope.pop(scope)
+        self.num_tokens -= answers.num_tokens
+        self.num_answers -= answers.num_answers
+        return answers
 
 
 class Suffix:

@@ -582,6 +582,11 @@ def test_the_status_line_tells_what_happened_since_the_last(lines):
     metrics.engines[0].step(stats, 0.01, 500)
     status.write(5.0)
     assert lines() == ["engine: 3 running, 2 waiting, KV 25%, prefix hits 25%, 0 prompt + 100 output tokens/s"]
-    metrics.engines[0].step(EngineStats(prefix_queries=200, prefix_hits=50), 0.01, 0)
+    still = {"prefix_queries": 200, "prefix_hits": 50}
+    metrics.engines[0].step(EngineStats(**still), 0.01, 0)
     status.write(5.0)
     assert len(lines()) == 1
+    drafts = {"num_drafts": 5, "num_draft_tokens": 8, "accepted_drafts": [4, 2]}
+    metrics.engines[0].step(EngineStats(num_running=1, **still, **drafts), 0.01, 10)
+    status.write(5.0)
+    assert lines()[-1].endswith("2 output tokens/s, drafts accepted 75%")
