@@ -1,11 +1,15 @@
 """Drafts on real runners: the tokens are those without drafts, and fewer steps are taken."""
 
 import json
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import BPE
 
 from quire import LLM, SamplingParams
 from quire.core.engine import Engine
@@ -184,8 +188,10 @@ def test_drafts_change_no_token_with_other_caches(tmp_path, kind, depth):
 
 
 def test_kernels_of_gpus_verify_drafts_in_an_8_bit_cache(model):
-    params = [SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)] * 2
-    assert looked_up(model, params, **DEVICE, pipeline_depth=2, kv_cache_dtype="fp8").num_drafts > 0
+    """One short answer, because Triton's interpreter is slow."""
+    params = [SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)]
+    options = {**DEVICE, "pipeline_depth": 2, "kv_cache_dtype": "fp8"}
+    assert drafts_of(model, [[5, 6, 7, 8] * 3], params, NGRAM | EVERY_STEP, **options).num_drafts > 0
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
@@ -336,6 +342,32 @@ def test_a_draft_model_must_be_as_long_and_speak_the_same_tokens(model, tmp_path
     (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 32}))
     with pytest.raises(ConfigError, match="the draft model has 32 positions, and max_model_len is"):
         LLM(str(model), **OPTIONS, speculative_config={"method": "draft_model", "model": str(tmp_path)})
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(served_llama, smollm2, tmp_path):
+    """By its tokenizer, or if it has none, by how many tokens it knows; a few more or less are padding."""
+    config = json.loads((Path(served_llama[0]) / "config.json").read_text())
+    common = {"load_format": "dummy", "dtype": "float32", "device": "cpu", "tokenizer": str(smollm2)}
+    common |= {"max_model_len": 64, "kv_cache_memory_bytes": 16 << 20}
+
+    def opened(vocab_size: int) -> LLM:
+        (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": vocab_size}))
+        return LLM(
+            served_llama[0],
+            **common,
+            speculative_config={"method": "draft_model", "model": str(tmp_path), **EVERY_STEP},
+        )
+
+    with pytest.raises(ConfigError, match="has another vocabulary: 32,000 tokens, not 49,152"):
+        opened(32000)
+    with opened(49152 + 64) as llm:
+        llm.generate(["one two three"], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+        assert llm.client.engine.stats().num_drafts > 0
+    other = Tokenizer(BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    other.decoder = ByteLevel()
+    other.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="has another vocabulary: its token 0 is"):
+        opened(49152)
 
 
 def predicted(model, params, **options):
