@@ -187,6 +187,15 @@ def test_what_is_said_of_a_gpus_weights_is_what_they_take(name, tmp_path):
     assert facts["weight_bytes"] == pytest.approx(taken, rel=0.35 if takes_more else 0.06)
 
 
+@pytest.mark.parametrize("type_name", ["Q2_K", "Q3_K", "Q4_K", "Q5_0", "Q6_K", "Q8_0", "IQ4_XS"])
+def test_info_tells_what_types_of_gguf_files_take_on_gpus(tmp_path, type_name):
+    """Some are wider in the words that GPUs read than in a file."""
+    sizes = SIZES | {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 512}
+    types = {"quant_method": "gguf", "types": {"model": type_name, "lm_head": type_name}}
+    model, _, config = loaded(folder(tmp_path, sizes, quantization_config=types), interpret_triton=True)
+    assert describe(config)["weight_bytes"] == pytest.approx(weight_bytes(model), rel=0.01)
+
+
 def test_what_has_no_kernel_on_a_cpu_becomes_plain_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(kept_packed, "why_not", lambda device, dtype: None)
     found = {}

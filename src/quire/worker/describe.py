@@ -8,6 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from quire import registry
 from quire.checkpoint.find import ModelFiles, find
+from quire.checkpoint.gguf import BLOCK
 from quire.checkpoint.gguf_architectures import GGUF_ARCHITECTURES, gguf_architecture
 from quire.checkpoint.hf_config import read_config
 from quire.checkpoint.safetensors import SafetensorsFolder
@@ -24,9 +26,12 @@ from quire.kv.groups import form_layout
 from quire.layers.base import Layer
 from quire.layers.linear import LMHead
 from quire.models._parity import LARGEST_ERROR
+from quire.ops.dequantize import gguf as codec
+from quire.ops.packed_linear import words
+from quire.ops.packed_linear.forms import Blocks, Plain
 from quire.quant.base import Weight
 from quire.worker.build import FALLBACK, Model, build, empty, model_module
-from quire.worker.choose import DTYPES, Chooser
+from quire.worker.choose import DTYPES, Chooser, runs_on_triton
 from quire.worker.cpu.device import kv_memory_bytes
 from quire.worker.kv_cache import kv_specs
 from quire.worker.load import declared_weights, layers
@@ -128,14 +133,18 @@ def _weight_types(files: ModelFiles) -> dict[str, int]:
 def _weights(files: ModelFiles, config: EngineConfig, hf_config: dict[str, Any], model: Model) -> list[dict[str, Any]]:
     """For each kind of layer, and each way to keep its weights: the bits that a number takes, and the bytes of all."""
     itemsize = DTYPES[config.model.dtype].itemsize
-    weights = list(_by_kind(model))
-    in_file = _gguf_bytes(files, hf_config) if files.kind == "gguf" else {}
+    in_file = _gguf_types(files, hf_config) if files.kind == "gguf" else {}
+    bits_of = _bits_on_gpus if runs_on_triton(config) else _bits_in_file
     sums: dict[tuple[str, str], list[int]] = {}  # (kind, method) -> [numbers, bytes]
-    for kind, weight in weights:
-        num_bytes = in_file.get(weight.name, weight.num_bytes) if weight.stays_packed else weight.num_bytes
+    for kind, weight in _by_kind(model):
+        num_values, num_bytes = _num_values(weight), weight.num_bytes
+        if weight.stays_packed:
+            num_bytes = int(
+                num_values * bits_of(in_file.get(weight.name) or next(iter(weight.types)), config.model.dtype) / 8
+            )
         so_far = sums.setdefault((kind, _method(weight, config)), [0, 0])
-        so_far[0] += _num_values(weight)
-        so_far[1] += _num_values(weight) * itemsize if num_bytes is None else num_bytes
+        so_far[0] += num_values
+        so_far[1] += num_values * itemsize if num_bytes is None else num_bytes
     return [
         {"kind": kind, "method": method, "bits": round(8 * num_bytes / num_values, 2), "bytes": num_bytes}
         for (kind, method), (num_values, num_bytes) in sorted(sums.items(), key=lambda row: KINDS.index(row[0][0]))
@@ -181,11 +190,29 @@ def _num_values(weight: Weight) -> int:
     return math.prod(weight.shape) if weight.num_values is None else weight.num_values
 
 
-def _gguf_bytes(files: ModelFiles, hf_config: dict[str, Any]) -> dict[str, int]:
-    """What a file's tensors take, by the names of what they hold."""
+def _gguf_types(files: ModelFiles, hf_config: dict[str, Any]) -> dict[str, str]:
+    """The types of a file's tensors, by the names of what they hold."""
     architecture = gguf_architecture(files.gguf)
-    found: dict[str, int] = {}
-    for tensor in files.gguf.tensors.values():
-        pieces = list(architecture.pieces(tensor.name, tensor.shape, hf_config))
-        found |= {name: tensor.nbytes // len(pieces) for name, _ in pieces}
-    return found
+    return {
+        name: tensor.type_name
+        for tensor in files.gguf.tensors.values()
+        for name, _ in architecture.pieces(tensor.name, tensor.shape, hf_config)
+    }
+
+
+def _bits_in_file(type_name: str, dtype: str) -> float:
+    """Of a number. CPUs keep blocks of a GGUF file in as many."""
+    num_values, num_bytes = BLOCK[type_name]
+    return 8 * num_bytes / num_values
+
+
+@cache
+def _bits_on_gpus(type_name: str, dtype: str) -> float:
+    """What a number of some type takes in the words that GPUs read: those of a weight are counted."""
+    shape = 16, 2048
+    raw = torch.zeros(int(math.prod(shape) * _bits_in_file(type_name, dtype) / 8), dtype=torch.uint8)
+    form = Blocks(type_name, raw, shape, codec).decoded(torch.device("cpu"))
+    packed = None if isinstance(form, Plain) else words.pack(form)
+    if packed is None:
+        return 8 * DTYPES[dtype].itemsize
+    return 8 * sum(tensor.nbytes for tensor in packed.tensors()) / math.prod(shape)
