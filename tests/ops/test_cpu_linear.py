@@ -20,7 +20,7 @@ from quire.ops.packed_linear import cpu, forms
 from quire.ops.packed_linear import reference as ref
 
 TYPES = sorted(set(BLOCK) - set(ref.PLAIN))
-ROWS = (1, 3, 4, 5, 16, 33, 64, 130)
+ROWS = (1, 2, 3, 4, 5, 8, 16, 17, 33, 64, 130, 300)
 INTEGER_TOLERANCE = 3e-4  # of the sum of absolute products: x in 16 bits per block, weights exact
 BF16_TOLERANCE = 2**-8  # weights rounded to bf16
 
@@ -285,7 +285,7 @@ def check_form(form: forms.Form, rows: int, bits: int) -> ref.PackedWeight:
     return w
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 16, 17, 64, 300])
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("group", [16, 32, 128, 384])
 def test_whole_numbers_of_any_bits_and_groups(group: int, rows: int):
     for bits in ref.CODE_BITS:
@@ -310,7 +310,7 @@ NF4 = tuple(float(value) for value in np.sort(np.random.default_rng(0).standard_
 TABLES = {"e2m1": forms.E2M1, "floats": NF4}
 
 
-@pytest.mark.parametrize("rows", [1, 3, 5, 17, 64])
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("scales", ["exponents", "float16", "float32", "outer"])
 @pytest.mark.parametrize("table", TABLES)
 def test_tables_stay_in_four_bits(table: str, scales: str, rows: int):

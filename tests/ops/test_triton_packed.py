@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 MANY_ROWS = (5, 8, 16, 17, 64, 300)
 TILES_ROWS = (*MANY_ROWS, 2, 77, 129, 600) if HAS_GPU else (5,)
 # One form of each kind, whose rows are counted in the interpreter too.
-KINDS = ("4 bits, zero points", "4 bits, two levels", "mxfp4", "nvfp4", "float8", "float8 for float8")
+KINDS = ("4 bits, zero points", "4 bits, two levels", "mxfp4", "float8", "float8 for float8")
 FEW_ROWS = (1, 2, 3, 4, 8, 16, 17)  # beside the 5 that all forms have
 
 
@@ -248,7 +248,7 @@ def test_experts_equal_the_twin(name, num_rows, dtype):
     check_experts(name, num_rows, dtype)
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 5, 17])
+@pytest.mark.parametrize("num_rows", [1, 4, 17])
 @pytest.mark.parametrize("name", ["4 bits, zero points", "float8 for float8"])
 def test_experts_equal_the_twin_for_any_number_of_rows(name, num_rows):
     check_experts(name, num_rows, torch.float32)

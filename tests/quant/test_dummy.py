@@ -15,7 +15,7 @@ from quire.config import EngineConfig
 from quire.config.resolve import Machine, resolve
 from quire.errors import BadModelFileError
 from quire.models import deepseek_v3, ernie4_5_moe, gpt_oss, minimax_m2, qwen3_moe
-from quire.quant.base import Method, Quantized
+from quire.quant.base import Method, Quantized, say_once
 from quire.quant.kept import packed as kept_packed
 from quire.worker.build import build
 from quire.worker.describe import describe
@@ -203,6 +203,18 @@ def test_what_has_no_kernel_on_a_cpu_becomes_plain_numbers(tmp_path, monkeypatch
         *_, config = loaded(folder(tmp_path, SIZES, quantization_config=FORMS[name][0]))
         found[name] = next(row["method"] for row in describe(config)["weights"] if row["kind"] == "MLP")
     assert found == {"awq": "awq", "fp8 in blocks": "fp8 as bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("fp8 in blocks", "no kernels for weights of 8-bit floats"), ("modelopt nvfp4", "wants inputs rounded to 4 bits")],
+)
+def test_what_is_done_otherwise_is_said_once(tmp_path, monkeypatch, caplog, name, said):
+    monkeypatch.setattr(kept_packed, "why_not", lambda device, dtype: None)
+    say_once.cache_clear()
+    for _ in range(2):
+        loaded(folder(tmp_path, SIZES, quantization_config=FORMS[name][0]))
+    assert caplog.text.count(said) == 1
 
 
 @pytest.mark.parametrize("name", TWINS)

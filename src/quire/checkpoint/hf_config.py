@@ -40,8 +40,8 @@ def read_config(files: ModelFiles) -> dict[str, Any]:
     if not architectures or not all(isinstance(name, str) for name in architectures):
         raise BadModelFileError(f"{files.name}/config.json names no architectures: use a language model's config.")
     _use_one_spelling(config)
-    if not config.get("quantization_config") and is_there(files.path / "hf_quant_config.json"):
-        config["quantization_config"] = _modelopt_settings(files.path / "hf_quant_config.json")
+    if is_there(files.path / "hf_quant_config.json"):
+        _use_modelopt_settings(config, files.path / "hf_quant_config.json")
     return checked(config, f"{files.name}/config.json")
 
 
@@ -51,6 +51,17 @@ def read_generation_config(files: ModelFiles) -> dict[str, Any]:
         return generation_config_from_gguf(files.gguf)
     path = files.path / "generation_config.json"
     return _read_json(path) if is_there(path) else {}
+
+
+def _use_modelopt_settings(config: dict[str, Any], path: Path) -> None:
+    """Those of modelopt's own file, if config.json tells nothing; if it does, it must tell of the same algorithm."""
+    own = config.get("quantization_config")
+    if not own:
+        config["quantization_config"] = _modelopt_settings(path)
+    elif isinstance(own, dict) and str(own.get("quant_method")).startswith("modelopt"):
+        first, second = own.get("quant_algo"), _modelopt_settings(path).get("quant_algo")
+        if first and second and first != second:
+            raise BadModelFileError(f"config.json has quant_algo {first!r:.60}, and {path.name} has {second!r:.60}")
 
 
 def _modelopt_settings(path: Path) -> dict[str, Any]:

@@ -22,10 +22,14 @@ log = logging.getLogger(__name__)
 
 # Names of quantizations, vLLM's included. Each but auto is a file of quant/, or an alias of one.
 Quantization = Literal[
-    "auto", "none", "gguf", "fp8", "int8", "int4", "mxfp4", "gptq", "gptq_marlin", "awq", "awq_marlin", "auto_round",
-    "auto-round", "compressed-tensors", "compressed_tensors", "modelopt", "modelopt_fp4", "bitsandbytes",
+    "auto", "none", "gguf", "fp8", "int8", "int4", "mxfp4", "gpt_oss_mxfp4", "gptq", "gptq_marlin", "gptq_bitblas",
+    "awq", "awq_marlin", "cpu_awq", "auto_round", "auto-round", "inc", "compressed-tensors", "compressed_tensors",
+    "modelopt", "modelopt_fp4", "bitsandbytes",
 ]  # fmt: skip
-QUANTIZATION_ALIASES = {"gptq_marlin": "gptq", "awq_marlin": "awq", "modelopt_fp4": "modelopt"}
+QUANTIZATION_ALIASES = {
+    "gpt_oss_mxfp4": "mxfp4", "gptq_marlin": "gptq", "gptq_bitblas": "gptq", "awq_marlin": "awq", "cpu_awq": "awq",
+    "inc": "auto_round", "modelopt_fp4": "modelopt",
+}  # fmt: skip
 # Number types of the KV cache, vLLM's names included.
 KVCacheDtype = Literal[
     "auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_per_token_head", "int8", "int8_per_token_head",

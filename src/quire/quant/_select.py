@@ -8,7 +8,8 @@ import fnmatch
 import re
 import re._parser as parser  # type: ignore[import-not-found]  # what `re` itself parses with: it has no types
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -17,18 +18,44 @@ from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.ops.packed_linear.forms import Coded, Form, stacked
 from quire.quant.base import PLAIN, Choice, MethodMaker, Part, Reader, Stored, Use
 
-CPU_VALUES_AT_ONCE, GPU_VALUES_AT_ONCE = 1 << 20, 1 << 24  # of a weight that is being rounded
+CPU_VALUES_AT_ONCE, GPU_VALUES_AT_ONCE = 1 << 20, 1 << 24  # of a weight that is rounded or looked at
+MAX_NAMES = 20_000
 MAX_PATTERN_CHARS = 300
-MAX_PATTERNS = 20_000
 MAX_REPEATS = 4  # in one pattern; inside one there may be neither another nor alternatives
+MAX_WAYS = 10_000  # to choose among all alternatives of one pattern
+REPEATS = (parser.MAX_REPEAT, parser.MIN_REPEAT, parser.POSSESSIVE_REPEAT)
+COSTS = (1, 1, 4, 40, 200)  # by the number of repeats: about how many microseconds it may take to match a path
+MAX_COST = 2_000  # of all patterns of a list
 
 
 def pattern(text: Any, key: str) -> re.Pattern[str]:
     """Compiles a pattern of a config; BadModelFileError if it is no pattern, or could take long."""
+    return _compiled(text, key)[0]
+
+
+def patterns(texts: Iterable[Any], key: str) -> list[re.Pattern[str]]:
+    """Several, which could not take long together either."""
+    found = []
+    total = 0
+    for text in texts:
+        compiled, cost = _compiled(text, key)
+        found.append(compiled)
+        total += cost
+        if total > MAX_COST:
+            raise BadModelFileError(
+                f"{key} holds so many patterns that they could take long: {MAX_COST:,} with one repeat each are read, "
+                f"{MAX_COST // COSTS[2]} with two"
+            )
+    return found
+
+
+def _compiled(text: Any, key: str) -> tuple[re.Pattern[str], int]:
+    """And what matching may cost."""
     if not isinstance(text, str) or len(text) > MAX_PATTERN_CHARS:
         raise BadModelFileError(f"{key} holds a pattern that is no text of at most {MAX_PATTERN_CHARS} characters")
     try:
-        num_repeats = _count_repeats(parser.parse(text), inside=False)
+        parsed = parser.parse(text)
+        num_repeats, num_ways = _count(parsed, inside=False)
         compiled = re.compile(text)
     except (re.error, OverflowError, RecursionError):
         raise BadModelFileError(f"{key} holds {text!r:.100}, which is no regular expression") from None
@@ -37,21 +64,29 @@ def pattern(text: Any, key: str) -> re.Pattern[str]:
             f"{key} holds the pattern {text!r:.100}, which could take long: at most {MAX_REPEATS} repeats are read, "
             "with neither others nor alternatives inside"
         )
-    return compiled
+    if num_ways > MAX_WAYS:
+        raise BadModelFileError(f"{key} holds the pattern {text!r:.100}, which has too many alternatives")
+    ends_anyhow = any(last in REPEATS and value[0] == 0 for last, value in parsed[-1:])  # such an end always fits
+    return compiled, COSTS[num_repeats - ends_anyhow] * (1 + num_ways // 100)
 
 
-def _count_repeats(tree: Any, inside: bool) -> int:
-    """How many parts may be repeated; too many, if what they repeat can itself match in several ways."""
-    count = 0
+def _count(tree: Any, inside: bool) -> tuple[int, int]:
+    """How many parts may be repeated, and in how many ways alternatives can be chosen.
+
+    Too many may be repeated, if what they repeat can itself match in several ways.
+    """
+    num_repeats, num_ways = 0, 1
     for operation, value in tree:
-        is_repeat = operation in (parser.MAX_REPEAT, parser.MIN_REPEAT, parser.POSSESSIVE_REPEAT)
-        is_varied = is_repeat or str(operation) == "BRANCH"
-        if str(operation).startswith("GROUPREF") or (inside and is_varied):
-            count += MAX_REPEATS + 1
-        count += is_repeat
+        is_repeat, is_branch = operation in REPEATS, operation is parser.BRANCH
+        if str(operation).startswith("GROUPREF") or (inside and (is_repeat or is_branch)):
+            num_repeats += MAX_REPEATS + 1
+        num_repeats += is_repeat
+        num_ways *= len(value[1]) if is_branch else 1
         for part in _subtrees(value):
-            count += _count_repeats(part, inside or is_repeat)
-    return count
+            more_repeats, more_ways = _count(part, inside or is_repeat)
+            num_repeats += more_repeats
+            num_ways *= more_ways
+    return num_repeats, num_ways
 
 
 def _subtrees(value: Any) -> list[Any]:
@@ -66,9 +101,27 @@ def names(value: Any, key: str) -> list[str]:
     """A list of names in a config, which may be missing."""
     if value is None:
         return []
-    is_list = isinstance(value, list) and len(value) <= MAX_PATTERNS and all(isinstance(name, str) for name in value)
+    is_list = isinstance(value, list) and len(value) <= MAX_NAMES and all(isinstance(name, str) for name in value)
     if not is_list:
-        raise BadModelFileError(f"{key} is not a list of at most {MAX_PATTERNS:,} names")
+        raise BadModelFileError(f"{key} is not a list of at most {MAX_NAMES:,} names")
+    return value
+
+
+def nested_names(value: Any, key: str) -> list[str]:
+    """A list of names, or of lists of names."""
+    if isinstance(value, list) and all(isinstance(part, list) for part in value):
+        value = [name for part in value for name in part]
+    return names(value, key)
+
+
+def objects(settings: dict[str, Any], key: str) -> dict[str, dict[str, Any]]:
+    """An object of objects in the config, which may be missing."""
+    value = settings.get(key) or {}
+    is_table = isinstance(value, dict) and len(value) <= MAX_NAMES
+    if not is_table or not all(isinstance(part, dict) for part in value.values()):
+        raise BadModelFileError(
+            f"quantization_config gives {key} as something else than an object of at most {MAX_NAMES:,} objects"
+        )
     return value
 
 
@@ -77,17 +130,31 @@ class Modules:
 
     def __init__(self, value: Any, key: str) -> None:
         listed = names(value, key)
-        self.suffixes = tuple(f".{name}" for name in listed)
         self.whole = frozenset(listed)
-        self.beginnings = [pattern(f"(?:{name})(?:\\.|$)", key) for name in listed if not _is_plain(name)]
+        self.beginnings = patterns((f"(?:{name})(?:\\.|$)" for name in listed if not is_plain(name)), key)
 
     def __contains__(self, path: str) -> bool:
         parents = path.split(".")
-        is_listed = any(".".join(parents[:count]) in self.whole for count in range(1, len(parents) + 1))
-        return is_listed or path.endswith(self.suffixes) or any(known.match(path) for known in self.beginnings)
+        beginnings = [parents[:count] for count in range(1, len(parents) + 1)]
+        ends = [parents[first:] for first in range(1, len(parents))]
+        is_listed = any(".".join(part) in self.whole for part in (*beginnings, *ends))
+        return is_listed or any(known.match(path) for known in self.beginnings)
 
 
-def _is_plain(name: str) -> bool:
+class Stretches:
+    """A list as GPTQ has it, of names or of lists of names: a path contains one of them, from dot to dot."""
+
+    def __init__(self, value: Any, key: str) -> None:
+        self.whole = frozenset(nested_names(value, key))
+
+    def __contains__(self, path: str) -> bool:
+        parts = path.split(".")
+        bounds = combinations(range(len(parts) + 1), 2)
+        return any(".".join(parts[first:end]) in self.whole for first, end in bounds)
+
+
+def is_plain(name: str) -> bool:
+    """Whether it is a name, and no pattern."""
     return re.fullmatch(r"[\w.-]*", name) is not None
 
 
@@ -97,7 +164,7 @@ class Targets:
     def __init__(self, value: Any, key: str) -> None:
         listed = names(value, key)
         self.whole = frozenset(name for name in listed if not name.startswith("re:"))
-        self.patterns = [pattern(name.removeprefix("re:"), key) for name in listed if name.startswith("re:")]
+        self.patterns = patterns((name.removeprefix("re:") for name in listed if name.startswith("re:")), key)
 
     def __contains__(self, path: str) -> bool:
         return path in self.whole or any(known.match(path) for known in self.patterns)
@@ -111,10 +178,12 @@ class Globs:
     """A list as modelopt writes it: paths in which * stands for anything."""
 
     def __init__(self, value: Any, key: str) -> None:
-        self.patterns = [pattern(_merged_stars(name), key) for name in names(value, key)]
+        listed = names(value, key)
+        self.whole = frozenset(listed)
+        self.patterns = patterns((_merged_stars(name) for name in listed if not is_plain(name)), key)
 
     def __contains__(self, path: str) -> bool:
-        return any(known.match(path) for known in self.patterns)
+        return path in self.whole or any(known.match(path) for known in self.patterns)
 
 
 def _merged_stars(name: str) -> str:
@@ -146,6 +215,11 @@ class PlainReader(Reader):
         """The form nearest to a weight in float32."""
 
 
+def refuse_settings(settings: dict[str, Any]) -> None:
+    """Where a config names one of our own ways to round plain weights, which have no settings."""
+    refuse(settings, *(key for key in settings if key != "quant_method"))
+
+
 def while_loading(reader: PlainReader, head_on_cpus: bool = False) -> Callable[[str, Choice], MethodMaker]:
     """For checkpoints with plain weights: those of products and experts are rounded by the reader.
 
@@ -171,11 +245,25 @@ def group_size(settings: dict[str, Any]) -> int:
     return max(0, group)
 
 
-def choice(settings: dict[str, Any], key: str, allowed: Iterable[Any], default: Any = None) -> Any:
-    """A value of the config that must be one of a few."""
+def choice(settings: dict[str, Any], key: str, allowed: Iterable[Any], default: Any = None, owner: str = "") -> Any:
+    """A value of the config that must be one of a few. `owner`: where it stands, for the error's text."""
     value = settings.get(key, default)
     listed = list(allowed)
     if not any(value is known or (type(value) is type(known) and value == known) for known in listed):
         options = ", ".join(str(known) for known in listed)
-        raise BadModelFileError(f"quantization_config gives {key} as {value!r:.60}: {options} can be read")
+        raise BadModelFileError(f"quantization_config gives {owner}{key} as {value!r:.60}: {options} can be read")
     return value
+
+
+def check(settings: dict[str, Any], allowed: Mapping[str, Sequence[Any]], owner: str = "") -> None:
+    """Refuses values other than those that are allowed; a key may be missing, or null."""
+    for key, values in allowed.items():
+        if settings.get(key) is not None:
+            choice(settings, key, values, owner=owner)
+
+
+def refuse(settings: dict[str, Any], *keys: str) -> None:
+    """What has no meaning here: keys that must be missing, null, false, zero or empty."""
+    for key in keys:
+        if settings.get(key):
+            raise UnsupportedModelError(f"quantization_config has {key}, which is not supported")

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from quire.errors import UnsupportedModelError
 from quire.ops.packed_linear.forms import Affine, Form
+from quire.quant._checked import finite
 from quire.quant._dummy import whole_scale, word
 from quire.quant._select import Modules, choice, group_size
 from quire.quant.base import Choice, MethodMaker, Part, Reader, Stored, Use
-from quire.quant.gptq import HALVES, affine, fields, finite
+from quire.quant.gptq import HALVES, affine, fields
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of each of eight outputs in their word
 
@@ -34,7 +35,7 @@ class Awq(Reader):
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
         codes_NK, zeros_NG = (_by_output(tensors[end]) for end in (".qweight", ".qzeros"))
-        return affine(codes_NK, finite(part, tensors[".scales"].T), zeros_NG, bits=4)
+        return affine(codes_NK, finite(part, tensors, ".scales").T, zeros_NG, bits=4)
 
 
 def _by_output(words: Tensor) -> Tensor:
@@ -44,7 +45,8 @@ def _by_output(words: Tensor) -> Tensor:
 
 def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMaker]:
     choice(settings, "bits", (4,))
-    choice(settings, "version", ("gemm", "GEMM", None))
+    for key in ("version", "checkpoint_format", "format"):
+        choice(settings, key, ("gemm", "GEMM", None))
     choice(settings, "zero_point", (True,), True)
     skipped = Modules(settings.get("modules_to_not_convert"), "modules_to_not_convert")
     reader = Awq(group_size(settings))

@@ -8,11 +8,12 @@ them into a form (`forms.py`). A `Quantized` method keeps forms on the device at
 """
 
 import enum
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
@@ -24,6 +25,10 @@ from quire.errors import UnsupportedModelError
 from quire.ops.dequantize.gguf import dequantize
 from quire.ops.packed_linear.forms import Blocks, Form
 
+log = logging.getLogger(__name__)
+
+INPUTS_STAY = "the checkpoint wants inputs rounded to 4 bits; they keep 16, with which its 4-bit weights are multiplied"
+MAX_SHOWN_RANKS = 16  # numbers of ranks that an error suggests
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Types of tensors that quantizations have beside the plain ones, in safetensors' names.
 CODES = {
@@ -31,7 +36,8 @@ CODES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.uint8,
 }  # fmt: skip
 Fill = float | Callable[[], Tensor]  # one value everywhere, or what makes all of them
-MAX_SHOWN_RANKS = 16  # numbers of ranks that an error suggests
+SMALLEST_BLOCK = 32  # numbers, of what kernels for CPUs read and of most quantizations
+MAX_EXCESS = 1 / 8  # how much larger than others a rank's part may be, so that no block is cut
 # What the dimensions of a plain tensor are, by their number.
 AXES: dict[int, tuple[str, ...]] = {
     0: (),
@@ -91,7 +97,7 @@ class Section(NamedTuple):
     # Numbers of units that it may be divided into, the coarsest first. (): every rank has the whole section.
     units: tuple[int, ...] = ()
     # With fewer coarse units than ranks, several ranks share one: they have the same ("repeated"), or divide its finer
-    # units ("nested"). "even": no unit is shared, and finer ones are taken if they divide evenly.
+    # units ("nested"). "even": no unit is shared, and finer ones are taken if parts are more equal then.
     rule: Literal["even", "nested", "repeated"] = "even"
 
     def share(self, rank: int, num_ranks: int) -> tuple[int, int, int]:
@@ -102,8 +108,7 @@ class Section(NamedTuple):
         if finest < num_ranks and self.rule != "repeated":
             raise DivisionError(f"{finest} heads, columns or rows to divide")
         if self.rule == "even":
-            enough = [count for count in self.units if count >= num_ranks]
-            coarse = next((count for count in enough if count % num_ranks == 0), enough[0])
+            coarse = self._even_count(num_ranks)
         elif coarse < num_ranks:
             unit = coarse * rank // num_ranks
             if self.rule == "repeated":
@@ -116,6 +121,21 @@ class Section(NamedTuple):
             return bounds[0], bounds[1], finest
         return coarse * rank // num_ranks, coarse * (rank + 1) // num_ranks, coarse
 
+    def _even_count(self, num_ranks: int) -> int:
+        """Into how many units it is divided: such that parts are whole blocks, and equal, or nearly so.
+
+        If that is not possible, parts are equal.
+        """
+        enough = [count for count in self.units if count >= num_ranks]
+        blocks = [count for count in enough if self.size // count >= SMALLEST_BLOCK]
+
+        def excess(count: int) -> float:
+            """Of the largest part over an equal one."""
+            return -(-count // num_ranks) * num_ranks / count - 1
+
+        wanted = ((blocks, 0.0), (blocks, MAX_EXCESS), (enough, 0.0))
+        return next((count for counts, most in wanted for count in counts if excess(count) <= most), enough[0])
+
     def width(self, rank: int, num_ranks: int) -> int:
         """How much of it a rank has."""
         first, end, count = self.share(rank, num_ranks)
@@ -127,31 +147,47 @@ class Section(NamedTuple):
         return sum(self.share(other, num_ranks) == own for other in range(rank))
 
 
-def check_division(num_ranks: int, check: Callable[[int, int], None]) -> None:
-    """`check(rank, num_ranks)` raises where weights that are packed together would be cut; then tells what would do."""
-    if num_ranks == 1:
-        return
-
-    def problem(num_ranks: int) -> str:
-        try:
-            for rank in range(num_ranks):
-                check(rank, num_ranks)
-        except UnsupportedModelError as error:
-            return str(error)
-        return ""
-
-    if why := problem(num_ranks):
-        *sizes, last = (size for size in range(1, MAX_SHOWN_RANKS + 1) if not problem(size))
-        would_do = f"{', '.join(map(str, sizes))} or {last}" if sizes else str(last)
-        raise UnsupportedModelError(
-            f"--tensor-parallel-size {num_ranks} would cut packed weights ({why}): {would_do} would do"
-        )
-
-
 def even(size: int) -> Section:
     """A section that may be cut anywhere: if possible between the blocks of any quantization."""
     blocks = [block for block in (256, 128, 64, 32, 16, 8) if size % block == 0]
     return Section(size, (*(size // block for block in blocks), size))
+
+
+# Raises UnsupportedModelError if a (rank, number of ranks) would cut numbers that are packed together.
+Check = Callable[[int, int], None]
+
+
+class CutError(UnsupportedModelError):
+    """Numbers that are packed together would be cut."""
+
+    def __init__(self, why: str, num_ranks: int, possible: Sequence[int]) -> None:
+        *others, last = map(str, possible)
+        would_do = f"{', '.join(others)} or {last}" if others else last
+        super().__init__(f"--tensor-parallel-size {num_ranks} would cut packed weights ({why}): {would_do} would do")
+        self.why = why
+        self.num_ranks = num_ranks
+
+
+def check_division(num_ranks: int, check: Check) -> None:
+    if num_ranks > 1 and (why := _problem(num_ranks, check)):
+        raise CutError(why, num_ranks, possible_divisions([check]))
+
+
+def possible_divisions(checks: Iterable[Check]) -> list[int]:
+    """Numbers of ranks with which all of it can be divided; 1 is one of them."""
+    sizes = list(range(1, MAX_SHOWN_RANKS + 1))
+    for check in checks:
+        sizes = [size for size in sizes if size == 1 or not _problem(size, check)]
+    return sizes
+
+
+def _problem(num_ranks: int, check: Check) -> str:
+    try:
+        for rank in range(num_ranks):
+            check(rank, num_ranks)
+    except UnsupportedModelError as error:
+        return str(error)
+    return ""
 
 
 @dataclass(frozen=True)
@@ -297,6 +333,10 @@ class Method(ABC):
         """silu(gate) * up of the two halves of the outputs; uses `silu_mul` unless the method computes both at once."""
         return silu_mul(self.apply(x, bias))
 
+    def check_share(self, rank: int, num_ranks: int) -> None:
+        """UnsupportedModelError: such a rank's part would cut numbers that are packed together."""
+        return
+
     def silu_mul(self, plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
         """What computes this layer's inputs from a gated layer's outputs, in the form that `apply` wants them in.
 
@@ -345,6 +385,7 @@ class Stored(NamedTuple):
     unused: bool = False  # may be there, and is not needed
     fill: Fill | None = None  # what a dummy of it holds; None: random codes
     bits: float | None = None  # of an entry, if it is kept in others than its type's
+    check: Callable[[Tensor], None] | None = None  # raises if the tensor contradicts the config, needed or not
 
     @property
     def num_bytes(self) -> int:
@@ -389,11 +430,15 @@ class Quantized(Method):
 
     def declare(self, part_idx: int, part: Part) -> Iterator[Weight]:
         stored = list(self.reader.stored(part))
-        check_division(part.num_ranks, lambda rank, num_ranks: self._check_share(part, rank, num_ranks))
+        check_division(part.num_ranks, partial(self._check_part, part))
         needed = {tensor.end for tensor in stored if not tensor.unused}
         is_kept = self.reader.form in self.keeps
+        if self.keeps and not is_kept and self.reader.form is not None:
+            say_once(f"this device has no kernels for {self.reader.form.SAID}: they become {str(self.dtype)[6:]}")
         for tensor in stored:
             load = _ignore if tensor.unused else partial(self.load_tensor, part_idx, tensor.end, needed)
+            if tensor.check is not None:
+                load = partial(_load_checked, tensor.check, load)
             yield Weight(
                 f"{part.path}{tensor.end}",
                 tensor.shape,
@@ -415,7 +460,11 @@ class Quantized(Method):
         if len(arrived) == len(needed):
             self.put_form(part_idx, self.reader.read_raw(self.parts[part_idx], self.arrived.pop(part_idx)))
 
-    def _check_share(self, part: Part, rank: int, num_ranks: int) -> None:
+    def check_share(self, rank: int, num_ranks: int) -> None:
+        for part in self.declared:
+            self._check_part(part, rank, num_ranks)
+
+    def _check_part(self, part: Part, rank: int, num_ranks: int) -> None:
         is_cut = num_ranks > 1 and part.split is not None and part.split.axis == "inputs"
         if is_cut and (why := self.reader.undivided(part)):
             raise UnsupportedModelError(f"{part.path}: {why}")
@@ -432,21 +481,36 @@ def _ignore(tensor: RawTensor) -> None:
     pass
 
 
+def _load_checked(check: Callable[[Tensor], None], load: Callable[[RawTensor], None], tensor: RawTensor) -> None:
+    check(tensor.values())
+    load(tensor)
+
+
+# Makes a method that keeps forms from (reader, parts, dtype, device).
+QuantizedMaker = Callable[[Reader, Sequence[Part], torch.dtype, torch.device], Quantized]
+
+
 @dataclass(frozen=True)
-class _QuantizedMaker:
-    kind: type[Quantized]
+class _ReadBy:
+    make: QuantizedMaker
     reader: Reader
 
     def __call__(self, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> Quantized:
-        return self.kind(self.reader, parts, dtype, device)
+        return self.make(self.reader, parts, dtype, device)
+
+
+@cache
+def say_once(text: str) -> None:
+    """What is done in another way than the checkpoint says, or slower than it could be."""
+    log.warning("%s", text)
 
 
 class Choice(NamedTuple):
     """What a file of this folder chooses from, for a weight of some use on the device at hand."""
 
     use: Use
-    plain: type[Method]
-    quantized: type[Quantized]
+    plain: MethodMaker
+    quantized: QuantizedMaker
     is_gpu: bool = False  # GPU kernels compute with it
 
     @property
@@ -455,7 +519,7 @@ class Choice(NamedTuple):
         return self.use in (Use.ROWS, Use.TIED_ROWS)
 
     def read_by(self, reader: Reader) -> MethodMaker:
-        return _QuantizedMaker(self.quantized, reader)
+        return _ReadBy(self.quantized, reader)
 
 
 T = TypeVar("T")
@@ -481,6 +545,10 @@ class Joined(Method):
     def weights(self) -> Iterator[Weight]:
         for method in self.methods:
             yield from method.weights()
+
+    def check_share(self, rank: int, num_ranks: int) -> None:
+        for method in self.methods:
+            method.check_share(rank, num_ranks)
 
     def numbers(self) -> Tensor:
         return torch.cat([method.numbers() for method in self.methods])

@@ -11,14 +11,15 @@ from torch import Tensor
 
 from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.ops.packed_linear.forms import Affine, Form, Table4
+from quire.quant._checked import finite
 from quire.quant._dummy import whole_scale
 from quire.quant._select import Modules, choice
 from quire.quant.base import ANY, Choice, MethodMaker, Part, Reader, Stored, Use
-from quire.quant.gptq import finite
 
 BLOCK = 64
 NESTED_BLOCK = 256
 MAX_STATE_BYTES = 4096
+MAX_OFFSET = 2.0**127
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class FourBits(Reader):
         absmax_type, absmax = ("U8", 0.0) if self.is_nested else ("F32", scale)
         yield Stored(".weight.absmax", (num_blocks,), (absmax_type,), ("outputs",), fill=absmax)
         yield Stored(".weight.quant_map", (16,), ("F32",), (None,), fill=partial(torch.linspace, -1, 1, 16))
-        yield Stored(self._state_end, (ANY,), ("U8",), (None,), fill=partial(self._dummy_state, n, k, scale))
+        state = partial(self._dummy_state, n, k, scale)
+        yield Stored(self._state_end, (ANY,), ("U8",), (None,), fill=state, check=partial(self._check_state, part))
         if self.is_nested:
             nested = -(-num_blocks // NESTED_BLOCK)
             yield Stored(".weight.nested_absmax", (nested,), ("F32",), ("outputs",), fill=1.0)
@@ -55,40 +57,46 @@ class FourBits(Reader):
     def _state_end(self) -> str:
         return f".weight.quant_state.bitsandbytes__{self.kind}"
 
+    def _check_state(self, part: Part, data: Tensor) -> None:
+        """`part`: the whole weight, of which a rank may have some outputs."""
+        n, k = part.shape[-2:]
+        name = f"{part.path}{self._state_end}"
+        state = _state(name, data)
+        blocks = state.get("blocksize"), state.get("nested_blocksize", NESTED_BLOCK)
+        if (*blocks, state.get("quant_type"), state.get("shape")) != (BLOCK, NESTED_BLOCK, self.kind, [n, k]):
+            raise BadModelFileError(f"{name} does not tell of {n} x {k} weights in {self.kind} and blocks of {BLOCK}")
+
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
         n, k = part.shape[-2:]
-        state = _state(part, tensors[self._state_end])
-        blocks = state.get("blocksize"), state.get("nested_blocksize", NESTED_BLOCK)
-        is_of_kind = blocks == (BLOCK, NESTED_BLOCK) and state.get("quant_type") == self.kind
-        shape = state.get("shape")  # of the whole weight, of which a rank may have some outputs
-        if not is_of_kind or not isinstance(shape, list) or shape[1:] != [k]:
-            raise BadModelFileError(f"{part.path}'s quant_state is not of {n} x {k} weights in blocks of {BLOCK}")
         packed = tensors[".weight"].view(n, k // 2)
         codes = torch.stack((packed >> 4, packed & 15), -1).view(n, k)  # the earlier one in the high bits
         scales = tensors[".weight.absmax"]
         if self.is_nested:
-            outer = tensors[".weight.nested_absmax"].repeat_interleave(NESTED_BLOCK)[: len(scales)]
-            scales = tensors[".weight.nested_quant_map"][scales.int()] * outer + _offset(part, state)
-        table = tuple(finite(part, tensors[".weight.quant_map"]).tolist())
-        return Table4(codes, finite(part, scales).view(n, k // BLOCK), table)
+            outer = finite(part, tensors, ".weight.nested_absmax").repeat_interleave(NESTED_BLOCK)[: len(scales)]
+            inner = finite(part, tensors, ".weight.nested_quant_map")[scales.int()]
+            scales = inner * outer + _offset(f"{part.path}{self._state_end}", tensors[self._state_end])
+        table = tuple(finite(part, tensors, ".weight.quant_map").tolist())
+        end = ".weight.absmax"
+        return Table4(codes, finite(part, {end: scales}, end).view(n, k // BLOCK), table)
 
 
-def _state(part: Part, data: Tensor) -> dict[str, Any]:
+def _state(name: str, data: Tensor) -> dict[str, Any]:
     if len(data) > MAX_STATE_BYTES:
-        raise BadModelFileError(f"{part.path}'s quant_state is longer than {MAX_STATE_BYTES} bytes")
+        raise BadModelFileError(f"{name} is longer than {MAX_STATE_BYTES} bytes")
     try:
         state = json.loads(bytes(data.tolist()))
     except (ValueError, RecursionError):
         state = None
     if not isinstance(state, dict):
-        raise BadModelFileError(f"{part.path}'s quant_state is not a JSON object")
+        raise BadModelFileError(f"{name} is not a JSON object")
     return state
 
 
-def _offset(part: Part, state: dict[str, Any]) -> float:
-    offset = state.get("nested_offset")
-    if not isinstance(offset, int | float):
-        raise BadModelFileError(f"{part.path}'s quant_state has no nested_offset")
+def _offset(name: str, data: Tensor) -> float:
+    offset: Any = _state(name, data).get("nested_offset")
+    is_number = isinstance(offset, int | float) and not isinstance(offset, bool)
+    if not is_number or not -MAX_OFFSET < offset < MAX_OFFSET:
+        raise BadModelFileError(f"{name} gives nested_offset as {offset!r:.40}, which is not a finite number")
     return float(offset)
 
 
@@ -105,7 +113,7 @@ class Int8(Reader):
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
         codes = tensors[".weight"].view(torch.uint8) ^ 128
-        return Affine(codes, finite(part, tensors[".SCB"])[:, None] * (1 / 127), 8, zero=128)
+        return Affine(codes, finite(part, tensors, ".SCB")[:, None] * (1 / 127), 8, zero=128)
 
 
 def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMaker]:
@@ -126,4 +134,4 @@ def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMake
 
 
 def _flag(settings: dict[str, Any], name: str) -> bool:
-    return bool(settings.get(name) or settings.get(f"_{name}"))
+    return any(choice(settings, key, (True, False, None)) for key in (name, f"_{name}"))

@@ -10,12 +10,22 @@ from torch import Tensor
 
 from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.ops.packed_linear.forms import Affine, Form, Table4
-from quire.quant._dummy import E2M1_EXPONENT, E2M1_SCALE, group_of_input, signed_scales, whole_scale, word
-from quire.quant._select import Targets, choice, group_size
-from quire.quant.base import Choice, Fill, MethodMaker, Part, Reader, Stored
-from quire.quant.fp8 import SCALES, Blocks, Scaled, checked_scales
-from quire.quant.gptq import HALVES, ORDERED, affine, fields, finite, group_order
+from quire.quant._checked import checked_scales, finite, positive_scale
+from quire.quant._dummy import E2M1_EXPONENT, E2M1_SCALE, signed_scales, whole_scale, word
+from quire.quant._select import Targets, check, choice, group_size, names, objects
+from quire.quant.base import INPUTS_STAY, Choice, Fill, MethodMaker, Part, Reader, Stored, say_once
+from quire.quant.fp8 import SCALES, Blocks, Scaled
+from quire.quant.gptq import HALVES, ORDERED, affine, fields, group_order, stored_order
 from quire.quant.mxfp4 import nibbles
+
+# What a config may say of weights or activations, by how they are kept.
+FLOAT8 = {"num_bits": (8,), "type": ("float",), "symmetric": (True,)}
+INT8 = {"num_bits": (8,), "type": ("int",), "symmetric": (True,)}
+FLOAT4 = {
+    "num_bits": (4,), "type": ("float",), "symmetric": (True,), "dynamic": (False,),
+    "strategy": ("tensor_group", "group"),
+}  # fmt: skip
+WEIGHTS, INPUTS = "weights.", "input_activations."
 
 
 @dataclass(frozen=True)
@@ -30,7 +40,7 @@ class Int8(Reader):
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
         codes = tensors[".weight"].view(torch.uint8) ^ 128
-        return Affine(codes, finite(part, tensors[".weight_scale"]), 8, zero=128, rounds="int8 token")
+        return Affine(codes, finite(part, tensors, ".weight_scale"), 8, zero=128, rounds="int8 token")
 
 
 @dataclass(frozen=True)
@@ -53,13 +63,13 @@ class Packed(Reader):
         axes = ("outputs", None if num_groups == 1 else "inputs")
         yield Stored(".weight_packed", (n, k // per_word), ("I32",), is_codes=True)
         yield Stored(".weight_scale", (n, num_groups), HALVES, axes, fill=self._dummy_scales(n))
-        yield Stored(".weight_shape", (2,), ("I64",), (None,), unused=True)
+        check_shape = partial(_check_shape, part)
+        yield Stored(".weight_shape", (2,), ("I64",), (None,), unused=True, check=check_shape)
         if not self.symmetric:
             middle = 2 ** (self.bits - 1)
             zeros = word(self.bits, middle - 1, middle)  # not all the same
             yield Stored(".weight_zero_point", (-(-n // per_word), num_groups), ("I32",), axes, fill=zeros)
-        groups = partial(group_of_input, k, group)
-        yield Stored(".weight_g_idx", (k,), ("I32",), ("inputs",), unused=not self.has_order, fill=groups)
+        yield stored_order(part, ".weight_g_idx", group, self.has_order)
 
     def undivided(self, part: Part) -> str:
         return ORDERED if self.has_order and 0 < self.group < part.shape[-1] else ""
@@ -71,10 +81,10 @@ class Packed(Reader):
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
         codes_NK = fields(tensors[".weight_packed"], self.bits).flatten(1)
-        scales_NG = finite(part, tensors[".weight_scale"])
+        scales_NG = finite(part, tensors, ".weight_scale")
         order_K = None
         if self.has_order:
-            order_K = group_order(part, tensors[".weight_g_idx"], scales_NG.shape[1])
+            order_K = group_order(part, tensors, ".weight_g_idx", scales_NG.shape[1])
             codes_NK = codes_NK if order_K is None else codes_NK[:, order_K.long()].contiguous()
         if self.symmetric:
             return Affine(codes_NK, scales_NG, self.bits, 2 ** (self.bits - 1), None, order_K)
@@ -100,8 +110,8 @@ class Nvfp4(Reader):
             yield Stored(".input_global_scale", (1,), SCALES, (None,), unused=True)
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
-        divisor = checked_scales(part, tensors[".weight_global_scale"])
-        scales_NG = finite(part, tensors[".weight_scale"].float()) / divisor
+        divisor = positive_scale(part, tensors, ".weight_global_scale")
+        scales_NG = checked_scales(part, tensors, ".weight_scale") / divisor
         return Table4(nibbles(tensors[".weight_packed"]), scales_NG)
 
 
@@ -119,16 +129,24 @@ class Mxfp4(Reader):
         yield Stored(".weight_scale", (n, k // 32), ("U8", "F8_E8M0"), fill=E2M1_EXPONENT)
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
-        checked_scales(part, tensors[".weight_scale"])
+        checked_scales(part, tensors, ".weight_scale")
         return Table4(nibbles(tensors[".weight_packed"]), tensors[".weight_scale"])
+
+
+def _check_shape(part: Part, shape: Tensor) -> None:
+    if shape.tolist() != list(part.shape):
+        raise BadModelFileError(
+            f"{part.path}.weight_shape is {shape.tolist()}, and the model has {list(part.shape)} there"
+        )
 
 
 def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMaker]:
     _refuse_extras(settings)
     ignored = Targets(settings.get("ignore"), "ignore")
-    groups = settings.get("config_groups")
-    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
-        raise BadModelFileError("quantization_config gives config_groups as something else than an object of objects")
+    groups = objects(settings, "config_groups")
+    if settings.get("config_groups") is None:
+        raise BadModelFileError("quantization_config has no config_groups")
+    Targets([name for group in groups.values() for name in names(group.get("targets"), "targets")], "targets")
     schemes = [(Targets(group.get("targets"), "targets"), _reader(group, settings)) for group in groups.values()]
 
     def find(path: str, ways: Choice) -> MethodMaker:
@@ -145,10 +163,14 @@ def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMake
 
 
 def _refuse_extras(settings: dict[str, Any]) -> None:
-    for key, what in (("sparsity_config", "sparse weights"), ("transform_config", "transforms of weights")):
+    """What would change weights further; empty objects, and the format "dense", say that nothing does."""
+    for key in ("sparsity_config", "moe_sparsity_config", "transform_config"):
         extra = settings.get(key) or {}
-        if extra and extra.get("format") != "dense":
-            raise UnsupportedModelError(f"quantization_config has {key}: {what} are not supported")
+        if not isinstance(extra, dict):
+            raise BadModelFileError(f"quantization_config gives {key} as something else than an object")
+        is_dense = extra.get("format") == "dense" and not extra.get("config_groups")
+        if any(extra.values()) and not is_dense:
+            raise UnsupportedModelError(f"quantization_config has {key}, which is not supported")
 
 
 def _reader(group: dict[str, Any], settings: dict[str, Any]) -> Reader:
@@ -159,47 +181,73 @@ def _reader(group: dict[str, Any], settings: dict[str, Any]) -> Reader:
     if group.get("output_activations") is not None:
         raise UnsupportedModelError("quantization_config has output_activations: rounded outputs are not supported")
     form = group.get("format") or settings.get("format")
-    makers: dict[Any, Callable[[dict[str, Any], dict[str, Any] | None], Reader]] = {
+    makers: dict[str, Callable[[dict[str, Any], dict[str, Any] | None], Reader]] = {
         "float-quantized": _float8,
-        "naive-quantized": _float8,
+        "naive-quantized": _int8 if weights.get("type", "int") == "int" else _float8,
         "int-quantized": _int8,
         "pack-quantized": _packed,
-        "nvfp4-pack-quantized": lambda weights, activations: Nvfp4(activations is not None),
-        "mxfp4-pack-quantized": lambda weights, activations: Mxfp4(),
+        "nvfp4-pack-quantized": _nvfp4,
+        "mxfp4-pack-quantized": _mxfp4,
     }
-    if form not in makers:
+    if not isinstance(form, str) or form not in makers:
         raise UnsupportedModelError(f"quantization_config has the format {form!r:.60}, which is not supported")
     return makers[form](weights, activations)
 
 
 def _float8(weights: dict[str, Any], activations: dict[str, Any] | None) -> Reader:
-    choice(weights, "num_bits", (8,))
-    if choice(weights, "type", ("float", "int"), "int") == "int":
-        return _int8(weights, activations)
-    strategy = choice(weights, "strategy", ("tensor", "channel", "block"))
+    check(weights, FLOAT8, WEIGHTS)
+    strategy = choice(weights, "strategy", ("tensor", "channel", "block"), owner=WEIGHTS)
+    has_static_inputs = False
+    if activations is not None:
+        check(activations, FLOAT8, INPUTS)
+        dynamic = (True,) if strategy == "block" else (True, False, None)
+        has_static_inputs = not choice(activations, "dynamic", dynamic, owner=INPUTS)
+        inputs = "tensor" if has_static_inputs else "group" if strategy == "block" else "token"
+        check(activations, {"strategy": (inputs,)}, INPUTS)
     if strategy == "block":
+        check(activations or {}, {"group_size": (128,)}, INPUTS)
         if weights.get("block_structure") != [128, 128]:
             raise BadModelFileError("quantization_config: blocks of 128 x 128 can be read, no others")
-        return Blocks((128, 128), ".weight_scale")
-    is_static = activations is not None and choice(activations, "dynamic", (True, False), False) is False
+        return Blocks((128, 128), ".weight_scale", rounds=activations is not None)
     shapes = "one" if strategy == "tensor" else "outputs"
-    return Scaled(".weight_scale", shapes, ".input_scale" if is_static else None, activations is not None)
+    return Scaled(".weight_scale", shapes, ".input_scale" if has_static_inputs else None, activations is not None)
 
 
 def _int8(weights: dict[str, Any], activations: dict[str, Any] | None) -> Reader:
-    choice(weights, "num_bits", (8,))
-    choice(weights, "strategy", ("channel",))
-    choice(weights, "symmetric", (True,), True)
-    if activations is None or not choice(activations, "dynamic", (True,)) or not activations.get("symmetric", True):
-        raise UnsupportedModelError("quantization_config: int8 activations are supported with a scale per token only")
+    check(weights, INT8, WEIGHTS)
+    choice(weights, "strategy", ("channel",), owner=WEIGHTS)
+    if activations is None:
+        raise UnsupportedModelError(
+            "quantization_config has no input_activations for int8 weights: a scale per token is needed"
+        )
+    check(activations, {**INT8, "strategy": ("token",)}, INPUTS)
+    choice(activations, "dynamic", (True,), owner=INPUTS)
     return Int8()
+
+
+def _nvfp4(weights: dict[str, Any], activations: dict[str, Any] | None) -> Reader:
+    check(weights, {**FLOAT4, "group_size": (16,)}, WEIGHTS)
+    _say_inputs_stay(activations)
+    return Nvfp4(activations is not None)
+
+
+def _mxfp4(weights: dict[str, Any], activations: dict[str, Any] | None) -> Reader:
+    check(weights, {**FLOAT4, "group_size": (32,)}, WEIGHTS)
+    _say_inputs_stay(activations)
+    return Mxfp4()
+
+
+def _say_inputs_stay(activations: dict[str, Any] | None) -> None:
+    if activations is not None:
+        say_once(INPUTS_STAY)
 
 
 def _packed(weights: dict[str, Any], activations: dict[str, Any] | None) -> Reader:
     if activations is not None:
         raise UnsupportedModelError("quantization_config: rounded activations are not supported with packed weights")
-    bits = choice(weights, "num_bits", (2, 4, 8))
-    strategy = choice(weights, "strategy", ("group", "channel"))
+    check(weights, {"type": ("int",), "dynamic": (False,)}, WEIGHTS)
+    bits = choice(weights, "num_bits", (2, 4, 8), owner=WEIGHTS)
+    strategy = choice(weights, "strategy", ("group", "channel"), owner=WEIGHTS)
     group = group_size(weights) if strategy == "group" else 0
     order = choice(weights, "actorder", (None, False, True, "group", "dynamic", "weight", "static"))
     symmetric = choice(weights, "symmetric", (True, False), True)

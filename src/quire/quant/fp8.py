@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadModelFileError
-from quire.ops.packed_linear.forms import Coded, Float8, Form, float_scales
+from quire.ops.packed_linear.forms import Coded, Float8, Form
 from quire.ops.rounding.reference import FLOAT8, MAX_FLOAT8
+from quire.quant._checked import checked_scales, float8_codes, positive_scale
 from quire.quant._dummy import FLOAT8_SCALE, INPUT_SCALE
 from quire.quant._select import Modules, PlainReader, choice, while_loading
 from quire.quant.base import Choice, MethodMaker, Part, Reader, Stored, Use
@@ -30,6 +31,7 @@ class Blocks(Reader):
 
     block: tuple[int, int]
     scale_end: str = ".weight_scale_inv"
+    rounds: bool = True  # whether activations are rounded
     form = Float8
 
     def stored(self, part: Part) -> Iterable[Stored]:
@@ -38,8 +40,9 @@ class Blocks(Reader):
         yield Stored(self.scale_end, (-(-n // rows), -(-k // columns)), SCALES, fill=FLOAT8_SCALE)
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
-        scales = checked_scales(part, tensors[self.scale_end])
-        return Float8(tensors[".weight"], scales, self.block, rounds="float8 group")
+        codes = float8_codes(part, tensors, ".weight")
+        scales = checked_scales(part, tensors, self.scale_end)
+        return Float8(codes, scales, self.block, rounds="float8 group" if self.rounds else None)
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,11 @@ class Scaled(Reader):
             yield Stored(self.input_scale_end, input_shape, SCALES, (None,), fill=INPUT_SCALE)
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
-        codes = tensors[".weight"]
-        scales = checked_scales(part, tensors[self.scale_end]).flatten().expand(len(codes)).contiguous()
+        codes = float8_codes(part, tensors, ".weight")
+        scales = checked_scales(part, tensors, self.scale_end).flatten().expand(len(codes)).contiguous()
         if self.input_scale_end is None:
             return Float8(codes, scales, rounds="float8 token" if self.rounds else None)
-        input_scale = checked_scales(part, tensors[self.input_scale_end]).item()
+        input_scale = positive_scale(part, tensors, self.input_scale_end).item()
         return Float8(codes, scales, rounds="float8 static", input_scale=input_scale)
 
 
@@ -96,25 +99,13 @@ def _rounded(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     return (weight_NK / best_scale).to(FLOAT8), best_scale
 
 
-def checked_scales(part: Part, scales: Tensor) -> Tensor:
-    """In float32; BadModelFileError if one is not a number."""
-    if scales.dtype == torch.uint8 and bool((scales == 255).any()):
-        raise BadModelFileError(f"a scale of {part.path} is 255, which is no power of two")
-    values = float_scales(scales)
-    if not bool(values.isfinite().all()):
-        raise BadModelFileError(f"a scale of {part.path} is not a finite number")
-    return values
-
-
 def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMaker]:
     if not settings:
         return while_loading(Online())
     choice(settings, "fmt", ("e4m3", None))
     is_static = choice(settings, "activation_scheme", ("dynamic", "static")) == "static"
-    # Checkpoints made for vLLM have names of their own.
-    is_vllms = "ignored_layers" in settings
-    skipped_key = "ignored_layers" if is_vllms else "modules_to_not_convert"
-    skipped = Modules(settings.get(skipped_key), skipped_key)
+    is_vllms = "ignored_layers" in settings  # checkpoints made for vLLM have names of their own
+    skipped = [Modules(settings.get(key), key) for key in ("ignored_layers", "modules_to_not_convert")]
     block = settings.get("weight_block_size")
     reader: Reader
     if block is None and is_vllms:
@@ -127,7 +118,7 @@ def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMake
         reader = Blocks((128, 128))
 
     def find(path: str, ways: Choice) -> MethodMaker:
-        is_plain = ways.is_table or ways.use is Use.HEAD or path in skipped
+        is_plain = ways.is_table or ways.use is Use.HEAD or any(path in listed for listed in skipped)
         return ways.plain if is_plain else ways.read_by(reader)
 
     return find

@@ -12,7 +12,7 @@ from quire.checkpoint.gguf import BLOCK
 from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.ops.dequantize import gguf as codec
 from quire.ops.packed_linear import forms
-from quire.quant._select import pattern
+from quire.quant._select import patterns
 from quire.quant.base import Choice, MethodMaker, Part, RawTensor, Reader, Stored, Use
 
 
@@ -58,4 +58,4 @@ def _rules(types: Any) -> list[tuple[Any, Blocks]]:
     is_table = isinstance(types, dict) and all(isinstance(name, str) and name in BLOCK for name in types.values())
     if not is_table:
         raise BadModelFileError(f"quantization_config gives types as something else than names of {', '.join(BLOCK)}")
-    return [(pattern(text, "types"), Blocks(name)) for text, name in types.items()]
+    return list(zip(patterns(types, "types"), map(Blocks, types.values())))

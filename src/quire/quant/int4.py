@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.packed_linear.forms import Affine, Coded
-from quire.quant._select import PlainReader, while_loading
+from quire.quant._select import PlainReader, refuse_settings, while_loading
 from quire.quant.base import Choice, MethodMaker
 
 GROUP = 32
@@ -30,4 +30,5 @@ class Online(PlainReader):
 
 
 def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMaker]:
+    refuse_settings(settings)
     return while_loading(Online(), head_on_cpus=True)

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from quire.errors import UnsupportedModelError
 from quire.ops.packed_linear.forms import Form, Table4
+from quire.quant._checked import checked_scales
 from quire.quant._dummy import E2M1_SCALE
-from quire.quant._select import Globs
-from quire.quant.base import Choice, MethodMaker, Part, Reader, Stored
-from quire.quant.fp8 import SCALES, Scaled, checked_scales
-from quire.quant.gptq import finite
+from quire.quant._select import Globs, check, refuse
+from quire.quant.base import INPUTS_STAY, Choice, MethodMaker, Part, Reader, Stored, say_once
+from quire.quant.fp8 import SCALES, Scaled
 from quire.quant.mxfp4 import nibbles
 
 
@@ -32,20 +32,24 @@ class Nvfp4(Reader):
         yield Stored(".input_scale", (), SCALES, unused=True)
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
-        factor = checked_scales(part, tensors[".weight_scale_2"])
-        return Table4(nibbles(tensors[".weight"]), finite(part, tensors[".weight_scale"].float()) * factor)
+        factor, scales_NG = (checked_scales(part, tensors, end) for end in (".weight_scale_2", ".weight_scale"))
+        return Table4(nibbles(tensors[".weight"]), scales_NG * factor)
 
 
 def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMaker]:
     """`settings`: of config.json, or `quantization` of hf_quant_config.json."""
     algorithm = settings.get("quant_algo")
     readers: dict[Any, Reader] = {"FP8": Scaled(".weight_scale", "tensor", ".input_scale"), "NVFP4": Nvfp4()}
-    if algorithm not in readers:
+    if not isinstance(algorithm, str) or algorithm not in readers:
         raise UnsupportedModelError(f"quant_algo {algorithm!r:.60} is not supported: {', '.join(readers)} are")
-    excluded = Globs(settings.get("ignore") or settings.get("exclude_modules"), "exclude_modules")
+    refuse(settings, "pre_quant_scale", "has_zero_point")
+    if algorithm == "NVFP4":
+        check(settings, {"group_size": (16,)})
+        say_once(INPUTS_STAY)
+    excluded = [Globs(settings.get(key), key) for key in ("ignore", "exclude_modules")]
 
     def find(path: str, ways: Choice) -> MethodMaker:
-        is_plain = ways.is_table or path in excluded
+        is_plain = ways.is_table or any(path in listed for listed in excluded)
         return ways.plain if is_plain else ways.read_by(readers[algorithm])
 
     return find

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from quire.ops.packed_linear.forms import E2M1, Coded, Form, Table4
+from quire.quant._checked import checked_scales
 from quire.quant._dummy import E2M1_EXPONENT
-from quire.quant._select import PlainReader, while_loading
+from quire.quant._select import Modules, PlainReader, check, while_loading
 from quire.quant.base import AXES, Choice, MethodMaker, Part, Reader, Stored, Use
-from quire.quant.fp8 import checked_scales
 
 GROUP = 32
 
@@ -32,7 +32,7 @@ class Blocks(Reader):
         yield Stored("_scales", (*rows, columns // GROUP), ("U8",), axes, fill=E2M1_EXPONENT)
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
-        checked_scales(part, tensors["_scales"])
+        checked_scales(part, tensors, "_scales")
         codes = nibbles(tensors["_blocks"].view(-1, part.shape[-1] // 2))
         return Table4(codes, tensors["_scales"].view(len(codes), -1))
 
@@ -68,4 +68,11 @@ def nibbles(packed: Tensor) -> Tensor:
 def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMaker]:
     if not settings:
         return while_loading(Online())
-    return lambda path, ways: ways.read_by(Blocks()) if ways.use is Use.EXPERTS else ways.plain
+    check(settings, {"bits": (4,), "group_size": (GROUP,)})
+    skipped = Modules(settings.get("modules_to_not_convert"), "modules_to_not_convert")
+
+    def find(path: str, ways: Choice) -> MethodMaker:
+        is_plain = ways.use is not Use.EXPERTS or path in skipped
+        return ways.plain if is_plain else ways.read_by(Blocks())
+
+    return find

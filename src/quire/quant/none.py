@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from quire.quant._select import refuse_settings
 from quire.quant.base import Choice, MethodMaker
 
 
@@ -12,4 +13,5 @@ def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMake
     `settings`: `quantization_config` of config.json; empty if the checkpoint is plain and the option asks for this.
     Other names of it that users and checkpoints know are ALIASES.
     """
+    refuse_settings(settings)
     return lambda path, ways: ways.plain

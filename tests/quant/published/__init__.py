@@ -1,6 +1,7 @@
 """Quantized checkpoints made and read by the libraries that define their formats: the truth for our own readers.
 
 A case needs its library: transformers (fp8), compressed-tensors (ct), bitsandbytes (bnb), nvidia-modelopt (modelopt).
+Layers of the first round their inputs as those of the second do.
 `python -m tests.quant.published` prints all of them.
 """
 

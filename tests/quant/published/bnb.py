@@ -2,6 +2,7 @@
 
 The oracle is bitsandbytes on the CPU: its modules quantize and name the tensors, its functions dequantize. It
 dequantizes four bits to the dtype that the weight had, here bfloat16; it is told float32 instead, for exact products.
+Its own layer of four bits is run; the one of int8 rounds inputs, which we do not, on purpose.
 """
 
 from collections.abc import Mapping
@@ -14,8 +15,8 @@ from torch import Tensor
 from tests.quant.published.common import SIZES, Published, linears, weights
 
 
-def state_of(weight: Tensor, settings: Any) -> Mapping[str, Tensor]:
-    """What a checkpoint has of a linear with this weight."""
+def quantized(weight: Tensor, settings: Any) -> torch.nn.Linear:
+    """The library's own layer with this weight. What its `state_dict` holds is what a checkpoint has of it."""
     from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 
     outputs, inputs = weight.shape
@@ -27,7 +28,7 @@ def state_of(weight: Tensor, settings: Any) -> Mapping[str, Tensor]:
         nested = settings.bnb_4bit_use_double_quant
         linear = Linear4bit(inputs, outputs, bias=False, quant_type=kind, compress_statistics=nested)
         linear.weight = Params4bit(weight, requires_grad=False, quant_type=kind, compress_statistics=nested)
-    return linear.to("cpu").state_dict()
+    return linear.to("cpu")
 
 
 def value_of(state: Mapping[str, Tensor]) -> Tensor:
@@ -52,14 +53,17 @@ def published(sizes: Mapping[str, Any] = SIZES, skipped: list[str] | None = None
 
     settings = BitsAndBytesConfig(llm_int8_skip_modules=skipped, **options)
     tensors = weights(sizes)
-    values = {}
+    values, layers = {}, {}
     for path in linears(tensors):
         if not should_convert_module(path, skipped):
             continue
-        state = state_of(tensors.pop(f"{path}.weight"), settings)
+        linear = quantized(tensors.pop(f"{path}.weight"), settings)
+        state = linear.state_dict()
         values[path] = value_of(state)
+        if settings.load_in_4bit:
+            layers[path] = linear
         tensors |= {f"{path}.{name}": tensor for name, tensor in state.items()}
-    return Published({**sizes, "quantization_config": settings.to_dict()}, tensors, values)
+    return Published({**sizes, "quantization_config": settings.to_dict()}, tensors, values, layers=layers)
 
 
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.bfloat16}

@@ -1,7 +1,7 @@
 """What every case shares: sizes of a small Llama, its plain weights, and what a published checkpoint consists of."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,12 @@ class Published:
     tensors: dict[str, Tensor]  # model.safetensors
     values: dict[str, Tensor]  # path of a quantized linear -> its weight [outputs, inputs] in float32
     files: dict[str, Any] = field(default_factory=dict)  # other JSON files
+    # path -> what the library's layer makes of inputs in float32, where this is more than their product with the value.
+    layers: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+
+    def outputs(self, path: str, x: Tensor) -> Tensor:
+        """What the library computes: it may round inputs."""
+        return self.layers[path](x) if path in self.layers else x @ self.values[path].T
 
     def plain(self) -> dict[str, Tensor]:
         """The same model without quantization: every weight in float32 by its usual name."""

@@ -4,6 +4,7 @@ The oracle is the compressed-tensors library: its presets are the schemes, it de
 computes scales, packs, writes the quantization_config, and unpacks. Scales are bfloat16, the model's dtype. It
 dequantizes in the dtype of the scales (NVFP4 and MXFP4: to bfloat16), which rounds; here it is given the same scales
 in float32, so that the values are exact products. `check` compares them with what it makes of the tensors as they are.
+Its own layers round inputs, except to FP4: we compute with FP4 weights and inputs of 16 bits, on purpose.
 """
 
 import json
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tests.quant.published.common import PARTIAL, SIZES, Published, weights
 
@@ -62,7 +64,7 @@ def calibrated(weight: Tensor, args: Any) -> dict[str, Tensor]:
 
 
 def activation_scales(args: Any, place: int) -> dict[str, Tensor]:
-    """What a checkpoint has for a linear's inputs, with invented numbers: nothing here is run."""
+    """What a checkpoint has for a linear's inputs, with invented numbers."""
     if args is None or args.dynamic is True:
         return {}
     if args.dynamic:
@@ -95,6 +97,22 @@ def check(made: Mapping[str, Tensor], scheme: Any, weight: Tensor) -> None:
     assert torch.equal(theirs, weight.to(torch.bfloat16))
 
 
+def layer(scheme: Any, weight: Tensor, input_scale: Tensor | None, x: Tensor) -> Tensor:
+    """What the library's own layer makes of inputs. It wants batches, and whole groups: zeros fill them up."""
+    from compressed_tensors.quantization import QuantizationStatus
+    from compressed_tensors.quantization.lifecycle.forward import set_forward_quantized
+
+    filling = (0, -weight.shape[1] % (scheme.input_activations.group_size or 1))
+    linear = torch.nn.Linear(1, 1, bias=False)
+    linear.weight = torch.nn.Parameter(functional.pad(weight, filling), requires_grad=False)
+    linear.quantization_scheme = scheme
+    linear.quantization_status = QuantizationStatus.COMPRESSED
+    if input_scale is not None:
+        linear.input_scale = torch.nn.Parameter(input_scale.float(), requires_grad=False)
+    set_forward_quantized(linear)
+    return linear(functional.pad(x, filling)[None])[0]
+
+
 def published(
     groups: Mapping[str, tuple[str, list[str], dict[str, Any]]],
     sizes: Mapping[str, Any] = SIZES,
@@ -124,20 +142,22 @@ def published(
     formats = {scheme.format.value for scheme in config.config_groups.values()}
     config.format = formats.pop() if len(formats) == 1 else "mixed-precision"
     tensors = weights(sizes)
-    values = {}
+    values, layers = {}, {}
     for path, scheme in schemes(config, sizes).items():
         state = calibrated(change(path, tensors.pop(f"{path}.weight")), scheme.weights)
         state |= activation_scales(scheme.input_activations, len(values))
         made = BaseCompressor.get_value_from_registry(scheme.format.value).compress(state, scheme)
         values[path] = exact(made, scheme)
         check(made, scheme, values[path])
+        if scheme.input_activations is not None and scheme.input_activations.num_bits > 4:
+            layers[path] = partial(layer, scheme, values[path], made.get("input_scale"))
         tensors |= {f"{path}.{name}": tensor for name, tensor in made.items()}
     config.quantization_status = QuantizationStatus.COMPRESSED
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(sizes))
         ModelCompressor(config).update_config(folder)
         written = json.loads((Path(folder) / "config.json").read_text())
-    return Published(written, tensors, values)
+    return Published(written, tensors, values, layers=layers)
 
 
 def unlike(path: str, weight: Tensor) -> Tensor:

@@ -3,15 +3,19 @@
 The oracle is transformers: Fp8Quantize makes the tensors, and the function that its backward pass dequantizes with
 reads them, as Fp8Dequantize refuses blocks that are not whole. Both compute in float32. Fp8Quantize leaves a weight
 plain where blocks are not whole; such a weight is filled up with zeros for it, and what it makes is cut to size.
+
+Transformers rounds inputs in kernels for GPUs only; the layers of compressed-tensors follow the same rule in torch.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tests.quant.published import compressed
 from tests.quant.published.common import PARTIAL, SIZES, Published, linears, weights
 
 BLOCK = [128, 128]
@@ -30,6 +34,14 @@ def quantize(weight: Tensor, settings: Any) -> tuple[Tensor, Tensor]:
     return made["linear.weight"][:outputs, :inputs], made["linear.weight_scale_inv"]
 
 
+def layer(weight: Tensor, input_scale: Tensor | None, x: Tensor) -> Tensor:
+    """Inputs rounded with a scale for each 128, or with the checkpoint's."""
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    scheme = preset_name_to_scheme("FP8_BLOCK" if input_scale is None else "FP8", compressed.LINEAR)
+    return compressed.layer(scheme, weight, input_scale, x)
+
+
 def published(
     sizes: Mapping[str, Any],
     quantization: dict[str, Any],
@@ -42,7 +54,7 @@ def published(
 
     settings = FineGrainedFP8Config(**quantization)
     tensors = weights(sizes)
-    values = {}
+    values, layers = {}, {}
     for path in linears(tensors):
         if not should_convert_module(path, settings.modules_to_not_convert):
             continue
@@ -51,8 +63,9 @@ def published(
             scale = scale.reshape(())
             tensors[f"{path}.activation_scale"] = torch.tensor(0.02 + 0.001 * len(values), dtype=scale.dtype)
         values[path] = _dequantize_fp8_weight(weight, scale, settings.weight_block_size, torch.float32)
+        layers[path] = partial(layer, values[path], tensors.get(f"{path}.activation_scale"))
         tensors |= {f"{path}.weight": weight, f"{path}.weight_scale_inv": stored(scale)}
-    return Published({**sizes, "quantization_config": quantization}, tensors, values)
+    return Published({**sizes, "quantization_config": quantization}, tensors, values, layers=layers)
 
 
 def blocks() -> Published:

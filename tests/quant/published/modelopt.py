@@ -1,7 +1,8 @@
 """Checkpoints with quant_method "modelopt", as NVIDIA publishes them.
 
 The oracle is nvidia-modelopt: it calibrates with one batch of random tokens, exports a folder, and reads the weights
-back in float32. Older checkpoints lack quantization_config in config.json and have hf_quant_config.json only.
+back in float32; its quantizers round inputs to FP8. It rounds them to FP4 too, which we do not, on purpose. Older
+checkpoints lack quantization_config in config.json and have hf_quant_config.json only.
 """
 
 import contextlib
@@ -50,6 +51,14 @@ def value_of(path: str, tensors: Mapping[str, Tensor]) -> Tensor:
     return packed.dequantize(torch.float32, scale=scale, double_scale=whole, block_sizes={-1: 16})
 
 
+def layer(weight: Tensor, input_scale: Tensor, x: Tensor) -> Tensor:
+    from modelopt.torch.quantization.config import QuantizerAttributeConfig
+    from modelopt.torch.quantization.nn import TensorQuantizer
+
+    rounded = TensorQuantizer(QuantizerAttributeConfig(num_bits=(4, 3)), amax=input_scale * 448)(x)
+    return rounded @ weight.T
+
+
 def published(
     kind: str, sizes: Mapping[str, Any] = SIZES, skipped: str | None = None, with_cache: bool = False
 ) -> Published:
@@ -66,7 +75,12 @@ def published(
         config, quantization = (json.loads((folder / f).read_text()) for f in ("config.json", "hf_quant_config.json"))
     quantized = [path for path in linears(tensors) if f"{path}.weight_scale" in tensors]
     values = {path: value_of(path, tensors) for path in quantized}
-    return Published(config, tensors, values, {"hf_quant_config.json": quantization})
+    layers = {
+        path: partial(layer, weight, tensors[f"{path}.input_scale"])
+        for path, weight in values.items()
+        if tensors[f"{path}.weight"].dtype == torch.float8_e4m3fn
+    }
+    return Published(config, tensors, values, {"hf_quant_config.json": quantization}, layers)
 
 
 def older() -> Published:

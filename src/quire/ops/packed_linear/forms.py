@@ -8,7 +8,7 @@ Shape letters: N outputs, K inputs, G groups of neighbouring inputs.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ class TwoLevel:
 class Affine:
     """Whole numbers of few bits: scale * (code - zero) + minimum, with a scale (and a minimum) per output and group."""
 
+    SAID: ClassVar[str] = "weights of whole numbers"
     codes_NK: Tensor  # uint8, each below 2 ** bits
     scales_NG: Tensor | TwoLevel  # any float
     bits: int
@@ -70,6 +71,7 @@ class Affine:
 class Float8:
     """Eight-bit floats (E4M3) times a scale per output, or per block of outputs and inputs."""
 
+    SAID: ClassVar[str] = "weights of 8-bit floats"
     codes_NK: Tensor  # float8_e4m3fn
     scales: Tensor  # float32: [N], or [blocks of outputs, blocks of inputs]
     block: tuple[int, int] | None = None  # outputs and inputs that share a scale; None: a scale per output
@@ -92,6 +94,7 @@ class Float8:
 class Table4:
     """Four-bit codes that stand for 16 values, times a scale per output and group of inputs."""
 
+    SAID: ClassVar[str] = "weights of 4-bit codes"
     codes_NK: Tensor  # uint8, each below 16
     scales_NG: Tensor | TwoLevel  # any float, also float8_e4m3fn; or uint8: powers of two, 2 ** (byte - 127)
     table: tuple[float, ...] = E2M1
@@ -112,6 +115,7 @@ class Table4:
 class Plain:
     """Not quantized: one of the weights that a quantized checkpoint leaves as they are."""
 
+    SAID: ClassVar[str] = "plain weights"
     values_NK: Tensor
 
     def numbers(self) -> Tensor:
@@ -122,6 +126,7 @@ class Plain:
 class Blocks:
     """GGUF's blocks, as a file has them: they are one of the other forms, as which `codec` reads them."""
 
+    SAID: ClassVar[str] = "the blocks of GGUF files"
     type_name: str
     raw: Tensor  # uint8
     shape: tuple[int, int]

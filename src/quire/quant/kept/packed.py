@@ -1,9 +1,14 @@
 """Codes stay packed for the compiled CPU kernels; float8, which has no kernel there, becomes bfloat16."""
 
+from collections.abc import Sequence
+
+import torch
+
 from quire.ops.packed_linear import cpu as linear
 from quire.ops.packed_linear.forms import Affine, Blocks, Form, Table4
-from quire.quant.base import Quantized
-from quire.quant.plain.packed import Packed, PackedExperts, why_not
+from quire.quant.base import Part, Quantized, Reader
+from quire.quant.kept.numbers import Numbers
+from quire.quant.plain.packed import Packed, PackedExperts, has_whole_blocks, why_not
 
 __all__ = ["METHOD", "PackedExpertForms", "PackedForms", "why_not"]
 
@@ -19,4 +24,9 @@ class PackedExpertForms(PackedForms, PackedExperts):
     pass
 
 
-METHOD, EXPERTS = PackedForms, PackedExpertForms
+def METHOD(reader: Reader, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> Quantized:
+    return (PackedForms if has_whole_blocks(parts) else Numbers)(reader, parts, dtype, device)
+
+
+def EXPERTS(reader: Reader, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> Quantized:
+    return (PackedExpertForms if has_whole_blocks(parts) else Numbers)(reader, parts, dtype, device)

@@ -16,7 +16,7 @@ from quire.ops.elementwise.triton import fits_rounded_rms_norm
 from quire.ops.packed_linear import cuts, many_rows, rows, tiles, words
 from quire.ops.packed_linear import triton as kernels
 from quire.ops.packed_linear.forms import Blocks, Form, Plain, weight_only
-from quire.quant.base import Part, Quantized, Reader, runs_of
+from quire.quant.base import Part, Quantized, Reader, runs_of, say_once
 from quire.quant.plain import dense_gpu as dense
 from quire.quant.plain.dense_gpu import why_not
 
@@ -134,6 +134,9 @@ class ExpertForms(Words):
         piece = self.pieces[0] if len(self.pieces) == 1 else None
         if isinstance(piece, words.WordWeight) and piece.order_K is None:
             return words.ExpertWords(piece, num_experts)
+        say_once(
+            f"experts whose parts are packed differently, or have an order of inputs, become {str(self.dtype)[6:]}"
+        )
         numbers = super().experts(num_experts)
         self.pieces = [numbers]
         return numbers

@@ -1,7 +1,8 @@
 """Weights in the order that the compiled CPU kernels read, here as bfloat16; quant/kept/packed.py keeps codes likewise.
 
 The same form serves a single row (read packed, at the speed of memory) and many rows (unpacked tile by tile on the way
-to the matrix unit), so nothing is kept twice.
+to the matrix unit), so nothing is kept twice. Kernels read inputs in blocks of 32: a weight that does
+not consist of these, such as a rank's part of one, is a plain tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 
 from quire.ops.packed_linear import cpu as linear
+from quire.ops.packed_linear.reference import BLOCK
 from quire.quant.base import PLAIN, Method, Part, RawTensor, runs_of
+from quire.quant.plain.dense import Dense
 
 
 class Packed(Method):
@@ -89,5 +92,17 @@ class PackedExperts(Packed):
         return [linear.concat(run) for run in runs_of(parts, linear.joinable)]
 
 
-METHOD, EXPERTS = Packed, PackedExperts
+def has_whole_blocks(parts: Sequence[Part]) -> bool:
+    """Whether this rank's inputs are what the kernels take."""
+    return all(kept.shape[-1] % BLOCK == 0 for part in parts if (kept := part.kept()) is not None)
+
+
+def METHOD(parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> Method:
+    return (Packed if has_whole_blocks(parts) else Dense)(parts, dtype, device)
+
+
+def EXPERTS(parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> Method:
+    return (PackedExperts if has_whole_blocks(parts) else Dense)(parts, dtype, device)
+
+
 why_not = linear.why_not
