@@ -1,9 +1,9 @@
 """How much memory loading takes: `python benchmarks/load_memory.py MODEL [--kinds none int8 …] [--device cpu] [-tp N]`.
 
 Each kind (`--quantization`), and each rank's part of it, is loaded in a process of its own. Printed are the bytes of
-the weights that stay, and the peak above what the process had before, as a multiple of them: of anonymous memory
-(RssAnon), and on GPUs of torch's allocations. A GGUF file is dequantized to bfloat16 safetensors first for the kinds
-that start from those.
+the weights that stay, also as a multiple of what the checkpoint's tensors take, and the peak above what the process had
+before, as a multiple of what stays: of anonymous memory (RssAnon), and on GPUs of torch's allocations. A GGUF file is
+dequantized to bfloat16 safetensors first for the kinds that start from those.
 """
 
 import argparse
@@ -45,6 +45,18 @@ def watched_peak() -> Iterator[list[int]]:
         thread.join()
 
 
+def checkpoint_bytes(model: str) -> int:
+    """What its tensors take."""
+    from quire.checkpoint.find import find
+    from quire.checkpoint.safetensors import SafetensorsFolder
+
+    files = find(model)
+    if files.kind == "gguf":
+        return sum(tensor.nbytes for tensor in files.gguf.tensors.values())
+    with SafetensorsFolder(files.path) as folder:
+        return sum(tensor.nbytes for tensor in folder.tensors.values())
+
+
 def load(model: str, kind: str, device: str, rank: int, num_ranks: int) -> str:
     """In a process of its own."""
     import torch
@@ -68,8 +80,8 @@ def load(model: str, kind: str, device: str, rank: int, num_ranks: int) -> str:
     before = anonymous_bytes()
     with watched_peak() as peak:
         worker = Worker(info.config, Ranks(group))
-    size = worker.weight_bytes
-    line = f"| {kind} | {rank} | {size / 1e6:.0f} | {(peak[0] - before) / size:.2f} |"
+    size, in_file = worker.weight_bytes, checkpoint_bytes(model)
+    line = f"| {kind} | {rank} | {size / 1e6:.0f} | {size / in_file:.3f} | {(peak[0] - before) / size:.2f} |"
     return line if device == "cpu" else f"{line} {torch.cuda.max_memory_allocated() / size:.2f} |"
 
 
@@ -86,7 +98,7 @@ def main() -> None:
         print(load(args.model, args.one, args.device, args.rank, args.tensor_parallel_size))
         return
     print(
-        "| kept as | rank | MB | peak of host memory, times that |"
+        "| kept as | rank | MB | times the checkpoint's | peak of host memory, times what stays |"
         + (" of the GPU's |" if args.device != "cpu" else "")
     )
     with tempfile.TemporaryDirectory() as folder:

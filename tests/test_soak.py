@@ -7,7 +7,6 @@ import sys
 from benchmarks.server_process import ServerProcess, children, cpu_s, memory_bytes, num_files, state
 from benchmarks.soak import Sample, growth, soak
 
-
 # Tokens are guessed however many requests run.
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens_per_batch_size": [[1, 1000, 3]]}
 
