@@ -5,6 +5,7 @@ Used by the serving benchmarks. Linux only.
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 
 QUIRE = [sys.executable, "-m", "quire", "serve"]
 START_S = 120.0
+END_S = 5.0  # for the processes of a server that has ended
 
 
 def free_port() -> int:
@@ -50,6 +52,10 @@ class ServerProcess:
         )
         self.process.stdin.write(stdin)
         self.process.stdin.close()
+        self.pids: set[int] = (
+            set()
+        )  # of its processes, and what they had opened below /dev/shm, when it was asked to end
+        self.shared: set[Path] = set()
 
     def __enter__(self) -> "ServerProcess":
         deadline_s = time.monotonic() + START_S
@@ -76,7 +82,12 @@ class ServerProcess:
 
     def stop(self, timeout_s: float = 60.0) -> int | None:
         """Asks it to end; its exit status, None if it does not end in time."""
-        self.process.send_signal(signal.SIGTERM)
+        return self.end_by(signal.SIGTERM, timeout_s)
+
+    def end_by(self, signum: signal.Signals, timeout_s: float = 60.0) -> int | None:
+        self.pids = family(self.pid)
+        self.shared = {path for pid in self.pids for path in shared_files(pid)}
+        self.process.send_signal(signum)
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -86,8 +97,13 @@ class ServerProcess:
         return Path(self.log.name).read_text(errors="replace")[-4000:]
 
     def leftovers(self) -> list[str]:
-        """What an ended server should have taken with it."""
-        found = [f"the file {path.name} is still there" for path in Path(self.folder.name).rglob("*")]
+        """What an ended server should have taken with it; one that was killed cannot remove its folder."""
+        kept = [] if self.process.returncode == -signal.SIGKILL else Path(self.folder.name).rglob("*")
+        found = [f"the file {path.name} is still there" for path in (*kept, *filter(Path.exists, self.shared))]
+        deadline_s = time.monotonic() + END_S
+        while (living := [pid for pid in self.pids if state(pid) not in "ZX"]) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        found += [f"the process {pid} is still there" for pid in living]
         with socket.socket() as client:
             if client.connect_ex(("127.0.0.1", self.port)) == 0:
                 found.append(f"port {self.port} is still open")
@@ -116,6 +132,36 @@ def children(pid: int) -> list[int]:
         with contextlib.suppress(OSError):  # a thread that ended meanwhile
             found += map(int, task.read_text().split())
     return found
+
+
+def family(pid: int) -> set[int]:
+    """A process, its children, and theirs."""
+    return {pid}.union(*map(family, children(pid)))
+
+
+def shared_files(pid: int) -> set[Path]:
+    """Below /dev/shm, that it has mapped or open."""
+    found = set(re.findall(r"/dev/shm/\S+", maps(pid)))
+    with contextlib.suppress(OSError):  # it is gone
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return {Path(path) for path in found if path.startswith("/dev/shm/") and not path.endswith("(deleted)")}
+
+
+def listening_inodes(pid: int) -> set[str]:
+    """Of TCP sockets in state LISTEN that the process holds."""
+    listening = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                listening.add(f"socket:[{fields[9]}]")
+    held = set()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that listed them
+            held.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return listening & held
 
 
 def maps(pid: int) -> str:

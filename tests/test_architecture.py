@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "distributed": {"distributed", "ops"},
     "ops": {"ops"},
     # the base: each stands on less than itself
-    "config": {"config", "errors", "utils.files"},
+    "config": {"config", "errors", "registry", "utils.files"},
     "params": {"errors"},
     "outputs": set(),
     "messages": {"config", "params", "step", "structured.spec"},

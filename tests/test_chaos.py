@@ -34,7 +34,8 @@ MORE = {
     "two engines": ["-dp", "2"],
 }
 WATCHDOG_S = 3
-MOVES_WITHIN_S = 5.0  # or, on slow machines, within twice the time a first start and the first tokens take there
+MOVES_WITHIN_S = 6.0  # or, on slow machines, within twice the time a first start and the first tokens take there
+PATIENCE = 4  # watchdogs until a core that stands still is replaced: patience grows with the longest step
 
 
 @pytest.fixture(scope="module")
@@ -137,14 +138,17 @@ def test_streams_survive_three_kills_and_a_stop(server):
 
     truth = asyncio.run(undisturbed())
     streams, pauses, stopped = asyncio.run(disturbed())
-    shown = ", ".join(f"{pause:.1f}" for pause in pauses)
-    print(f"streams moved again after {shown} s; after a stop {stopped:.1f} s")
     assert all(len(ids) == server.max_tokens for ids in streams.token_ids)  # none lost, none twice
     assert streams.texts == truth.texts
     assert streams.token_ids == truth.token_ids
     moves_within_s = max(MOVES_WITHIN_S, 2 * (server.start_s + truth.first_s))
-    assert max(pauses) < moves_within_s
-    assert stopped < 4 * WATCHDOG_S + moves_within_s  # patience grows with the longest step
+    shown = ", ".join(f"{pause:.1f}" for pause in pauses)
+    print(
+        f"streams moved again after {shown} s (allowed: {moves_within_s:.1f} here, {MOVES_WITHIN_S:.1f} on a quiet "
+        f"machine); after a stop {stopped:.1f} s ({PATIENCE * WATCHDOG_S:.1f} more are allowed)"
+    )
+    assert max(pauses) <= moves_within_s
+    assert stopped <= PATIENCE * WATCHDOG_S + moves_within_s
 
 
 @pytest.mark.parametrize("server", ["a small one", "two ranks", "two engines"], indirect=True)

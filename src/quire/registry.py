@@ -9,6 +9,7 @@ import ast
 import functools
 import importlib
 import pkgutil
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +34,12 @@ def load(package: str, name: str) -> ModuleType:
     if name not in names(package):
         raise ConfigError(f"there is no {kind} {name!r}: choose from {', '.join(names(package))}")
     return importlib.import_module(f"{package}.{name}")
+
+
+def find_literal(package: str, variable: str, wanted: Iterable[str]) -> str | None:
+    """The extension whose `variable` lists one of these: the first of them that any lists."""
+    by_value = {value: name for name, listed in literals(package, variable).items() for value in listed}
+    return next((by_value[value] for value in wanted if value in by_value), None)
 
 
 @functools.cache

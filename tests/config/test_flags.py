@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from quire.config import EngineConfig, SchedulerConfig, knob
+from quire.config import EngineConfig, SchedulerConfig, knob, quantization_file
 from quire.config.flags import Parser, add_flags, from_args, size
 from quire.config.resolve import Machine, resolve
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UnsupportedModelError
 
 HF = {"max_position_embeddings": 4096}
 CPU, GPU = Machine(num_cores=2), Machine(num_cores=2, num_gpus=1)
@@ -125,6 +125,24 @@ def test_contradictions_are_refused(options, kind):
         resolve(EngineConfig.from_kwargs(**options), "/m", kind, HF, CPU)
 
 
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("inc", "auto-round"),
+        ("cpu_awq", "awq"),
+        ("gptq_bitblas", "gptq"),
+        ("gpt_oss_mxfp4", "mxfp4"),
+        ("modelopt_fp4", "modelopt"),
+    ],
+)
+def test_vllms_names_mean_the_checkpoints_quantization(name, own):
+    asked = EngineConfig.from_kwargs(quantization=name)
+    quantized = {**HF, "quantization_config": {"quant_method": own}}
+    assert resolve(asked, "/m", "hf", quantized, CPU).model.quantization == quantization_file(own)
+    with pytest.raises(ConfigError, match="needs a checkpoint quantized like that"):
+        resolve(asked, "/m", "hf", HF, CPU)
+
+
 def test_the_context_grows_with_rope_scaling():
     hf = {"max_position_embeddings": 4096, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
     assert resolve(EngineConfig(), "/m", "hf", hf, CPU).model.max_model_len == 16384
@@ -162,7 +180,8 @@ def test_a_gpu_is_used_unless_told_otherwise():
         2,
         8192,
     )
-    assert found.model.quantization == "none"  # packed weights are the CPU's
+    assert found.model.quantization == "gguf"
+    assert resolve(EngineConfig.from_kwargs(dtype="bfloat16"), "/m", "gguf", HF, GPU).model.quantization == "none"
     told = resolve(EngineConfig.from_kwargs(device="cpu"), "/m", "gguf", HF, GPU)
     assert told == resolve(EngineConfig(), "/m", "gguf", HF, CPU)
 
@@ -194,6 +213,45 @@ def test_gpus_keep_float16(machine, fields, expected):
 )
 def test_blocks_of_8_bit_caches_on_gpus_are_larger(machine, options, expected):
     assert resolve(EngineConfig.from_kwargs(**options), "/m", "hf", HF, machine).cache.block_size == expected
+
+
+LLAMA = HF | {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 9, "num_hidden_layers": 4}
+BLOOM = HF | {"architectures": ["BloomForCausalLM"], "num_attention_heads": 16, "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "hf_config", "sentence"),
+    [
+        ({"tensor_parallel_size": 100}, LLAMA, "size 100 is too many for this model: it has 9 heads"),
+        ({"pipeline_parallel_size": 5}, LLAMA, "has 4 layers: --pipeline-parallel-size can be at most 4"),
+        ({"tensor_parallel_size": 2}, BLOOM, "BloomForCausalLM has no file of its own here"),
+        ({"pipeline_parallel_size": 2}, BLOOM, "leave out --tensor-parallel-size and --pipeline-parallel-size"),
+    ],
+)
+def test_what_no_worker_can_build_is_refused_before_any_is_started(options, hf_config, sentence):
+    with pytest.raises(UnsupportedModelError, match=sentence):
+        resolve(EngineConfig.from_kwargs(**options), "/m", "hf", hf_config, CPU)
+    fitting = {"tensor_parallel_size": 9, "pipeline_parallel_size": 4}
+    assert resolve(EngineConfig.from_kwargs(**fitting), "/m", "hf", LLAMA, CPU).parallel.num_workers == 36
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--executor", "echo:50", "--distributed-executor-backend", "mp"],
+        ["--distributed-executor-backend", "mp", "--executor", "echo:50"],
+    ],
+)
+def test_an_executor_is_named_once(flags):
+    with pytest.raises(ConfigError, match="executor is another name of distributed_executor_backend: give one of them"):
+        parse(*flags)
+
+
+@pytest.mark.parametrize("flags", [["--nnodes", "2"], ["--node-rank", "1"], ["-r", "1"], ["--headless"]])
+def test_machines_are_those_of_a_cluster(flags):
+    with pytest.raises(ConfigError, match="--distributed-executor-backend ray"):
+        parse(*flags)
+    assert parse("--nnodes", "1", "--node-rank", "0") == EngineConfig()
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,18 @@
 """A worker in a process of its own gives what one in the same process gives, and leaves nothing behind."""
 
 import asyncio
-import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from multiprocessing import resource_tracker
-from pathlib import Path
 
 import pytest
-from benchmarks.server_process import children, state
+from benchmarks.server_process import QUIRE, ServerProcess, children, family, listening_inodes, state
 
 from quire import LLM, SamplingParams
 from quire.config import ServingConfig
@@ -83,21 +82,6 @@ def until(condition, timeout_s: float = 30.0) -> None:
 
 def is_gone(pid: int) -> bool:
     return state(pid) in "ZX"
-
-
-def listening_inodes(pid: int) -> set[str]:
-    """Of TCP sockets in state LISTEN that the process holds."""
-    listening = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A":
-                listening.add(f"socket:[{fields[9]}]")
-    held = set()
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one that listed them
-            held.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
-    return listening & held
 
 
 # -- the same tokens ---------------------------------------------------------------------------------------------------
@@ -348,3 +332,22 @@ def test_a_server_says_why_its_worker_cannot_start(model):
 
     with Left(), pytest.raises(CapacityError):
         asyncio.run(main())
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_says_what_each_worker_holds_and_leaves_nothing(model, signum):
+    flags = "--device cpu --dtype float32 --load-format dummy --max-model-len 128 --kv-cache-memory-bytes 16M -tp 2"
+    command = [*QUIRE, model["model"], "--tokenizer", model["tokenizer"], *flags.split()]
+    with ServerProcess(command, "/ready") as server:
+        said = [line for line in server.log_tail().splitlines() if " core " in line]
+        holding = (
+            r"worker {} \(stage 0, place {}\): \d+ MB of weights, memory for \d+ blocks of 16 tokens, of which \d+"
+        )
+        assert len(said) == 2  # and nothing else
+        assert all(re.search(holding.format(rank, rank), line) for rank, line in enumerate(said)), said
+        pids = family(server.pid)
+        assert len(pids) >= 4  # API, core, two workers
+        assert [len(listening_inodes(pid)) for pid in pids if pid != server.pid] == [0] * (len(pids) - 1)
+        assert len(listening_inodes(server.pid)) == 1
+        assert server.end_by(signum) == (0 if signum == signal.SIGTERM else -signum)
+        assert server.leftovers() == []

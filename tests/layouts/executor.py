@@ -16,8 +16,12 @@ class ReusedExecutor(MultiprocExecutor):
 
     def take(self, config: EngineConfig) -> "ReusedExecutor":
         self.config = config
-        self._send(Reload(config))
-        self.facts = self._replies(Facts)
+        try:
+            self._send(Reload(config))
+            self.facts = self._replies(Facts)
+        except BaseException:
+            self.end()
+            raise
         return self
 
     def close(self) -> None:

@@ -7,17 +7,19 @@ the result. Pure: the same inputs give the same config.
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from quire import registry
 from quire.config.engine import (
     KV_CACHE_ALIASES,
     LOCAL_EXECUTORS,
     ONLINE_QUANTIZATIONS,
     EngineConfig,
     ModelConfig,
+    ParallelConfig,
     Quantization,
     quantization_file,
 )
 from quire.config.speculation import Speculation
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UnsupportedModelError
 
 DEFAULT_CONTEXT_TOKENS = 2048  # for configs that do not say
 STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -59,6 +61,7 @@ def resolve(
     is_elsewhere = config.parallel.executor == "ray" and config.device.device == "cuda"
     device = "cuda" if is_elsewhere else choose_device(config.device.device, machine)
     _check_devices(config, device, machine)
+    _check_division(config.parallel, hf_config)
     dtype = _auto_dtype(device, hf_config) if model.dtype == "auto" else model.dtype
     cache_dtype = _kv_cache_dtype(config.cache.kv_cache_dtype, dtype, hf_config)
     # A value's tokens lie side by side there: so many fill what the memory reads at once.
@@ -78,11 +81,12 @@ def resolve(
             "reads them if --pipeline-parallel-size is over 1: use the method suffix"
         )
     if draft is not None and speculation is not None:
-        config = _with_draft(config, speculation, draft, device, max_model_len)
+        _check_division(config.parallel, draft.hf_config)
+        config = _with_draft(config, speculation, draft, max_model_len)
     return config.replace(
         model=path,
         dtype=dtype,
-        quantization=_quantization(model, kind, device, hf_config),
+        quantization=_quantization(model, kind, hf_config),
         kv_cache_dtype=cache_dtype,
         block_size=config.cache.block_size or default_block,
         max_model_len=max_model_len,
@@ -124,9 +128,29 @@ def _check_devices(config: EngineConfig, device: str, machine: Machine) -> None:
     )
 
 
-def _with_draft(
-    config: EngineConfig, speculation: Speculation, draft: DraftFiles, device: str, max_model_len: int
-) -> EngineConfig:
+def _check_division(parallel: ParallelConfig, hf_config: dict[str, Any]) -> None:
+    """What can be known before workers build the model, which check it all."""
+    if parallel.num_workers == 1:
+        return
+    architectures = hf_config.get("architectures") or []
+    if architectures and registry.find_literal("quire.models", "ARCHITECTURES", architectures) is None:
+        raise UnsupportedModelError(
+            f"{architectures[0]:.80} has no file of its own here, and is computed by transformers on one device: "
+            "leave out --tensor-parallel-size and --pipeline-parallel-size"
+        )
+    num_heads, num_layers = hf_config.get("num_attention_heads"), hf_config.get("num_hidden_layers")
+    num_ranks, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    if isinstance(num_heads, int) and num_ranks > num_heads:
+        raise UnsupportedModelError(
+            f"--tensor-parallel-size {num_ranks} is too many for this model: it has {num_heads} heads to divide"
+        )
+    if isinstance(num_layers, int) and num_stages > num_layers:
+        raise UnsupportedModelError(
+            f"the model has {num_layers} layers: --pipeline-parallel-size can be at most {num_layers}"
+        )
+
+
+def _with_draft(config: EngineConfig, speculation: Speculation, draft: DraftFiles, max_model_len: int) -> EngineConfig:
     """With the draft model's path and quantization."""
     length = _max_model_len(None, draft.hf_config)
     if length < max_model_len:
@@ -137,7 +161,7 @@ def _with_draft(
     model = config.replace(quantization=speculation.quantization).model
     given = config.speculative.speculative_config
     settings = given or {"method": speculation.method, "num_speculative_tokens": speculation.num_tokens}
-    found = {"model": draft.path, "quantization": _quantization(model, draft.kind, device, draft.hf_config)}
+    found = {"model": draft.path, "quantization": _quantization(model, draft.kind, draft.hf_config)}
     short = {"spec_method": None, "spec_model": None, "spec_tokens": None}
     return config.replace(speculative_config={**settings, **found}, **short)
 
@@ -159,16 +183,16 @@ def choose_device(asked: str, machine: Machine) -> str:
     return "cuda" if machine.num_gpus else "cpu"
 
 
-def _quantization(model: ModelConfig, kind: str, device: str, hf_config: dict[str, Any]) -> str:
+def _quantization(model: ModelConfig, kind: str, hf_config: dict[str, Any]) -> str:
     """How weights are kept: as the checkpoint has them, or as the option says.
 
-    Those of a GGUF file stay packed on a CPU, unless another type is asked for, and on a GPU if the option says so.
+    Those of a GGUF file stay packed, unless a type is asked for.
     """
     settings = hf_config.get("quantization_config") or {}
     if settings:
         return _own_quantization(model.quantization, str(settings.get("quant_method")))
     if model.quantization == "auto":
-        return "gguf" if kind == "gguf" and model.dtype == "auto" and device == "cpu" else "none"
+        return "gguf" if kind == "gguf" and model.dtype == "auto" else "none"
     if kind == "gguf" and model.quantization in ONLINE_QUANTIZATIONS:
         raise ConfigError(
             f"weights of a .gguf file are quantized already: leave out --quantization {model.quantization}"

@@ -289,14 +289,12 @@ def own_value(name: str, value: Any) -> Any:
 
 def translated(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options without vLLM's: these become ours, or have no effect, or are refused (ConfigError)."""
-    options: dict[str, Any] = {}
-    idle: dict[str, list[str]] = {}  # reason -> names
     table = foreign_options()
-    for name, value in given.items():
-        entry = table.get(name)
-        if entry is None:
-            options[name] = own_value(name, value)
-        elif entry.becomes:
+    options = {name: own_value(name, value) for name, value in given.items() if name not in table}
+    idle: dict[str, list[str]] = {}  # reason -> names
+    for name in filter(table.__contains__, given):
+        entry, value = table[name], given[name]
+        if entry.becomes:
             _take_alias(entry, value, options)
         elif not _is_neutral(entry, value):
             if entry.is_refused:

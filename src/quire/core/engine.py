@@ -340,5 +340,5 @@ class Engine:
             num_blocks = self.executor.num_blocks(layout)
         layout = with_blocks(layout, num_blocks, tier.num_places)
         check_capacity(layout, self.max_model_len, resolved(scheduler.max_num_batched_tokens))
-        log.info("KV cache: %d blocks, %.2f GiB", num_blocks[0], layout.total_bytes / 2**30)
+        log.info("KV cache: %s blocks of %d tokens", " and ".join(map(str, num_blocks)), resolved(cache.block_size))
         return layout

@@ -11,7 +11,7 @@ from typing import NoReturn, TypeVar
 
 import msgspec
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, resolved
 from quire.errors import EngineError, QuireError
 from quire.executor.base import Executor
 from quire.kv.specs import CacheSpec, KVLayout
@@ -34,8 +34,9 @@ from quire.ranks import (
     answering_rank,
 )
 from quire.step import Masks, StepPlan, StepResult
+from quire.utils.child import START_LOG
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(START_LOG)
 
 Kind = TypeVar("Kind", Facts, Blocks, Allocated, Done)
 
@@ -47,6 +48,7 @@ class RemoteExecutor(Executor):
         self.encode = msgspec.msgpack.Encoder().encode
         self.decode = msgspec.msgpack.Decoder(Reply).decode
         self._num_graphs = 0
+        self._counts: list[list[int]] = []  # of each worker: of how many blocks of each pool there is memory for
         self.problem = ""  # why the workers cannot be used any more
         self.replies: list[deque[Reply]] = [deque() for _ in range(config.parallel.num_workers)]  # to commands, by rank
         self.results: deque[StepResult] = deque()  # of steps
@@ -56,8 +58,6 @@ class RemoteExecutor(Executor):
         except BaseException:
             self.close()
             raise
-        for rank, facts in enumerate(self.facts):
-            log.info("%s holds %.0f MB of weights", self._name(rank), facts.weight_bytes / 1e6)
 
     # -- what a subclass does --------------------------------------------------------------------------------------
 
@@ -109,10 +109,8 @@ class RemoteExecutor(Executor):
 
     def num_blocks(self, layout: KVLayout) -> list[int]:
         self._send(CountBlocks(layout))
-        counts = [reply.num_blocks for reply in self._replies(Blocks)]
-        for rank, count in enumerate(counts):
-            log.info("%s has memory for %s blocks", self._name(rank), " and ".join(map(str, count)))
-        return [min(of_pool) for of_pool in zip(*counts)]
+        self._counts = [reply.num_blocks for reply in self._replies(Blocks)]
+        return [min(of_pool) for of_pool in zip(*self._counts)]
 
     @property
     def num_graphs(self) -> int:
@@ -121,6 +119,21 @@ class RemoteExecutor(Executor):
     def allocate(self, layout: KVLayout) -> None:
         self._send(Allocate(layout))
         self._num_graphs = min(reply.num_graphs for reply in self._replies(Allocated))
+        self._log_what_workers_hold(layout)
+
+    def _log_what_workers_hold(self, layout: KVLayout) -> None:
+        taken = [pool.num_blocks for pool in layout.pools]
+        block_size = resolved(self.config.cache.block_size)
+        for rank, facts in enumerate(self.facts):
+            counts = self._counts[rank] if self._counts else taken
+            log.info(
+                "%s: %.0f MB of weights, memory for %s blocks of %d tokens, of which %s are used",
+                self._name(rank),
+                facts.weight_bytes / 1e6,
+                " and ".join(map(str, counts)),
+                block_size,
+                " and ".join(map(str, taken)),
+            )
 
     def forward(self, plan: StepPlan) -> None:
         self._send(Forward(plan))

@@ -20,6 +20,7 @@ from quire import env
 
 DUMP_SIGNAL = signal.SIGUSR1  # dumps the stack of each thread; sent before a process that hangs is killed
 GC_THRESHOLD = 50_000  # a step makes thousands of objects and no cycles
+START_LOG = "quire.start"  # the logger of what is said at each start, also where only warnings are shown
 MAX_FDS = 64  # that come with a set-up
 
 _PR_SET_PDEATHSIG = 1
@@ -36,6 +37,7 @@ def log_as(name: str) -> None:
     """Lines of the log say who wrote them."""
     line = f"%(asctime)s %(levelname).1s {name} %(name)s: %(message)s"
     logging.basicConfig(level=env.log_level(), format=line, datefmt="%H:%M:%S", force=True)
+    logging.getLogger(START_LOG).setLevel(env.log_level("info"))
 
 
 def freeze_memory() -> None:

@@ -19,7 +19,7 @@ from quire.config import EngineConfig, quantization_file, resolved
 from quire.distributed.base import ALONE, Ranks
 from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.layers.base import Layer, Runtime, StepContext
-from quire.quant.base import Choice, DivisionError, Method, MethodMaker, Quantized, Use
+from quire.quant.base import Choice, DivisionError, MethodMaker, QuantizedMaker, Use
 from quire.quant.kept.numbers import Numbers
 from quire.quant.plain.dense import Dense
 from quire.worker.choose import Chooser
@@ -37,13 +37,8 @@ log = logging.getLogger(__name__)
 
 def model_module(hf_config: dict[str, Any]) -> ModuleType:
     """The file that has the checkpoint's architecture, or the fallback, which may refuse it."""
-    by_architecture: dict[str, str] = {}
-    for name, architectures in registry.literals("quire.models", "ARCHITECTURES").items():
-        by_architecture |= dict.fromkeys(architectures, name)
-    for architecture in hf_config["architectures"]:
-        if architecture in by_architecture:
-            return registry.load("quire.models", by_architecture[architecture])
-    return importlib.import_module(FALLBACK)
+    name = registry.find_literal("quire.models", "ARCHITECTURES", hf_config["architectures"])
+    return importlib.import_module(FALLBACK) if name is None else registry.load("quire.models", name)
 
 
 def build(
@@ -51,11 +46,6 @@ def build(
 ) -> Model:
     """The model on `meta`, its layers attached; only weights and KV tensors are missing."""
     model = empty(hf_config, config.model.dtype)
-    if model_module(hf_config).__name__ == FALLBACK and (ranks.group.size, ranks.num_stages) != (1, 1):
-        raise UnsupportedModelError(
-            f"{hf_config['architectures'][0]:.80} has no file of its own here, and is computed by transformers on one "
-            "device: leave out --tensor-parallel-size and --pipeline-parallel-size"
-        )
     attach(model, make_runtime(config, hf_config, model.checkpoint_path, choose, ranks))
     return model
 
@@ -101,7 +91,7 @@ def make_runtime(
     plain, quantized = choose("linear"), choose("quantized linear")
     product = plain.METHOD, quantized.METHOD
     rows = Dense, quantized.METHOD
-    methods: dict[Use, tuple[type[Method], type[Quantized]]] = {
+    methods: dict[Use, tuple[MethodMaker, QuantizedMaker]] = {
         Use.PRODUCT: product,
         Use.HEAD: product,
         Use.ROWS: rows,
@@ -122,7 +112,7 @@ def make_runtime(
         find_method=lambda path, use: find_method(checkpoint_path(path), Choice(use, *methods[use], is_gpu)),
         context=StepContext(),
         ranks=ranks,
-        splits_experts=not config.parallel.enable_expert_parallel or ranks.group.size == 1,
+        splits_experts=not config.parallel.enable_expert_parallel,
     )
 
 

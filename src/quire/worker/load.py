@@ -8,6 +8,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from quire.distributed.base import ALONE, Group
 from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.layers.base import Layer
 from quire.layers.weights import CheckpointTensor, pick
-from quire.quant.base import ANY, CODES, PLAIN, Weight, check_division
+from quire.quant.base import ANY, CODES, PLAIN, Check, Weight, check_division
 from quire.utils.memory import give_back_freed
 from quire.worker.build import Model
 
@@ -86,15 +87,25 @@ def declared_weights(model: nn.Module) -> dict[str, list[Weight]]:
     return declared
 
 
+def division_checks(model: Model, tensors: Iterator[tuple[str, CheckpointTensor]]) -> Iterator[Check]:
+    """Whether ranks can divide the model: all of it, built for one rank."""
+    for layer in layers(model):
+        yield from (method.check_share for method in layer.methods)
+    declared = declared_weights(model)
+    for name, tensor in tensors:
+        for weight in declared.get(name, []):
+            yield partial(_check_pieces, weight, tensor)
+
+
+def _check_pieces(weight: Weight, tensor: CheckpointTensor, rank: int, num_ranks: int) -> None:
+    tensor.check_cut(weight.pieces(rank, num_ranks))
+
+
 def _own_part(weight: Weight, tensor: CheckpointTensor, group: Group) -> CheckpointTensor | None:
     """What this rank has of a tensor; None: other ranks have all of it."""
     if group.size == 1:
         return tensor
-
-    def check(rank: int, num_ranks: int) -> None:
-        tensor.check_cut(weight.pieces(rank, num_ranks))
-
-    check_division(group.size, check)
+    check_division(group.size, partial(_check_pieces, weight, tensor))
     pieces = weight.pieces(group.rank, group.size)
     return tensor.cut(pieces) if pieces else None
 
@@ -156,6 +167,8 @@ def _from_safetensors(files: ModelFiles) -> Iterator[tuple[str, CheckpointTensor
 
 
 def _bytes(view: memoryview) -> Tensor:
+    if not len(view):
+        return torch.empty(0, dtype=torch.uint8)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns because the mapping is read-only, but nothing writes to it
         return torch.frombuffer(view, dtype=torch.uint8)

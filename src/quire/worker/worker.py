@@ -5,6 +5,7 @@ Started by `executor/` by dotted path. Must not know requests, text or clients.
 
 import logging
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,13 +16,15 @@ from quire.checkpoint.find import ModelFiles, find
 from quire.checkpoint.hf_config import read_config
 from quire.config import EngineConfig, resolved
 from quire.distributed.base import Ranks
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UnsupportedModelError
 from quire.kv.groups import form_layout, narrowed, num_blocks_for
 from quire.kv.specs import CacheSpec, KVLayout
 from quire.layers.attention.base import Limits
 from quire.layers.decoder import CausalLM
 from quire.layers.linear import LMHead
+from quire.layers.weights import CheckpointTensor
 from quire.ops.transfer import Upload
+from quire.quant.base import CutError, possible_divisions
 from quire.sampling.custom import load as load_processors
 from quire.spec import draft_model, synthetic
 from quire.spec.base import NoDrafter
@@ -34,6 +37,7 @@ from quire.worker.kv_cache import KVMemory, kv_specs
 from quire.worker.load import (
     checkpoint_tensors,
     declared_weights,
+    division_checks,
     layers,
     load_weights,
     translated,
@@ -114,18 +118,23 @@ class Worker:
 
     def _load(self, config: EngineConfig, files: ModelFiles, hf_config: dict[str, Any]) -> Model:
         model = build(config, hf_config, ranks=self.ranks)
-        elsewhere = self._take_stage(model)
-        upload = None
-        if config.model.load_format == "dummy":
-            tensors = dummy_tensors(model, config.model.seed, self.device)
-        else:
-            tensors = checkpoint_tensors(files, hf_config)
-            if files.kind == "hf":  # GGUF files are read with the model's own names
-                tensors = translated(model, tensors)
-            if self.device.type == "cuda":
-                upload = Upload(self.device)
-        with self.module.capacity("loading the weights"):
-            self.bytes_read = load_weights(model, tensors, self.ranks.group, elsewhere, upload)
+        is_dummy = config.model.load_format == "dummy"
+        upload = Upload(self.device) if self.device.type == "cuda" and not is_dummy else None
+
+        def tensors(model: Model) -> Iterator[tuple[str, CheckpointTensor]]:
+            if is_dummy:
+                return dummy_tensors(model, config.model.seed, self.device)
+            found = checkpoint_tensors(files, hf_config)
+            return translated(model, found) if files.kind == "hf" else found  # GGUF files have the model's own names
+
+        try:
+            elsewhere = self._take_stage(model)
+            with self.module.capacity("loading the weights"):
+                self.bytes_read = load_weights(model, tensors(model), self.ranks.group, elsewhere, upload)
+        except CutError as error:  # of one weight
+            whole = build(config, hf_config)
+            possible = possible_divisions(division_checks(whole, tensors(whole)))
+            raise UnsupportedModelError(str(CutError(error.why, error.num_ranks, possible))) from None
         return model
 
     def _take_stage(self, model: Model) -> set[str]:
