@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from tests.layouts.executor import end_all  # noqa: E402
-from tests.layouts.test_features import IN_BFLOAT16, SCHEMA, is_clear  # noqa: E402
+from tests.layouts.test_features import SCHEMA, is_clear  # noqa: E402
 from tests.layouts.test_models import GREEDY, LAYOUTS, OPTIONS, prompts, refusal  # noqa: E402
 from tests.models.oracle import TOLERANCE, all_cases  # noqa: E402
 
@@ -49,6 +49,7 @@ VARIANTS = {
     "int8": (TOP, {"quantization": "int8"}),
 }
 WIDTHS = {"intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "n_inner"}
+IN_INT8 = 0.1  # how much logprobs may differ
 SHAPED_VOCAB = 49152  # of the default model, whose tokenizer a schema needs
 
 
@@ -117,12 +118,12 @@ def compare(fields: dict, layout: str, variant: str) -> Verdict:
     if variant == "few blocks" and not (expected.num_preemptions and found.num_preemptions):
         return Verdict("NOTHING WAS PREEMPTED", is_wrong=True)
     if variant == "int8":
-        return judged(*up_to_first_unclear(found, expected), IN_BFLOAT16)
+        return judged(*up_to_first_unclear(found, expected), IN_INT8)
     return judged(found, expected, 10 * TOLERANCE if "kv_cache_dtype" in options else TOLERANCE)
 
 
 def up_to_first_unclear(found: Answers, expected: Answers) -> tuple[Answers, Answers]:
-    counts = [len(list(takewhile(is_clear, entries))) for entries in expected.logprobs]
+    counts = [len(list(takewhile(lambda entry: is_clear(entry, IN_INT8), entries))) for entries in expected.logprobs]
 
     def cut(answers: Answers) -> Answers:
         tokens, logprobs = (

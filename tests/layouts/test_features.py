@@ -160,9 +160,10 @@ def test_weights_of_every_form_are_divided_in_bfloat16_too(form, tmp_path):
             assert given[0] == pytest.approx(given[1], abs=IN_BFLOAT16), layout
 
 
-def is_clear(entry: dict) -> bool:
+def is_clear(entry: dict, tolerance: float = IN_BFLOAT16) -> bool:
+    """No other token was about as good as the best."""
     first, second = sorted((each.logprob for each in entry.values()), reverse=True)[:2]
-    return first - second > 2 * IN_BFLOAT16
+    return first - second > 2 * tolerance
 
 
 def logprobs_of(output, count: int) -> list[float]:

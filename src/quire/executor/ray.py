@@ -54,8 +54,9 @@ class RayExecutor(RemoteExecutor):
         offers = self._offers()
         self.runs = [actor.run.remote(offers) for actor in self.actors]  # the end of each
         self.heard_at = time.monotonic()
-        for rank, node in enumerate(self.nodes):
-            log.info("%s is at %s", self._name(rank), node.address)
+
+    def _name(self, rank: int) -> str:
+        return f"{super()._name(rank)} at {self.nodes[rank].address}"
 
     def _check_versions(self) -> None:
         ours = versions()
