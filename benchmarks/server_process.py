@@ -52,9 +52,8 @@ class ServerProcess:
         )
         self.process.stdin.write(stdin)
         self.process.stdin.close()
-        self.pids: set[int] = (
-            set()
-        )  # of its processes, and what they had opened below /dev/shm, when it was asked to end
+        # When it was asked to end: its processes, and what these had opened below /dev/shm.
+        self.pids: set[int] = set()
         self.shared: set[Path] = set()
 
     def __enter__(self) -> "ServerProcess":

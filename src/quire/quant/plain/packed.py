@@ -1,8 +1,8 @@
 """Weights in the order that the compiled CPU kernels read, here as bfloat16; quant/kept/packed.py keeps codes likewise.
 
 The same form serves a single row (read packed, at the speed of memory) and many rows (unpacked tile by tile on the way
-to the matrix unit), so nothing is kept twice. Kernels read inputs in blocks of 32: a weight that does
-not consist of these, such as a rank's part of one, is a plain tensor.
+to the matrix unit), so nothing is kept twice. Kernels read inputs in blocks of 32: a weight that does not consist of
+these, as a rank's part may not, is a plain tensor.
 """
 
 from collections.abc import Callable, Sequence
