@@ -4,7 +4,12 @@
         --side kv_cache_dtype=auto --side kv_cache_dtype=int8 --side kv_cache_dtype=fp8
 
 A side is options of `LLM` as NAME=VALUE, separated by commas, `model` too; the first side is the one others are
-compared with.
+compared with. `--common` are options of all sides. On a GPU the sides share it:
+
+    python benchmarks/options.py --device cuda --model benchmarks/shapes/qwen3-0.6b --workloads mixed256 --pairs 5 \\
+        --common load_format=dummy,skip_tokenizer_init=true \\
+        --side distributed_executor_backend=inproc --side distributed_executor_backend=mp
+
 Prints the median of each figure, and of its ratio to the first side's in the same round. Engines in one process would
 not do: the first one is some percent faster than the others, whatever its options. Whoever runs first in a round is,
 too, so the sides take turns at that.
@@ -23,6 +28,8 @@ from typing import Any
 from quire import LLM
 from quire.api.commands.bench import generator
 from quire.bench import workloads
+
+KV_BYTES = {"cpu": 1 << 30, "cuda": 40 << 30}  # of each side
 
 
 def options_of(side: str) -> dict[str, Any]:
@@ -67,6 +74,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--workloads", default="mixed64,stream-1024")
+    parser.add_argument("--common", default="")
     parser.add_argument("--side", action="append", required=True)
     parser.add_argument("--pairs", type=int, default=9)
     args = parser.parse_args()
@@ -76,7 +84,8 @@ def main() -> None:
             "device": args.device,
             "max_model_len": workloads.build(name, args.device).max_model_len,
             "enable_prefix_caching": False,
-            "kv_cache_memory_bytes": 1 << 30,
+            "kv_cache_memory_bytes": KV_BYTES[args.device],
+            **options_of(args.common),
         }
         figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         sides = {side: started(common | options_of(side), name, args.device) for side in args.side}
