@@ -46,9 +46,11 @@ class ServerProcess:
 
     def wait_ready(self) -> str:
         """The line that says so."""
-        line = self.process.stdout.readline()
-        if "serving" not in line:
-            raise RuntimeError(f"the server did not start: {line}{self.log()}")
+        lines = []
+        while "serving" not in (line := self.process.stdout.readline()):
+            lines.append(line)  # of Ray, which tells of machines that were lost before
+            if not line:
+                raise RuntimeError(f"the server did not start: {''.join(lines)}{self.log()}")
         return line
 
     def log(self) -> str:
