@@ -10,7 +10,7 @@ from quire.ops.elementwise import triton as elementwise
 from quire.ops.elementwise.reference import silu_mul
 from quire.ops.moe import reference as experts_twin
 from quire.ops.moe import triton as moe
-from quire.ops.packed_linear import many_rows, rows, tiles, words
+from quire.ops.packed_linear import cuts, many_rows, rows, tiles, words
 from quire.ops.packed_linear import triton as ops
 from quire.ops.packed_linear.forms import Affine, Float8, Form, Table4, TwoLevel
 from quire.ops.rounding.reference import FLOAT8
@@ -81,6 +81,7 @@ FORMS = {
     "mxfp4, large scales": lambda n, k: Table4(codes(n, k, 4), codes(n, k // 32, 2) + 136),
     "e2m1, float8 scales of 32": lambda n, k: Table4(codes(n, k, 4), random(n, k // 32).abs().to(FLOAT8)),
     "nvfp4": lambda n, k: Table4(codes(n, k, 4), random(n, k // 16).abs().to(FLOAT8), outer_N=random(n).abs()),
+    "e2m1, scales in float32": lambda n, k: Table4(codes(n, k, 4), random(n, k // 16).abs()),
     "a table": lambda n, k: Table4(codes(n, k, 4), random(n, k // 64).abs(), TABLE),
     "float8": lambda n, k: float8(n, k, None),
     "float8 for float8": lambda n, k: float8(n, k, "float8 token"),
@@ -129,8 +130,8 @@ def rounded(x: Tensor, w: words.WordWeight) -> tuple[Tensor, Tensor, dict]:
     return x, codes, {"scales": scales, "dtype": x.dtype}
 
 
-def check(found: Tensor, expected: Tensor) -> None:
-    atol = TOLERANCE[expected.dtype] * expected.abs().max().item()
+def check(found: Tensor, expected: Tensor, times: float = 1) -> None:
+    atol = times * TOLERANCE[expected.dtype] * expected.abs().max().item()
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
@@ -202,7 +203,7 @@ def test_tiles_equal_the_twin(name, num_rows, dtype):
     [(name, num_rows) for name in KINDS for num_rows in FEW_ROWS] + [(KINDS[0], 64), (KINDS[0], 300)],
 )
 def test_tiles_and_unpacked_weights_equal_the_twin_for_any_number_of_rows(name, num_rows):
-    w = packed(name)
+    w = packed(name, n=32 if HAS_GPU else 20)  # the library wants outputs by sixteens
     x, given, options = inputs(w, num_rows, torch.float32)
     bias = random(w.n).to(DEVICE)
     expected = words.linear(x, w, bias)
@@ -279,7 +280,8 @@ def check_experts(name: str, num_rows: int, dtype: torch.dtype) -> None:
     given = [words.ExpertWords(words.concat(matrices), num_experts) for matrices in (gate_up, down)]
     found = moe.experts(x, weights, ids.int().to(DEVICE), *given, **options)
     expected = experts_twin.experts(x, weights, ids.to(DEVICE), gate_up, down, multiply=words.linear, **options)
-    check(found, expected)
+    # Of 16 bits, which are rounded to 8 between the products, a few become a neighbour of the twin's: found 1.5 times.
+    check(found, expected, times=3 if gate_up[0].rounds == "float8 group" and dtype != torch.float32 else 1)
 
 
 @pytest.mark.parametrize("name", ["4 bits, zero points", "mxfp4", "nvfp4"])
@@ -312,6 +314,17 @@ def test_a_layer_takes_a_gated_layers_outputs(name):
     inputs = layer.silu_mul(silu_mul)(x)
     assert isinstance(inputs, rows.Rounded) == (layer.pieces[0].rounds is not None)
     check(layer.apply(inputs, None), layer.apply(silu_mul(x), None))
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 17, 40] if HAS_GPU else [5])
+@pytest.mark.parametrize("name", ["float8 for float8", "float8 in blocks", "int8 for int8"])
+def test_a_layer_may_have_any_number_of_outputs(name, num_rows):
+    """The library's products want them by sixteens."""
+    layer = object.__new__(Words)
+    layer.pieces = [packed(name, n=20)]
+    x = random(num_rows, 192).to(DEVICE, DTYPES[-1])
+    assert cuts.fits(x, layer.pieces[0])
+    check(layer.apply(x, None), words.linear(x, layer.pieces[0]))
 
 
 @pytest.mark.parametrize("num_rows", [1, 20])

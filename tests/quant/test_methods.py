@@ -88,7 +88,7 @@ def checkpoints(fields: dict, paths: str, folder: Path) -> tuple[Path, Path]:
 
 def logprobs(folder: Path, **options) -> tuple[torch.Tensor, set[str], int]:
     """Logprobs of a prompt's tokens; the methods that were used; the bytes of all weights."""
-    with LLM(str(folder), **{**OPTIONS, **options}) as llm:
+    with LLM(str(folder), **{**OPTIONS, "device": "cpu", **options}) as llm:
         worker = llm.client.engine.executor.worker
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
         found = llm.generate([PROMPTS[3]], params, use_tqdm=False)[0].prompt_logprobs

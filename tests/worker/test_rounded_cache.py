@@ -24,7 +24,8 @@ from tests.worker.test_gpu import DEVICE, HAS_GPU, MIXED, OPTIONS, PROMPTS, answ
 CACHES = ("int8", "fp8")
 PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 CPU = {"device": "cpu"}
-DEVICES = [CPU] + [DEVICE] * HAS_GPU  # interpreted, kernels take long: they do not run all of this
+# With blocks as on CPUs. Interpreted, kernels take long: they do not run all of this.
+DEVICES = [CPU] + [{**DEVICE, "block_size": 16}] * HAS_GPU
 
 
 @pytest.fixture(scope="module")

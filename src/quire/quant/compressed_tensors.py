@@ -111,8 +111,10 @@ class Nvfp4(Reader):
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
         divisor = positive_scale(part, tensors, ".weight_global_scale")
-        scales_NG = checked_scales(part, tensors, ".weight_scale") / divisor
-        return Table4(nibbles(tensors[".weight_packed"]), scales_NG)
+        checked_scales(part, tensors, ".weight_scale")
+        scales_NG = tensors[".weight_scale"]
+        outer_N = (1 / divisor).repeat(len(scales_NG))
+        return Table4(nibbles(tensors[".weight_packed"]), scales_NG, outer_N=outer_N)
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,10 @@ class Nvfp4(Reader):
         yield Stored(".input_scale", (), SCALES, unused=True)
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
-        factor, scales_NG = (checked_scales(part, tensors, end) for end in (".weight_scale_2", ".weight_scale"))
-        return Table4(nibbles(tensors[".weight"]), scales_NG * factor)
+        factor = checked_scales(part, tensors, ".weight_scale_2")
+        checked_scales(part, tensors, ".weight_scale")
+        scales_NG = tensors[".weight_scale"]
+        return Table4(nibbles(tensors[".weight"]), scales_NG, outer_N=factor.repeat(len(scales_NG)))
 
 
 def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMaker]:

@@ -14,6 +14,7 @@ from quire.ops.packed_linear.words import WordWeight
 
 MAX_SPLITS = 8
 MAX_ROWS, MAX_TWO_LEVEL_ROWS, MAX_OVERLAPPED_ROWS = 256, 32, 1024  # more are unpacked
+LIBRARY_OUTPUTS = 16  # the library's products of bytes want outputs by so many
 WIDE_ROWS = 512  # from here on tiles are wide, if there are enough of them
 
 
@@ -36,11 +37,13 @@ class Rows(NamedTuple):
 
 
 def fits(x_MK: Tensor, w: WordWeight) -> bool:
-    """Whether tiles are faster than unpacking the weight, or the library's products of bytes."""
+    """Whether tiles are faster than unpacking the weight, or the library cannot multiply its bytes."""
+    if w.planes == 1:
+        return w.n % LIBRARY_OUTPUTS != 0
     if overlaps(x_MK, w):
         return len(x_MK) <= MAX_OVERLAPPED_ROWS
     most = MAX_ROWS if w.scales_NS is None else MAX_TWO_LEVEL_ROWS
-    return w.planes > 1 and len(x_MK) <= most and x_MK.dtype == torch.bfloat16 and x_MK.is_contiguous()
+    return len(x_MK) <= most and x_MK.dtype == torch.bfloat16 and x_MK.is_contiguous()
 
 
 def overlaps(x: Tensor, w: WordWeight) -> bool:

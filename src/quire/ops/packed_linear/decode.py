@@ -50,18 +50,18 @@ def _affine4(num_scales: int, pair: str = "zeros") -> str:
 def _e2m1(num_scales: int) -> str:
     """Sign, exponent and mantissa go to those of a bfloat16, whose exponent is then too small by 126.
 
-    Scales of neighbouring planes make up for it: $10, $12, … with two in each register.
+    Scales of neighbouring planes make up for it: $10, $12, … with two in each register. Without scales, 2 ** 126 does.
     """
-    lines = []
+    lines = [".reg .b32 t, z, m; mov.b32 z, 0x80008000; mov.b32 m, 0x7E807E80;"]
     for plane in range(8):
         half = "lo" if plane < 4 else "hi"
         lines.append(f"shl.b32 s, {half}, {12 - plane % 4 * 4};")
         lines.append("shr.u32 t, s, 6;")
         lines.append("and.b32 t, t, 0x01C001C0;")
         lines.append("lop3.b32 s, s, 0x80008000, t, 0xEA;")
-        lines.append(f"fma.rn.bf16x2 ${plane}, s, ${10 + plane * num_scales // 8 * 2}, z;")
-    constants = ".reg .b32 t, z; mov.b32 z, 0x80008000;\n"
-    return "{" + _NIBBLES + constants + "\n".join(lines) + "}"
+        scale = f"${10 + plane * num_scales // 8 * 2}" if num_scales else "m"
+        lines.append(f"fma.rn.bf16x2 ${plane}, s, {scale}, z;")
+    return "{" + _NIBBLES + "\n".join(lines) + "}"
 
 
 def _affine8(num_scales: int, pair: str = "zeros") -> str:
@@ -105,7 +105,7 @@ PROGRAMS: dict[tuple[object, ...], str] = {
     ("affine", 8, 0): _affine8(0),
     ("e4m3", 8, 0): _e4m3(),
 }
-PROGRAMS |= {("e2m1", 4, num_scales): _e2m1(num_scales) for num_scales in (4, 8)}
+PROGRAMS |= {("e2m1", 4, num_scales): _e2m1(num_scales) for num_scales in (0, 4, 8)}
 for pair in PAIR_REGISTERS:
     PROGRAMS |= {("affine", 4, num_scales, pair): _affine4(num_scales, pair) for num_scales in (1, 2, 4, 8)}
     PROGRAMS |= {("affine", 8, num_scales, pair): _affine8(num_scales, pair) for num_scales in (1, 2, 4)}
