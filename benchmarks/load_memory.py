@@ -3,7 +3,8 @@
 Each kind (`--quantization`), and each rank's part of it, is loaded in a process of its own. Printed are the bytes of
 the weights that stay, also as a multiple of what the checkpoint's tensors take, and the peak above what the process had
 before, as a multiple of what stays: of anonymous memory (RssAnon), and on GPUs of torch's allocations. A GGUF file is
-dequantized to bfloat16 safetensors first for the kinds that start from those.
+dequantized to bfloat16 safetensors first for the kinds that start from those. A folder without weights, one of
+`shapes/`, is filled with random ones first (`--kinds auto`: kept as its config says).
 """
 
 import argparse
@@ -101,15 +102,20 @@ def main() -> None:
         "| kept as | rank | MB | times the checkpoint's | peak of host memory, times what stays |"
         + (" of the GPU's |" if args.device != "cpu" else "")
     )
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as drawn:
+        given = args.model
+        if Path(given).is_dir() and not any(Path(given).glob("*.safetensors")):
+            from benchmarks.random_checkpoint import write
+
+            given = str(write(Path(given), Path(drawn), args.device))
         for kind in args.kinds:
-            model = args.model
+            model = given
             if kind != "gguf" and model.endswith(".gguf"):
                 model = folder
                 if not any(Path(folder).iterdir()):
                     from benchmarks.quality import dequantized
 
-                    dequantized(Path(args.model), Path(folder))
+                    dequantized(Path(given), Path(folder))
             for rank in range(args.tensor_parallel_size):
                 command = [sys.executable, __file__, model, "--one", kind, "--device", args.device]
                 command += ["-tp", str(args.tensor_parallel_size), "--rank", str(rank)]
