@@ -208,7 +208,8 @@ def test_tiles_and_unpacked_weights_equal_the_twin_for_any_number_of_rows(name, 
     bias = random(w.n).to(DEVICE)
     expected = words.linear(x, w, bias)
     check(tiles.linear(given, w, bias, **options), expected)
-    check(many_rows.linear(given, w, bias, **options), expected)
+    if not (HAS_GPU and w.rounds):  # the library's products of 8-bit floats are of 16 bits
+        check(many_rows.linear(given, w, bias, **options), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

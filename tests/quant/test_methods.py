@@ -22,6 +22,7 @@ from quire.ops.cpu.tape import Recording
 from quire.ops.elementwise.reference import silu_mul
 from quire.quant.base import Choice, Joined, Part, RawTensor, Use
 from quire.quant.gguf import quantization
+from quire.quant.kept import triton
 from quire.quant.kept.numbers import Numbers
 from quire.quant.kept.packed import PackedForms
 from quire.quant.kept.triton import Words
@@ -173,7 +174,7 @@ def test_a_scale_of_a_gguf_file_that_is_no_number_is_refused(type_name, place, v
 
 
 @pytest.mark.parametrize("type_name", ["Q4_K", "Q6_K", "IQ4_XS", "MXFP4", "Q2_K", "F16"])
-def test_blocks_of_a_gguf_file_stay_packed_for_gpus(type_name):
+def test_blocks_of_a_gguf_file_stay_packed_for_gpus(type_name, monkeypatch):
     """Beside a plain part: in Triton's interpreter, if there is no GPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     n, k = 16, 256
@@ -183,6 +184,11 @@ def test_blocks_of_a_gguf_file_stay_packed_for_gpus(type_name):
         raw[:, 0] = 124
     if type_name != "F16":
         raw[:, num_bytes // 2] = torch.arange(len(raw)).to(torch.uint8)  # some codes
+    if type_name == "Q2_K":  # not all of the weight at once
+        monkeypatch.setattr(triton, "GPU_VALUES_AT_ONCE", 5 * k)
+    if type_name == "MXFP4":  # of scales this large a part goes to its output
+        monkeypatch.setattr(triton, "GPU_VALUES_AT_ONCE", 4 * k)
+        raw[-1, 0] = 140
     tensors = RawTensor(type_name, raw.flatten(), (n, k)), plain_tensor(torch.randn(n, k).bfloat16()).read()
     parts = [Part(f"layer.{name}", (n, k)) for name in ("gate", "up")]
     kept = quantization({})("any", Choice(Use.PRODUCT, Dense, Words, is_gpu=True))(parts, torch.float32, device)

@@ -6,7 +6,7 @@ the device at hand. Knows tensors only.
 Shape letters: N outputs, K inputs, G groups of neighbouring inputs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -131,6 +131,12 @@ class Blocks:
     raw: Tensor  # uint8
     shape: tuple[int, int]
     codec: Any  # the module ops/dequantize/gguf.py
+
+    def parts(self, num_values: int) -> "Iterator[Blocks]":
+        """It by outputs, about so many values at a time."""
+        n, k = self.shape
+        for rows in self.raw.view(n, -1).split(max(1, num_values // k)):
+            yield replace(self, raw=rows.reshape(-1), shape=(len(rows), k))
 
     def decoded(self, device: torch.device) -> "Affine | Table4 | Plain":
         return self.codec.read_form(self.type_name, self.raw.to(device), self.shape)

@@ -13,6 +13,7 @@ Shape letters: M rows, N outputs, K inputs, G groups of inputs that share a scal
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -331,25 +332,43 @@ def _layout(w: WordWeight) -> tuple[object, ...]:
     return w.kind, w.codes.dtype, w.k, w.bits, w.zero, w.group, w.pair, w.rows, w.rounds, w.input_scale, dtypes, table
 
 
+PER_OUTPUT = ("codes", "scales_NG", "mins_NG", "scales_NS", "mins_NS", "outer_N")  # tensors with rows of outputs
+
+
+def stacked(parts: Iterable[WordWeight | None], n: int) -> WordWeight | None:
+    """One weight with the `n` outputs of all, in order; no two parts need exist at once. None: they are not alike."""
+    whole: WordWeight | None = None
+    end = 0
+    for part in parts:
+        if part is None or (whole is not None and _layout(part) != _layout(whole)):
+            return None
+        whole = whole or _empty_like(part, n)
+        for name in PER_OUTPUT:
+            rows = getattr(part, name)
+            if rows is not None:
+                start = end // part.rows if name == "scales_NG" else end
+                as_bytes(getattr(whole, name))[start : start + len(rows)] = as_bytes(rows)
+        end += part.n
+    return whole
+
+
+def _empty_like(part: WordWeight, n: int) -> WordWeight:
+    """With `n` outputs, whose rows are still to come."""
+    tensors: dict[str, Any] = {}
+    for name in PER_OUTPUT:
+        rows = getattr(part, name)
+        if rows is not None:
+            num_rows = -(-n // part.rows) if name == "scales_NG" else n
+            tensors[name] = rows.new_empty(num_rows, *rows.shape[1:])
+    return replace(part, **tensors)
+
+
 def concat(weights: list[WordWeight]) -> WordWeight:
-    """One weight with the outputs of all, in order."""
-    if len(weights) == 1:
-        return weights[0]
-
-    def joined(tensors: list[Tensor | None]) -> Tensor | None:
-        present = [tensor for tensor in tensors if tensor is not None]
-        return torch.cat(present) if present else None
-
-    codes = torch.cat([as_bytes(weight.codes) for weight in weights])
-    return replace(
-        weights[0],
-        codes=codes.view(weights[0].codes.dtype),
-        scales_NG=joined([weight.scales_NG for weight in weights]),
-        mins_NG=joined([weight.mins_NG for weight in weights]),
-        scales_NS=joined([weight.scales_NS for weight in weights]),
-        mins_NS=joined([weight.mins_NS for weight in weights]),
-        outer_N=joined([weight.outer_N for weight in weights]),
-    )
+    """One weight with the outputs of all, in order, which are alike."""
+    whole = weights[0] if len(weights) == 1 else stacked(weights, sum(weight.n for weight in weights))
+    if whole is None:
+        raise ValueError("weights of several layouts")
+    return whole
 
 
 def as_bytes(codes: Tensor) -> Tensor:

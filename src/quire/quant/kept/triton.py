@@ -16,6 +16,7 @@ from quire.ops.elementwise.triton import fits_rounded_rms_norm
 from quire.ops.packed_linear import cuts, many_rows, rows, tiles, words
 from quire.ops.packed_linear import triton as kernels
 from quire.ops.packed_linear.forms import Blocks, Form, Plain, weight_only
+from quire.quant._select import GPU_VALUES_AT_ONCE
 from quire.quant.base import Part, Quantized, Reader, runs_of, say_once
 from quire.quant.plain import dense_gpu as dense
 from quire.quant.plain.dense_gpu import why_not
@@ -48,11 +49,17 @@ class Words(Quantized):
 
     def _pack(self, form: Form) -> Piece | None:
         if isinstance(form, Blocks):
-            form = form.decoded(self.device)
+            return self._pack_by_outputs(form) or self._pack(form.decoded(self.device))
         if isinstance(form, Plain):
             return form.values_NK.to(self.device, self.dtype)
         # In float32, which is for exactness checks, activations are not rounded.
         return words.pack(weight_only(form) if self.dtype == torch.float32 else form)
+
+    def _pack_by_outputs(self, form: Blocks) -> words.WordWeight | None:
+        """Some at a time: on its way, a weight takes several times the memory of what stays. None: not in words."""
+        pieces = (self._pack(part.decoded(self.device)) for part in form.parts(GPU_VALUES_AT_ONCE))
+        parts = (piece if isinstance(piece, words.WordWeight) else None for piece in pieces)
+        return words.stacked(parts, form.shape[0])
 
     def numbers(self) -> Tensor:
         numbers = [piece if isinstance(piece, Tensor) else piece.numbers() for piece in self.pieces]
