@@ -317,13 +317,17 @@ def test_a_layer_takes_a_gated_layers_outputs(name):
     check(layer.apply(inputs, None), layer.apply(silu_mul(x), None))
 
 
-@pytest.mark.parametrize("num_rows", [1, 5, 17, 40] if HAS_GPU else [5])
-@pytest.mark.parametrize("name", ["float8 for float8", "float8 in blocks", "int8 for int8"])
-def test_a_layer_may_have_any_number_of_outputs(name, num_rows):
-    """The library's products want them by sixteens."""
+@pytest.mark.parametrize("num_rows", [1, 5, 17, 40, 300] if HAS_GPU else [5])
+@pytest.mark.parametrize(
+    ("name", "n", "k"),
+    [(name, 20, 192) for name in ("float8 for float8", "float8 in blocks", "int8 for int8")]
+    + [("float8 in blocks", 256, k) for k in (256, 384, 320, 640)],
+)
+def test_a_layer_may_have_sizes_that_the_library_cannot_multiply(name, n, k, num_rows):
+    """It wants outputs by sixteens, and blocks of inputs by fours."""
     layer = object.__new__(Words)
-    layer.pieces = [packed(name, n=20)]
-    x = random(num_rows, 192).to(DEVICE, DTYPES[-1])
+    layer.pieces = [packed(name, n, k)]
+    x = random(num_rows, k).to(DEVICE, DTYPES[-1])
     assert cuts.fits(x, layer.pieces[0])
     check(layer.apply(x, None), words.linear(x, layer.pieces[0]))
 

@@ -14,7 +14,9 @@ from quire.ops.packed_linear.words import WordWeight
 
 MAX_SPLITS = 8
 MAX_ROWS, MAX_TWO_LEVEL_ROWS, MAX_OVERLAPPED_ROWS = 256, 32, 1024  # more are unpacked
-LIBRARY_OUTPUTS = 16  # the library's products of bytes want outputs by so many
+# The library's products of bytes want outputs by so many, and blocks of inputs by so many: of others it takes wrong
+# scales, and says nothing.
+LIBRARY_OUTPUTS, LIBRARY_BLOCKS = 16, 4
 WIDE_ROWS = 512  # from here on tiles are wide, if there are enough of them
 
 
@@ -39,7 +41,8 @@ class Rows(NamedTuple):
 def fits(x_MK: Tensor, w: WordWeight) -> bool:
     """Whether tiles are faster than unpacking the weight, or the library cannot multiply its bytes."""
     if w.planes == 1:
-        return w.n % LIBRARY_OUTPUTS != 0
+        has_odd_blocks = w.scales_NG is not None and w.scales_NG.shape[1] % LIBRARY_BLOCKS != 0
+        return w.n % LIBRARY_OUTPUTS != 0 or has_odd_blocks
     if overlaps(x_MK, w):
         return len(x_MK) <= MAX_OVERLAPPED_ROWS
     most = MAX_ROWS if w.scales_NS is None else MAX_TWO_LEVEL_ROWS
