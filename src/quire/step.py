@@ -77,6 +77,7 @@ class StepPlan(msgspec.Struct, array_like=True, gc=False):
     drafts: list[RowTokens] = []  # guesses of the core, for rows none of whose steps is in flight
     moves: list[Move] = []
     num_wanted: list[int] = []  # tokens to be guessed after those that a row chooses, for the next step
+    tells_drafts: bool = False  # the result is to say what was guessed: a grammar must know
 
     @property
     def total_tokens(self) -> int:
@@ -133,3 +134,5 @@ class StepResult(msgspec.Struct, array_like=True, gc=False):
     vectors: dict[int, list[float]] = {}  # index into rows
     num_drafts: list[int] = []  # per row: drafts that follow what it chose; empty: always as many
     overflowed: list[int] = []  # indices into rows: their logits are no numbers, as float16 was too small
+    # Per row: what stands after the tokens it chose, as many as can be guessed; empty: the plan did not ask.
+    drafts: list[list[int]] = []

@@ -14,6 +14,7 @@ from quire.structured.engines.base import Matcher
 from quire.structured.spec import GrammarSpec
 from tests.core.fake import VOCAB_SIZE, hidden_state, next_token
 from tests.core.harness import FULL, HYBRID, Core
+from tests.core.test_drafts import NUM_DRAFTS, Drafting
 
 EOS = 999
 # What opens and closes thinking: START, or START and START_B; END_A and END_B.
@@ -96,6 +97,30 @@ class Slow:
 
     def close(self) -> None:
         pass
+
+
+class GuidedDrafting(Drafting):
+    """Guesses what each answer will be, two times of three; what it guesses beyond that is 0."""
+
+    def __init__(self, config, specs) -> None:
+        super().__init__(config, specs)
+        self.answers: dict[tuple[tuple[int, ...], int], list[int]] = {}  # by prompt and choice
+
+    def draft(self, state) -> list[int]:
+        history = state.token_ids
+        for (prompt, choice_idx), answer in self.answers.items():
+            if choice_idx == state.choice_idx and history[: len(prompt)] == list(prompt):
+                rest = answer[len(history) - len(prompt) :][:NUM_DRAFTS]
+                guessed = [token + ((sum(history) + place) % 3 == 0) for place, token in enumerate(rest)]
+                return guessed + [0] * (NUM_DRAFTS - len(guessed))
+        return [0] * NUM_DRAFTS
+
+    def _run(self, plan, masks):
+        result = super()._run(plan, masks)
+        if plan.tells_drafts:
+            pairs = zip(plan.rows, plan.produces)
+            result.drafts = [list(self.rows[row].drafts) if produces > 0 else [] for row, produces in pairs]
+        return result
 
 
 def guided(polls: int = 0, **options) -> Core:
@@ -289,11 +314,12 @@ REQUEST = st.builds(
     budget=st.integers(4, 24),
     polls=st.integers(0, 3),
     specs=st.sampled_from([FULL, HYBRID]),
-    method=st.sampled_from([None, "ngram", "suffix"]),
+    method=st.sampled_from([None, "drafts", "suffix"]),
 )
 def test_no_schedule_changes_an_answer(requests, depth, blocks, budget, polls, specs, method):
     options = dict(pipeline_depth=depth, num_gpu_blocks_override=blocks, max_num_batched_tokens=budget, max_num_seqs=4)
-    options["speculative_config"] = {"method": method} if method else None
+    options["speculative_config"] = {"method": "suffix"} if method == "suffix" else None
+    options["executor"] = GuidedDrafting if method == "drafts" else None
     core = guided(polls, specs=specs, **options)
     wanted = {}
     for idx, asked in enumerate(requests):
@@ -305,6 +331,8 @@ def test_no_schedule_changes_an_answer(requests, depth, blocks, budget, polls, s
         for choice_idx in range(asked.n):
             core.sent[name, choice_idx] = message
             wanted[name, choice_idx] = oracle(core, name, asked.text, choice_idx, asked.thinking)
+            if method == "drafts":
+                core.executor.answers[tuple(prompt), choice_idx] = wanted[name, choice_idx]
         predicted = []
         if asked.errors is not None:
             answer = wanted[name, 0]
@@ -325,22 +353,30 @@ def test_no_schedule_changes_an_answer(requests, depth, blocks, budget, polls, s
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_what_a_grammar_allows_is_looked_up_too(depth, method):
-    """In the core, whatever guesses for the other requests."""
+def test_answers_of_other_requests_are_looked_up_too(depth):
     text = "30 " * 30
-    core = guided(pipeline_depth=depth, speculative_config={"method": method})
-    core.add("a", [1, 2, 3], max_tokens=40, eos=(EOS,), constraint=constraint(text))
-    core.run()
-    answer = core.tokens["a", 0]
-    core.add("b", [1, 2, 3, *answer, 1, 2, 3], max_tokens=40, eos=(EOS,), constraint=constraint(text))
-    core.run()
-    assert core.tokens["b", 0] == oracle(core, "b", text)
-    assert answer == oracle(core, "a", text)
-    if method == "suffix":  # the answer of another request
-        core.add("c", [1, 2, 3], max_tokens=40, eos=(EOS,), constraint=constraint(text))
+    core = guided(pipeline_depth=depth, speculative_config={"method": "suffix"})
+    for name in "ab":
+        core.add(name, [1, 2, 3], max_tokens=40, eos=(EOS,), constraint=constraint(text))
         core.run()
-        assert core.tokens["c", 0] == answer and sum(core.engine.stats().accepted_drafts) > 10
+        assert core.tokens[name, 0] == oracle(core, name, text)
+    assert sum(core.engine.stats().accepted_drafts) > 10
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_drafts_of_the_workers_are_verified_with_a_mask_at_every_place(depth):
+    text = "30 " * 12 + "1 " * 6 + "30 " * 12
+    thinking = Thinking(is_open=True, start_ids=[START], end_ids=[END_A, END_B], budget=7)
+    core = guided(pipeline_depth=depth, executor=GuidedDrafting)
+    for name, prompt, rule in (("plain", [1, 2, 3], None), ("thinks", [4, 5], thinking)):
+        core.add(name, prompt, max_tokens=50, eos=(EOS,), constraint=constraint(text, rule))
+        core.executor.answers[tuple(prompt), 0] = oracle(core, name, text, thinking=rule)
+    core.run()
+    for name, prompt, rule in (("plain", (1, 2, 3), None), ("thinks", (4, 5), thinking)):
+        assert core.tokens[name, 0] == core.executor.answers[prompt, 0], name
+    stats = core.engine.stats()
+    assert stats.num_draft_tokens > sum(stats.accepted_drafts) > 15
+    core.assert_nothing_is_held()
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -122,14 +122,15 @@ class Drafting:
             self.costs, self.costs_proposed = [1.0] * (1 + num_drafts), [1.0] * (1 + self.num_proposed)
 
     def proposer(self, message: AddRequest) -> Proposer | None:
-        """Guesses the next tokens of a request in the core, if that is where they are guessed.
-
-        A request with a grammar is one: the core must know drafts in order to check them.
-        """
+        """Guesses the next tokens of a request in the core, if that is where they are guessed."""
         num_prompt_tokens = len(message.prompt_token_ids)
         if message.prediction:
             return Prediction(message.prediction, num_prompt_tokens)
-        if self.speculation is not None and (self.recent is not None or message.constraint is not None):
+        if self.speculation is None:
+            return None
+        # Of drafts that count as right by chance a grammar would allow none.
+        is_chance = self.speculation.chances and message.constraint is not None
+        if self.recent is not None or is_chance:
             return Suffix(self.speculation, num_prompt_tokens, self.recent, (message.owner, message.cache_salt))
         return None
 

@@ -11,7 +11,7 @@ from quire.core.pipeline import Entry, PlannedStep
 from quire.core.request import Request
 from quire.executor.base import Executor
 from quire.messages import ChoiceDelta, Constraint, Vocabulary
-from quire.step import Masks, StepResult
+from quire.step import TOKEN, Masks, StepResult
 from quire.structured.running.compiler import Compiler, Ticket
 from quire.structured.running.guide import Guide
 from quire.structured.running.masks import Masker
@@ -33,6 +33,10 @@ class RequestGuide(Guide):
             self.rest()  # a step in which some rows compute several tokens is slower for all
             return
         forced = self.forced()
+        if request.num_sampling > TOKEN:
+            # The step in flight verifies drafts, after which its keys and values are not those of forced tokens.
+            request.num_drafts = 0 if forced else request.num_drafts  # the next one leaves room for them
+            return
         if len(forced) <= request.num_sampling and not request.eos_ids.intersection(forced):
             return  # the step in flight computes it anyway
         forced = list(forced)  # may be a list of the constraint's, and `force` cuts it where the request ends
@@ -99,21 +103,24 @@ class Guides:
 
     def masks(self, step: PlannedStep) -> Masks | None:
         """The tokens that grammars allow in the step; None if no row has a grammar."""
-        guided = [(place, guide, entry.proposed) for place, entry, guide in _guided(step)]
+        guided = [(place, guide, entry.drafts) for place, entry, guide in _guided(step)]
         return self.masker.masks(guided, step.ahead) if guided or step.ahead is not None else None
 
     def look_ahead(self, step: PlannedStep, result: StepResult, waiting: PlannedStep) -> None:
         """Shows guides the tokens of a finished step, and starts to fill the masks of `waiting`, the step behind it.
 
-        The scheduler applies the finished step's results later, request by request.
+        The scheduler applies the finished step's results later, request by request. Masks of rows that got several
+        tokens, or verify drafts, wait until then.
         """
         chosen = {
             entry.request: token_ids[0]
             for entry, token_ids in zip(step.entries, result.token_ids)
-            if entry.request.guide is not None and entry.is_wanted
+            if entry.request.guide is not None and entry.is_wanted and len(token_ids) == 1
         }
         tokens = [
-            (place, guide, chosen[entry.request]) for place, entry, guide in _guided(waiting) if entry.request in chosen
+            (place, guide, chosen[entry.request])
+            for place, entry, guide in _guided(waiting)
+            if entry.request in chosen and entry.produces == TOKEN
         ]
         waiting.ahead = self.masker.begin(tokens, waiting.plan.num_samples)
 

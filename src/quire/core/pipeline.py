@@ -12,7 +12,7 @@ import msgspec
 from quire.core.request import Request, Status
 from quire.errors import EngineError
 from quire.executor.base import PendingStep
-from quire.step import NOTHING, Masks, StepPlan, StepResult
+from quire.step import NOTHING, TOKEN, Masks, StepPlan, StepResult
 from quire.utils.flight import FlightRecorder, NoRecorder
 
 if TYPE_CHECKING:  # these import grammar engines, which are large
@@ -29,6 +29,11 @@ class Entry(msgspec.Struct, gc=False):
     num_preemptions: int  # differs from the request's own if it was preempted since
     num_forced: int  # differs from the request's own if it got forced tokens since
     proposed: list[int] = []  # drafts of the core
+
+    @property
+    def drafts(self) -> list[int]:
+        """What the step verifies, of a request with a grammar, once the step before it has been applied."""
+        return self.proposed or self.request.drafts[: max(0, self.produces - TOKEN)]
 
     @property
     def is_wanted(self) -> bool:

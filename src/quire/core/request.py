@@ -62,6 +62,8 @@ class Request:
         "num_forced",
         "num_row_start",
         "num_drafts",
+        "num_wanted",
+        "drafts",
         "draft_length",
         "proposer",
         "is_predicted",
@@ -106,9 +108,13 @@ class Request:
         self.num_sampling = 0  # tokens that those steps will choose, at most
         self.status = Status.WAITING
         self.row = NO_ROW  # of the worker's persistent batch, while it runs
-        self.num_row_start = 0  # tokens it had when it took its row: drafts follow only tokens that were sampled since
+        # Tokens it had when it took its row, or was last forced: drafts follow only tokens that were sampled since.
+        self.num_row_start = 0
         # Drafts that follow its last token on the worker, as far as is known; None: as many as there can be.
         self.num_drafts: int | None = None
+        # With a grammar, which must know drafts: how many the newest step asks for; and those after its last token.
+        self.num_wanted = 0
+        self.drafts: list[int] = []
         self.is_predicted = bool(message.prediction)
         self.proposer: Proposer | None = None  # guesses its next tokens in the core
         self.num_preemptions = 0  # also tells results of steps planned before a preemption from later ones
@@ -139,7 +145,9 @@ class Request:
             self.forced_from = len(self.token_ids)
         self.num_sampling = 0
         self.num_forced += 1
-        return self.extend(token_ids)
+        ended = self.extend(token_ids)
+        self.num_row_start = len(self.token_ids)
+        return ended
 
     def extend(self, token_ids: list[int]) -> tuple[str | None, int | str | None]:
         """Appends tokens up to one that ends the request, and drops the rest; returns (finish_reason, stop_reason).

@@ -107,8 +107,8 @@ class Scheduler:
             return None
         step.plan.step_id = next(self.step_ids)
         step.plan.moves = self.kv.take_moves()
-        if most := self.drafting.most(len(self.running)):
-            step.plan.num_wanted = [min(most, self._num_wanted(entry)) for entry in step.entries]
+        if self.drafting.num_drafts:
+            self._ask_for_drafts(step)
         return step
 
     def _continue_running(self, step: PlannedStep, budget: int) -> int:
@@ -274,6 +274,17 @@ class Scheduler:
         if produces > 0:
             request.num_sampling += produces
 
+    def _ask_for_drafts(self, step: PlannedStep) -> None:
+        """Says how many drafts of the workers the next step may want."""
+        wanted = [0] * len(step.entries)
+        if most := self.drafting.most(len(self.running)):
+            wanted = [min(most, self._num_wanted(entry)) for entry in step.entries]
+            step.plan.num_wanted = wanted
+        for entry, num_wanted in zip(step.entries, wanted):
+            if entry.request.guide is not None:
+                entry.request.num_wanted = num_wanted
+                step.plan.tells_drafts |= num_wanted > 0
+
     def _num_wanted(self, entry: Entry) -> int:
         """How many drafts of the workers the request may want to verify in the step after this one."""
         request = entry.request
@@ -293,8 +304,10 @@ class Scheduler:
     def _num_drafts(self, request: Request, start: int, most: int) -> int:
         """How many drafts of the workers: those after the last token that the row chose."""
         wanted = request.draft_length.take()
-        if start < request.num_row_start or request.guide is not None or request.num_drafts == 0:
+        if start < request.num_row_start or request.num_drafts == 0:
             return 0
+        if request.guide is not None:
+            wanted = 0 if request.guide.may_think else min(wanted, request.num_wanted)
         num_left = request.max_total_tokens - len(request.token_ids) - request.num_sampling  # to be chosen, at least
         guessed = most if request.num_drafts is None else request.num_drafts
         return max(0, min(most, guessed, num_left - 1, wanted))
@@ -344,6 +357,8 @@ class Scheduler:
                     request.num_sampling -= produces
                 num_chosen = len(result.token_ids[idx])
                 num_tokens -= produces - num_chosen  # drafts that were rejected are not computed
+                if result.drafts:
+                    request.drafts = result.drafts[idx]
                 if self.drafting.num_drafts or produces > TOKEN:
                     self._learn(request, produces - TOKEN, num_chosen - 1, result.num_drafts, idx)
             # Tokens of a request that was preempted since are valid: only its cache is gone.

@@ -295,6 +295,14 @@ class Runner:
             rows_R = on_device(rows, self.batch.tokens.device)
             num_drafts = self.drafter.draft(rows_R, self.batch.lengths, self.batch.tokens)
             pending.num_drafts = None if num_drafts is None else ToHost(num_drafts)
+            if plan.tells_drafts:
+                pending.drafts = ToHost(self._after(rows_R))
+
+    def _after(self, rows_R: Tensor) -> Tensor:
+        """What stands after the tokens of these rows, guesses or not: [R, num_drafts]."""
+        lengths, tokens = self.batch.lengths, self.batch.tokens
+        places = lengths[rows_R.long(), None] + torch.arange(self.drafter.num_drafts, device=rows_R.device)
+        return tokens[rows_R.long(), None, places.clamp_(max=tokens.shape[1] - 1)]
 
     def choose(self, shape: SampleShape) -> None:
         """Chooses tokens for rows with nothing but a temperature and a grammar."""
@@ -377,6 +385,7 @@ class Pending:
     token_ids: ToHost
     num_accepted: ToHost | None = None  # None: there are no drafts
     num_drafts: ToHost | None = None  # of rows that chose tokens, for the next step; None: always as many
+    drafts: ToHost | None = None  # what stands after the tokens of these rows; None: nobody asks
     vectors: ToHost | None = None  # hidden states of all samples; None: no row wants any
     is_finite: ToHost | None = None  # None: all logits are numbers
 
@@ -412,6 +421,9 @@ class Pending:
         elif self.num_drafts is not None:
             guessed = iter(self.num_drafts.wait()[0].tolist())
             result.num_drafts = [next(guessed) if produces > 0 else 0 for produces in self.plan.produces]
+        if self.drafts is not None:
+            told = iter(self.drafts.wait()[0].tolist())
+            result.drafts = [next(told) if produces > 0 else [] for produces in self.plan.produces]
         if self.logprobs is not None:
             samples, num_top_each, columns = self.logprobs
             found = entries([chosen[sample] for sample in samples], LogprobColumns(*columns.wait()), num_top_each)

@@ -164,14 +164,28 @@ class Guide:
         return count
 
     def fill_each(self, words: np.ndarray, drafts: Sequence[int]) -> None:
-        """`fill`, of the next token and of the one after each of `drafts`: tokens that `allowed` gave."""
-        num_seen = 0
-        for idx, mask in enumerate(words):
-            self.fill(mask)
-            if idx < len(drafts) and self.is_ruled and not self.problem and self.matcher is not None:
-                num_seen += self.matcher.accept(drafts[idx])
+        """`fill`, of the next token and of the one after each of `drafts`. After one that may not come, anything may."""
+        thinking = self.is_thinking, self.num_thought, self.tail
+        num_seen = 0  # drafts that the matcher has accepted
+        self.fill(words[0])
+        for place, draft in enumerate(drafts, 1):
+            was_ruled = self.is_ruled
+            if self.may_think or not self._fits(draft):
+                words[place:] = ALL
+                break
+            num_seen += was_ruled
+            self.fill(words[place])
+        self.is_thinking, self.num_thought, self.tail = thinking
         if num_seen and self.matcher is not None:
             self.matcher.rollback(num_seen)
+
+    def _fits(self, token_id: int) -> bool:
+        """`_accept`, of a draft."""
+        try:
+            return not self.problem and self._accept(token_id)
+        except Exception:
+            self.fail()
+            return False
 
     def fill(self, words: np.ndarray) -> None:
         """Writes the mask of the next token to `words`. May never return: for threads that can be abandoned."""
@@ -202,10 +216,10 @@ class Guide:
         else:
             self.matcher.fill(words)
 
-    @property
-    def is_free(self) -> bool:
-        """Whether any token may come next: then there is nothing to fill."""
-        return self.matcher is None and not (self.is_thinking and self._closing())
+    def is_free(self, num_drafts: int) -> bool:
+        """Whether any token may come next, and after so many drafts: then there is nothing to fill."""
+        budget = self.thinking.budget if self.is_thinking else None
+        return self.matcher is None and (budget is None or self.num_thought + num_drafts < budget)
 
     def can_see(self, token_id: int) -> bool:
         """Whether the matcher may see this token ahead of `advance`.

@@ -114,7 +114,7 @@ class Masker:
         """
         begun = ahead.places if ahead is not None else []
         known = set(begun)
-        rest = [row for row in guided if row[0] not in known and not row[1].is_free]
+        rest = [row for row in guided if row[0] not in known and not row[1].is_free(len(row[2]))]
         places = list(begun)
         calls = []
         parts: list[list[Row]] = []
