@@ -301,8 +301,9 @@ class Runner:
     def _after(self, rows_R: Tensor) -> Tensor:
         """What stands after the tokens of these rows, guesses or not: [R, num_drafts]."""
         lengths, tokens = self.batch.lengths, self.batch.tokens
-        places = lengths[rows_R.long(), None] + torch.arange(self.drafter.num_drafts, device=rows_R.device)
-        return tokens[rows_R.long(), None, places.clamp_(max=tokens.shape[1] - 1)]
+        rows_R1 = rows_R.long()[:, None]
+        places = lengths[rows_R1] + torch.arange(self.drafter.num_drafts, device=rows_R.device)
+        return tokens[rows_R1, places.clamp_(max=tokens.shape[1] - 1)]
 
     def choose(self, shape: SampleShape) -> None:
         """Chooses tokens for rows with nothing but a temperature and a grammar."""
