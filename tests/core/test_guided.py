@@ -368,12 +368,13 @@ def test_drafts_of_the_workers_are_verified_with_a_mask_at_every_place(depth):
     text = "30 " * 12 + "1 " * 6 + "30 " * 12
     thinking = Thinking(is_open=True, start_ids=[START], end_ids=[END_A, END_B], budget=7)
     core = guided(pipeline_depth=depth, executor=GuidedDrafting)
+    expected = {}
     for name, prompt, rule in (("plain", [1, 2, 3], None), ("thinks", [4, 5], thinking)):
         core.add(name, prompt, max_tokens=50, eos=(EOS,), constraint=constraint(text, rule))
-        core.executor.answers[tuple(prompt), 0] = oracle(core, name, text, thinking=rule)
+        expected[name] = core.executor.answers[tuple(prompt), 0] = oracle(core, name, text, thinking=rule)
     core.run()
-    for name, prompt, rule in (("plain", (1, 2, 3), None), ("thinks", (4, 5), thinking)):
-        assert core.tokens[name, 0] == core.executor.answers[prompt, 0], name
+    for name, answer in expected.items():
+        assert core.tokens[name, 0] == answer, name
     stats = core.engine.stats()
     assert stats.num_draft_tokens > sum(stats.accepted_drafts) > 15
     core.assert_nothing_is_held()

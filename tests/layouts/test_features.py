@@ -183,6 +183,17 @@ def test_guessed_tokens_change_no_answer(layout, method, llama):
     assert stats.num_drafts > 0
 
 
+def test_guessed_tokens_follow_a_grammar_too(llama):
+    """Ranks guess, the core must know what: it makes a mask for each place."""
+    settings = {"method": "ngram", "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 9, 3]]}
+    params = greedy(structured_outputs=StructuredOutputs(regex=r"(yes|no)( (yes|no)){9,200}"), max_tokens=64)
+    expected, _, _ = answers(params, **llama)
+    for options in (llama, divided("tp 2", **llama)):
+        found, stats, _ = answers(params, **options, speculative_config=settings)
+        assert found == expected
+        assert sum(stats.accepted_drafts) > 30
+
+
 def test_a_pipeline_cannot_guess_in_a_worker(llama):
     with pytest.raises(QuireError, match="use the method suffix"):
         LLM(**OPTIONS, **llama, **LAYOUTS["pp 2"], speculative_config={"method": "ngram"})

@@ -164,7 +164,7 @@ class Guide:
         return count
 
     def fill_each(self, words: np.ndarray, drafts: Sequence[int]) -> None:
-        """`fill`, of the next token and of the one after each of `drafts`. After one that may not come, anything may."""
+        """`fill`, of the next token and of the one after each draft. After one that may not come, anything may."""
         thinking = self.is_thinking, self.num_thought, self.tail
         num_seen = 0  # drafts that the matcher has accepted
         self.fill(words[0])
