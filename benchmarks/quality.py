@@ -114,12 +114,17 @@ def measure(kind: str, device: str, gguf: Path, folder: Path, pieces: dict[str, 
 
 
 def cut(gguf: Path, texts: list[Path], num_tokens: int, size: int) -> dict[str, list[list[int]]]:
-    """Pieces of the beginning of each text, equally many tokens of all together at least `num_tokens`."""
+    """Pieces of the beginning of each text, equally many tokens of all, together at least `num_tokens` that count.
+
+    A piece's first token does not: nothing comes before it.
+    """
     tokenizer = ModelInfo.open(EngineConfig.from_kwargs(model=str(gguf), device="cpu")).need_tokenizer("a text")
+    per_text = -(-num_tokens // len(texts))
+    length = per_text + -(-per_text // (size - 1))
     pieces = {}
     for path in texts:
         content = path.read_text()
-        ids = tokenizer.encode_as_text(content)[: -(-num_tokens // len(texts))]
+        ids = tokenizer.encode_as_text(content)[:length]
         name = f"{path.name} {hashlib.sha256(content.encode()).hexdigest()[:12]}"
         pieces[name] = [ids[start : start + size] for start in range(0, len(ids) - 1, size)]
     return pieces

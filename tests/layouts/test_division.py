@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -41,8 +42,8 @@ def test_parts_are_whole_blocks_if_that_leaves_them_about_equal(size, num_ranks,
     assert all(end == first for (_, end, _), (first, _, _) in pairwise(shares))
 
 
-def start(path: str, num_ranks: int, **options: object) -> None:
-    """The worker of each rank, here, one after the other."""
+def workers(path: str, num_ranks: int, **options: object) -> Iterator[Worker]:
+    """That of each rank, here, one after the other."""
     asked = EngineConfig.from_kwargs(
         device="cpu", max_model_len=64, num_threads=1, tensor_parallel_size=num_ranks, **options
     )
@@ -51,7 +52,14 @@ def start(path: str, num_ranks: int, **options: object) -> None:
     for rank in range(num_ranks):
         group = Group()
         group.rank, group.size = rank, num_ranks
-        Worker(config, Ranks(group)).close()
+        worker = Worker(config, Ranks(group))
+        yield worker
+        worker.close()
+
+
+def start(path: str, num_ranks: int, **options: object) -> None:
+    for _ in workers(path, num_ranks, **options):
+        pass
 
 
 def check_sizes(path: str, num_ranks: int, expected: str, **options: object) -> None:
@@ -71,6 +79,18 @@ def check_sizes(path: str, num_ranks: int, expected: str, **options: object) -> 
 def test_sizes_that_would_do_are_those_of_the_whole_model(num_ranks, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, "quantization_config": FORMS["awq"][0]}))
     check_sizes(str(tmp_path), num_ranks, "1", load_format="dummy")
+
+
+def test_parts_are_larger_blocks_if_smaller_ones_would_cut_weights(tmp_path):
+    """Halves of 576 columns would be equal, but hold half a group of 128."""
+    sizes = {**SIZES, "intermediate_size": 9 * 128}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "quantization_config": FORMS["awq"][0]}))
+    widths = [
+        worker.model.model.layers[0].mlp.down_proj.in_features
+        for worker in workers(str(tmp_path), 2, load_format="dummy")
+    ]
+    assert widths == [512, 640]
+    check_sizes(str(tmp_path), 3, "1 or 2", load_format="dummy")
 
 
 def test_sizes_hold_for_all_tensors_of_a_file(tmp_path):

@@ -15,7 +15,19 @@ from torch import Tensor, nn
 
 from quire.distributed.base import ALONE, Ranks
 from quire.ops.attention.reference import AttentionTables
-from quire.quant.base import AXES, Joined, Method, MethodMaker, Part, RawTensor, Section, Split, Use, Weight
+from quire.quant.base import (
+    AXES,
+    SMALLEST_BLOCK,
+    Joined,
+    Method,
+    MethodMaker,
+    Part,
+    RawTensor,
+    Section,
+    Split,
+    Use,
+    Weight,
+)
 
 
 @dataclass
@@ -49,6 +61,7 @@ class Runtime:
     # Weights that several layers use, such as an embedding and the head that is tied to it.
     kept: dict[tuple[str, MethodMaker], Method] = field(default_factory=dict)
     ranks: Ranks = ALONE  # which part of the model's layers this process has
+    cut_block: int = SMALLEST_BLOCK  # of how many numbers the blocks are that ranks' parts are made of, if possible
     splits_experts: bool = True  # every rank has a part of each expert; else each has some experts whole
 
 

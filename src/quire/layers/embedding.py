@@ -17,7 +17,7 @@ class Embedding(Layer):
 
     def attach(self, runtime: Runtime, path: str) -> None:
         super().attach(runtime, path)
-        section = even(self.shape[0])
+        section = even(self.shape[0], runtime.cut_block)
         self.method = self.keep([Part(path, self.shape, Split("outputs", (section,)))], self.use)
         first, _, count = section.share(self.group.rank, self.group.size)
         self.first_id = None if self.group.size == 1 else section.size * first // count

@@ -46,6 +46,7 @@ class Linear(Layer):
 
     def attach(self, runtime: Runtime, path: str) -> None:
         super().attach(runtime, path)
+        self.sections = tuple(section._replace(block=runtime.cut_block) for section in self.sections)
         parts = self.parts()
         self.method = self.keep([part._replace(path=self.tied_to or part.path) for part in parts], self.use)
         if self.bias is not None:

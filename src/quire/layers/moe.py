@@ -66,13 +66,18 @@ class Experts(Layer):
                 self.biases[bias] = parts
 
     @property
+    def _columns(self) -> Section:
+        """Of one expert."""
+        return even(self.expert_size, self.runtime.cut_block)
+
+    @property
     def _all_experts(self) -> Section:
         return Section(self.num_experts, (self.num_experts,))
 
     def _narrow_biases(self) -> None:
         """To what this rank has of them."""
         if self.gate_up_bias is not None and self.down_bias is not None and self.group.size > 1:
-            widths = 2 * even(self.expert_size).width(self.group.rank, self.group.size), self.hidden_size
+            widths = 2 * self._columns.width(self.group.rank, self.group.size), self.hidden_size
             if not self.runtime.splits_experts:
                 widths = 2 * self.expert_size, self.hidden_size
             self.gate_up_bias, self.down_bias = (
@@ -100,7 +105,7 @@ class Experts(Layer):
     def _split(self, axis: str, count: int, expert_idx: int | None = None) -> Split:
         """How a tensor is divided: by experts, or along an axis that has the width of an expert `count` times."""
         if self.runtime.splits_experts:
-            return Split(axis, (even(self.expert_size),) * count)
+            return Split(axis, (self._columns,) * count)
         return Split("experts", (self._all_experts,), expert_idx)
 
     def loaded(self) -> None:

@@ -37,6 +37,7 @@ CODES = {
 }  # fmt: skip
 Fill = float | Callable[[], Tensor]  # one value everywhere, or what makes all of them
 SMALLEST_BLOCK = 32  # numbers, of what kernels for CPUs read and of most quantizations
+LARGER_BLOCKS = (64, 128, 256)  # of others
 MAX_EXCESS = 1 / 8  # how much larger than others a rank's part may be, so that no block is cut
 # What the dimensions of a plain tensor are, by their number.
 AXES: dict[int, tuple[str, ...]] = {
@@ -99,6 +100,7 @@ class Section(NamedTuple):
     # With fewer coarse units than ranks, several ranks share one: they have the same ("repeated"), or divide its finer
     # units ("nested"). "even": no unit is shared, and finer ones are taken if parts are more equal then.
     rule: Literal["even", "nested", "repeated"] = "even"
+    block: int = SMALLEST_BLOCK  # "even": parts are whole blocks of so many numbers, if about equal ones can be
 
     def share(self, rank: int, num_ranks: int) -> tuple[int, int, int]:
         """(first unit of a rank, the one after its last, units in all)."""
@@ -127,13 +129,14 @@ class Section(NamedTuple):
         If that is not possible, parts are equal.
         """
         enough = [count for count in self.units if count >= num_ranks]
-        blocks = [count for count in enough if self.size // count >= SMALLEST_BLOCK]
+        blocks = [count for count in enough if self.size // count >= self.block]
+        small_blocks = [count for count in enough if self.size // count >= SMALLEST_BLOCK]
 
         def excess(count: int) -> float:
             """Of the largest part over an equal one."""
             return -(-count // num_ranks) * num_ranks / count - 1
 
-        wanted = ((blocks, 0.0), (blocks, MAX_EXCESS), (enough, 0.0))
+        wanted = [(counts, most) for counts in (blocks, small_blocks) for most in (0.0, MAX_EXCESS)] + [(enough, 0.0)]
         return next((count for counts, most in wanted for count in counts if excess(count) <= most), enough[0])
 
     def width(self, rank: int, num_ranks: int) -> int:
@@ -147,10 +150,10 @@ class Section(NamedTuple):
         return sum(self.share(other, num_ranks) == own for other in range(rank))
 
 
-def even(size: int) -> Section:
+def even(size: int, block: int = SMALLEST_BLOCK) -> Section:
     """A section that may be cut anywhere: if possible between the blocks of any quantization."""
     blocks = [block for block in (256, 128, 64, 32, 16, 8) if size % block == 0]
-    return Section(size, (*(size // block for block in blocks), size))
+    return Section(size, (*(size // block for block in blocks), size), block=block)
 
 
 # Raises UnsupportedModelError if a (rank, number of ranks) would cut numbers that are packed together.
@@ -160,11 +163,11 @@ Check = Callable[[int, int], None]
 class CutError(UnsupportedModelError):
     """Numbers that are packed together would be cut."""
 
-    def __init__(self, why: str, num_ranks: int, possible: Sequence[int]) -> None:
+    def __init__(self, reason: str, num_ranks: int, possible: Sequence[int]) -> None:
         *others, last = map(str, possible)
         would_do = f"{', '.join(others)} or {last}" if others else last
-        super().__init__(f"--tensor-parallel-size {num_ranks} would cut packed weights ({why}): {would_do} would do")
-        self.why = why
+        super().__init__(f"--tensor-parallel-size {num_ranks} would cut packed weights ({reason}): {would_do} would do")
+        self.reason = reason
         self.num_ranks = num_ranks
 
 

@@ -19,7 +19,7 @@ from quire.config import EngineConfig, quantization_file, resolved
 from quire.distributed.base import ALONE, Ranks
 from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.layers.base import Layer, Runtime, StepContext
-from quire.quant.base import Choice, DivisionError, MethodMaker, QuantizedMaker, Use
+from quire.quant.base import SMALLEST_BLOCK, Choice, DivisionError, MethodMaker, QuantizedMaker, Use
 from quire.quant.kept.numbers import Numbers
 from quire.quant.plain.dense import Dense
 from quire.worker.choose import Chooser
@@ -42,11 +42,15 @@ def model_module(hf_config: dict[str, Any]) -> ModuleType:
 
 
 def build(
-    config: EngineConfig, hf_config: dict[str, Any], choose: Chooser | None = None, ranks: Ranks = ALONE
+    config: EngineConfig,
+    hf_config: dict[str, Any],
+    choose: Chooser | None = None,
+    ranks: Ranks = ALONE,
+    cut_block: int = SMALLEST_BLOCK,
 ) -> Model:
     """The model on `meta`, its layers attached; only weights and KV tensors are missing."""
     model = empty(hf_config, config.model.dtype)
-    attach(model, make_runtime(config, hf_config, model.checkpoint_path, choose, ranks))
+    attach(model, make_runtime(config, hf_config, model.checkpoint_path, choose, ranks, cut_block))
     return model
 
 
@@ -84,6 +88,7 @@ def make_runtime(
     checkpoint_path: Callable[[str], str],
     choose: Chooser | None = None,
     ranks: Ranks = ALONE,
+    cut_block: int = SMALLEST_BLOCK,
 ) -> Runtime:
     """`checkpoint_path`: from a module's path in the model to its path in checkpoints."""
     choose = choose or Chooser(config)
@@ -112,6 +117,7 @@ def make_runtime(
         find_method=lambda path, use: find_method(checkpoint_path(path), Choice(use, *methods[use], is_gpu)),
         context=StepContext(),
         ranks=ranks,
+        cut_block=cut_block,
         splits_experts=not config.parallel.enable_expert_parallel,
     )
 

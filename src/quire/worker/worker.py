@@ -3,6 +3,7 @@
 Started by `executor/` by dotted path. Must not know requests, text or clients.
 """
 
+import gc
 import logging
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from quire.layers.decoder import CausalLM
 from quire.layers.linear import LMHead
 from quire.layers.weights import CheckpointTensor
 from quire.ops.transfer import Upload
-from quire.quant.base import CutError, possible_divisions
+from quire.quant.base import LARGER_BLOCKS, SMALLEST_BLOCK, CutError, possible_divisions
 from quire.sampling.custom import load as load_processors
 from quire.spec import draft_model, synthetic
 from quire.spec.base import NoDrafter
@@ -117,25 +118,46 @@ class Worker:
         return draft_model.Drafter(speculation.num_tokens, cost, resolved(config.model.max_model_len), max_tokens)
 
     def _load(self, config: EngineConfig, files: ModelFiles, hf_config: dict[str, Any]) -> Model:
-        model = build(config, hf_config, ranks=self.ranks)
+        try:
+            return self._load_divided(config, files, hf_config)
+        except CutError as error:  # of one weight
+            reason, num_ranks = error.reason, error.num_ranks
+        gc.collect()  # what was loaded before it
+        block = self._dividing_block(config, files, hf_config, reason, num_ranks)
+        return self._load_divided(config, files, hf_config, block)
+
+    def _load_divided(
+        self, config: EngineConfig, files: ModelFiles, hf_config: dict[str, Any], cut_block: int = SMALLEST_BLOCK
+    ) -> Model:
+        """`cut_block`: ranks' parts are made of blocks of so many numbers, if possible."""
+        model = build(config, hf_config, ranks=self.ranks, cut_block=cut_block)
         is_dummy = config.model.load_format == "dummy"
         upload = Upload(self.device) if self.device.type == "cuda" and not is_dummy else None
-
-        def tensors(model: Model) -> Iterator[tuple[str, CheckpointTensor]]:
-            if is_dummy:
-                return dummy_tensors(model, config.model.seed, self.device)
-            found = checkpoint_tensors(files, hf_config)
-            return translated(model, found) if files.kind == "hf" else found  # GGUF files have the model's own names
-
-        try:
-            elsewhere = self._take_stage(model)
-            with self.module.capacity("loading the weights"):
-                self.bytes_read = load_weights(model, tensors(model), self.ranks.group, elsewhere, upload)
-        except CutError as error:  # of one weight
-            whole = build(config, hf_config)
-            possible = possible_divisions(division_checks(whole, tensors(whole)))
-            raise UnsupportedModelError(str(CutError(error.why, error.num_ranks, possible))) from None
+        elsewhere = self._take_stage(model)
+        with self.module.capacity("loading the weights"):
+            tensors = self._tensors(model, config, files, hf_config)
+            self.bytes_read = load_weights(model, tensors, self.ranks.group, elsewhere, upload)
         return model
+
+    def _dividing_block(
+        self, config: EngineConfig, files: ModelFiles, hf_config: dict[str, Any], reason: str, num_ranks: int
+    ) -> int:
+        """The smallest block with which no weight of the whole model is cut."""
+        possible: set[int] = set()  # numbers of ranks
+        for block in (SMALLEST_BLOCK, *LARGER_BLOCKS):
+            whole = build(config, hf_config, cut_block=block)
+            possible.update(possible_divisions(division_checks(whole, self._tensors(whole, config, files, hf_config))))
+            if num_ranks in possible:
+                return block
+        raise UnsupportedModelError(str(CutError(reason, num_ranks, sorted(possible))))
+
+    def _tensors(
+        self, model: Model, config: EngineConfig, files: ModelFiles, hf_config: dict[str, Any]
+    ) -> Iterator[tuple[str, CheckpointTensor]]:
+        if config.model.load_format == "dummy":
+            return dummy_tensors(model, config.model.seed, self.device)
+        found = checkpoint_tensors(files, hf_config)
+        return translated(model, found) if files.kind == "hf" else found  # GGUF files have the model's own names
 
     def _take_stage(self, model: Model) -> set[str]:
         """Leaves only this stage's layers in the model; returns the names of the tensors that only others want."""
