@@ -103,7 +103,7 @@ def test_logprobs_in_16_bits_are_near_those_that_the_library_gives_in_32(name, d
     published = made(name)
     with LLM(str(write(published, tmp_path)), **OPTIONS | {"device": device, "dtype": "bfloat16"}) as llm:
         found = prompt_logprobs(llm)
-    assert (found - logprobs_by_transformers(published)).abs().mean() < (0.04 if device == "cpu" else 0.2)
+    assert (found - logprobs_by_transformers(published)).abs().mean() < (0.04 if device == "cpu" else 0.12)
 
 
 # Dequantized to bfloat16, which rounds weights except those of MXFP4. Found: at most 0.029.

@@ -126,7 +126,7 @@ class Section(NamedTuple):
     def _even_count(self, num_ranks: int) -> int:
         """Into how many units it is divided: such that parts are whole blocks, and equal, or nearly so.
 
-        If that is not possible, parts are equal.
+        If that is not possible with blocks as large as wanted, then with the smallest; else parts are equal.
         """
         enough = [count for count in self.units if count >= num_ranks]
         blocks = [count for count in enough if self.size // count >= self.block]
@@ -152,8 +152,8 @@ class Section(NamedTuple):
 
 def even(size: int, block: int = SMALLEST_BLOCK) -> Section:
     """A section that may be cut anywhere: if possible between the blocks of any quantization."""
-    blocks = [block for block in (256, 128, 64, 32, 16, 8) if size % block == 0]
-    return Section(size, (*(size // block for block in blocks), size), block=block)
+    units = [size // length for length in (256, 128, 64, 32, 16, 8) if size % length == 0]
+    return Section(size, (*units, size), block=block)
 
 
 # Raises UnsupportedModelError if a (rank, number of ranks) would cut numbers that are packed together.
