@@ -143,6 +143,21 @@ def test_a_new_certificate_is_taken_and_a_bad_one_is_not(tmp_path, monkeypatch, 
             until(lambda: trusts(port, CERTIFICATE), 5, "the first certificate")
 
 
+def test_a_certificate_written_while_it_is_loaded_is_loaded_again(tmp_path, monkeypatch, caplog):
+    file = tmp_path / "pem"
+    shutil.copy(CERTIFICATE, file)
+    certificates = Certificates(ServerConfig(ssl_certfile=str(file), enable_ssl_refresh=True))
+    load = certificates._load
+    monkeypatch.setattr(certificates, "_load", lambda: (shutil.copy(OTHER, file), load())[1])
+    file.write_bytes(b"")
+    asyncio.run(certificates.refresh())
+    monkeypatch.setattr(certificates, "_load", load)
+    assert "the one from before" not in caplog.text
+    file.write_bytes(b"")  # as it was when it was first looked at, but not when it was loaded
+    asyncio.run(certificates.refresh())
+    assert "the one from before" in caplog.text
+
+
 def test_without_the_flag_the_certificate_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "REFRESH_S", 0.05)
     file = tmp_path / "pem"

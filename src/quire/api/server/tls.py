@@ -30,14 +30,17 @@ class Certificates:
 
     async def refresh(self) -> None:
         """Called every second: takes new files. Those that cannot be used change nothing."""
-        if await asyncio.to_thread(self.files.changed) is None:
-            return
-        try:
-            self.current = await asyncio.to_thread(self._load)
-        except ConfigError as error:
-            logs.log.error("%s; until they can, the certificate is the one from before", error)
-            return
-        logs.log.info("the certificate was read again")
+        found: ssl.SSLContext | ConfigError | None = None
+        while await asyncio.to_thread(self.files.changed) is not None:  # once more if written while they were loaded
+            try:
+                found = await asyncio.to_thread(self._load)
+            except ConfigError as error:
+                found = error
+        if isinstance(found, ConfigError):
+            logs.log.error("%s; until they can, the certificate is the one from before", found)
+        elif found is not None:
+            self.current = found
+            logs.log.info("the certificate was read again")
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         """Called at the beginning of each handshake, also of clients that name no server."""
