@@ -289,6 +289,15 @@ def test_the_real_model_opens_fast_and_holds_what_it_should(smollm2: Path) -> No
     assert max(tensor.offset + tensor.nbytes for tensor in file.tensors.values()) <= smollm2.stat().st_size
 
 
+def test_the_vocabulary_can_be_forgotten(smollm2: Path) -> None:
+    with GGUFFile(smollm2) as file:
+        before = set(file.metadata)
+        file.forget_vocabulary()
+        gone = before - set(file.metadata)
+        assert "tokenizer.ggml.tokens" in gone and all(key.startswith("tokenizer.") for key in gone)
+        assert file.metadata["general.architecture"] == "llama"
+
+
 def test_pages_that_were_forgotten_are_read_again(smollm2: Path) -> None:
     with GGUFFile(smollm2) as file:
         found = file.tensors["blk.0.ffn_up.weight"]

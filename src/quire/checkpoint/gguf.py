@@ -104,6 +104,11 @@ class GGUFFile:
         """Once the tensor was read: its pages no longer count as this process's memory."""
         self._parts[tensor.part].file.forget(tensor.offset, tensor.nbytes)
 
+    def forget_vocabulary(self) -> None:
+        """Once a tokenizer was made, or where none is needed: it is the largest part of the metadata."""
+        for key in [key for key in self.metadata if key.startswith("tokenizer.")]:
+            del self.metadata[key]
+
     def close(self) -> None:
         for part in self._parts:
             part.file.close()

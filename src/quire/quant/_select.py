@@ -18,7 +18,7 @@ from quire.errors import BadModelFileError, UnsupportedModelError
 from quire.ops.packed_linear.forms import Coded, Form, stacked
 from quire.quant.base import PLAIN, Choice, MethodMaker, Part, Reader, Stored, Use
 
-CPU_VALUES_AT_ONCE, GPU_VALUES_AT_ONCE = 1 << 20, 1 << 24  # of a weight that is rounded or looked at
+CPU_VALUES_AT_ONCE, GPU_VALUES_AT_ONCE = 1 << 18, 1 << 24  # of a weight that is rounded or looked at
 MAX_NAMES = 20_000
 MAX_PATTERN_CHARS = 300
 MAX_REPEATS = 4  # in one pattern; inside one there may be neither another nor alternatives

@@ -19,7 +19,7 @@ class Online(PlainReader):
 
     def round(self, weight_NK: Tensor) -> Coded:
         scales = weight_NK.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        codes = ((weight_NK / scales).round().clamp(-127, 127) + 128).to(torch.uint8)
+        codes = (weight_NK / scales).round_().clamp_(-127, 127).add_(128).to(torch.uint8)
         return Affine(codes, scales, 8, zero=128, rounds="int8 token")
 
 

@@ -25,7 +25,7 @@ from quire.quant.base import ANY, CODES, PLAIN, Check, Weight, check_division
 from quire.utils.memory import give_back_freed
 from quire.worker.build import Model
 
-MAX_FREED_SHARE = 1 / 128  # how much is loaded, as a share of all so far, before memory freed meanwhile is given back
+MAX_FREED_SHARE = 1 / 512  # how much is loaded, as a share of all so far, before memory freed meanwhile is given back
 
 
 def load_weights(
@@ -144,6 +144,7 @@ def checkpoint_tensors(files: ModelFiles, hf_config: dict[str, Any]) -> Iterator
 def _from_gguf(files: ModelFiles, hf_config: dict[str, Any]) -> Iterator[tuple[str, CheckpointTensor]]:
     """With the model's own names: the converters to GGUF have done what `translate` does for other checkpoints."""
     with files.gguf as gguf:
+        gguf.forget_vocabulary()
         architecture = gguf_architecture(gguf)
         for tensor in gguf.tensors.values():
             is_row = tensor.name.endswith(".bias") and tensor.shape[:-1] == (1,)  # some biases are such matrices
