@@ -2,8 +2,9 @@
 
 Each kind (`--quantization`), and each rank's part of it, is loaded in a process of its own. Printed are the bytes of
 the weights that stay, also as a multiple of what the checkpoint's tensors take, and the peak above what the process had
-before, as a multiple of what stays: of anonymous memory (RssAnon), and on GPUs of torch's allocations. A GGUF file is
-dequantized to bfloat16 safetensors first for the kinds that start from those. A folder without weights, one of
+before, as a multiple of the weights: of anonymous memory (RssAnon), and on GPUs of torch's allocations. On CPUs also as
+a multiple of all that stays of anonymous memory: beside weights of some 50 MB, modules and headers count. A GGUF file
+is dequantized to bfloat16 safetensors first for the kinds that start from those. A folder without weights, one of
 `shapes/`, is filled with random ones first (`--kinds auto`: kept as its config says).
 """
 
@@ -81,9 +82,11 @@ def load(model: str, kind: str, device: str, rank: int, num_ranks: int) -> str:
     before = anonymous_bytes()
     with watched_peak() as peak:
         worker = Worker(info.config, Ranks(group))
+    stays = anonymous_bytes() - before
     size, in_file = worker.weight_bytes, checkpoint_bytes(model)
     line = f"| {kind} | {rank} | {size / 1e6:.0f} | {size / in_file:.3f} | {(peak[0] - before) / size:.2f} |"
-    return line if device == "cpu" else f"{line} {torch.cuda.max_memory_allocated() / size:.2f} |"
+    last = (peak[0] - before) / stays if device == "cpu" else torch.cuda.max_memory_allocated() / size
+    return f"{line} {last:.2f} |"
 
 
 def main() -> None:
@@ -98,10 +101,8 @@ def main() -> None:
     if args.one:
         print(load(args.model, args.one, args.device, args.rank, args.tensor_parallel_size))
         return
-    print(
-        "| kept as | rank | MB | times the checkpoint's | peak of host memory, times what stays |"
-        + (" of the GPU's |" if args.device != "cpu" else "")
-    )
+    last = "times all that stays" if args.device == "cpu" else "peak of the GPU's, times the weights"
+    print(f"| kept as | rank | MB | times the checkpoint's | peak of host memory, times the weights | {last} |")
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as drawn:
         given = args.model
         if Path(given).is_dir() and not any(Path(given).glob("*.safetensors")):
