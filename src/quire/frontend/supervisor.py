@@ -491,7 +491,7 @@ class Supervisor:
                 return
             await core.start(spare if spare is not None and spare.returncode is None else None, self.state == "asleep")
             attendants = self._pump(core), self._send_unsent(), self._watch(core)
-            tasks = [asyncio.create_task(self._prepare_spare()), *map(asyncio.create_task, attendants)]
+            tasks = [asyncio.create_task(self._prepare_spare(core)), *map(asyncio.create_task, attendants)]
             cause = await self._until_exit(core, tasks[1:])
         finally:
             for task in tasks:
@@ -540,11 +540,12 @@ class Supervisor:
             return Cause.STALL
         return Cause.OWN if fell_by_itself and core.ready else Cause.OUTSIDE
 
-    async def _prepare_spare(self) -> None:
+    async def _prepare_spare(self, core: CoreClient) -> None:
         """Starts the next core's process once this core works: its imports would slow this core's start."""
         if not self.serving.standby:
             return
-        await self._first_core.wait()
+        while not core.ready:
+            await asyncio.sleep(TICK_S)
         await asyncio.sleep(SPARE_DELAY_S)
         try:
             self.spare = await start_process(self.config)
