@@ -1,15 +1,15 @@
 # Quire on a fresh machine with Python 3.11 or later, pip and make: each target does all its own set-up.
 #
-#   make serve   serve the default model            make chat    talk to it
-#   make test    run the tests                      make soak    an hour of mixed load
-#   make bench   compare with peers on this CPU     make fuzz    an hour of hostile clients and files
-#   make clean   remove what these made
+#   make serve   serve the default model            make chat      talk to it
+#   make test    run the tests                      make test-all  and those marked `long`
+#   make bench   compare with peers on this CPU     make soak      an hour of mixed load
+#   make clean   remove what these made             make fuzz      an hour of hostile clients and files
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: serve chat test lint bench soak fuzz clean
+.PHONY: serve chat test test-all lint bench soak fuzz clean
 
 serve: $(VENV)/.installed
 	@$(BIN)/quire serve
@@ -22,10 +22,11 @@ ALONE := $(addprefix tests/,test_chaos.py test_soak.py executor/test_ray.py api/
 	$(addprefix api/server/,test_connection.py test_guard.py test_memory.py test_serve.py test_shape.py)) tests/ui
 
 # -O: there an `assert` checks nothing, and what is safe must be so without.
-test: $(VENV)/.installed-test lint
-	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup tests $(addprefix --ignore=,$(ALONE) tests/security)
-	@$(BIN)/python -m pytest -q $(ALONE)
-	@$(BIN)/python -O -m pytest -q tests/security
+test: SHORT := -m "not long"
+test test-all: $(VENV)/.installed-test lint
+	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup $(SHORT) tests $(addprefix --ignore=,$(ALONE) tests/security)
+	@$(BIN)/python -m pytest -q $(SHORT) $(ALONE)
+	@$(BIN)/python -O -m pytest -q -n 2 --dist loadgroup $(SHORT) tests/security
 
 lint: $(VENV)/.installed-test
 	@$(BIN)/ruff check src tests benchmarks examples

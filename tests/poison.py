@@ -15,6 +15,7 @@ RAISE = (11, 11, 1)
 EXIT = (11, 11, 2)
 HANG = (11, 11, 3)
 CRASH = (11, 11, 4)
+POISONS = {"raise": RAISE, "exit": EXIT, "hang": HANG, "crash": CRASH}
 
 
 def obey(plan: StepPlan) -> None:

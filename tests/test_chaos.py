@@ -14,7 +14,8 @@ import openai
 import pytest
 from benchmarks.server_process import QUIRE, ServerProcess, children
 
-from tests.poison import EXIT, HANG, RAISE
+from tests.long import long_but
+from tests.poison import POISONS
 from tests.prompts import PROMPTS
 
 # The small model would be done before a client has read much: it waits between its steps.
@@ -33,6 +34,10 @@ MORE = {
     "two ranks": ["-tp", "2"],
     "two engines": ["-dp", "2"],
 }
+POISONED = long_but(
+    [(server, poison) for server in MORE for poison in ("raise", "exit", "hang")],
+    *(("a small one", "raise"), ("two ranks", "hang"), ("two engines", "exit")),
+)
 WATCHDOG_S = 3
 MOVES_WITHIN_S = 6.0  # or, on slow machines, within twice the time a first start and the first tokens take there
 PATIENCE = 4  # watchdogs until a core that stands still is replaced: patience grows with the longest step
@@ -112,7 +117,7 @@ async def hurt(server: ServerProcess, streams: Streams, how: signal.Signals, of_
     return time.monotonic() - started
 
 
-@pytest.mark.parametrize("server", MAX_TOKENS, indirect=True)
+@pytest.mark.parametrize("server", long_but(MAX_TOKENS, "a small one", "two ranks", "two engines"), indirect=True)
 def test_streams_survive_three_kills_and_a_stop(server):
     prompts = server.prompts
 
@@ -151,13 +156,12 @@ def test_streams_survive_three_kills_and_a_stop(server):
     assert stopped <= PATIENCE * WATCHDOG_S + moves_within_s
 
 
-@pytest.mark.parametrize("server", ["a small one", "two ranks", "two engines"], indirect=True)
-@pytest.mark.parametrize("mark", [RAISE, EXIT, HANG], ids=["raise", "exit", "hang"])
-def test_a_poisoned_request_fails_alone_among_many_others(server, mark):
+@pytest.mark.parametrize(("server", "poison"), POISONED, indirect=["server"])
+def test_a_poisoned_request_fails_alone_among_many_others(server, poison):
     async def scenario() -> tuple[Streams, openai.APIStatusError]:
         streams = Streams(server, server.prompts)
         unique = random.randrange(1000, 40_000)  # who made the engine fail is refused when it comes again
-        poisoned = Streams(server, [[*mark, unique]])
+        poisoned = Streams(server, [[*POISONS[poison], unique]])
         with pytest.raises(openai.APIStatusError) as refused:
             await poisoned.finish()
         await streams.finish()

@@ -3,6 +3,8 @@
 import pytest
 from benchmarks.invariance import CONDITIONS, Check
 
+from tests.long import long_but
+
 
 @pytest.fixture(scope="module")
 def check(smollm2):
@@ -12,14 +14,14 @@ def check(smollm2):
     return check
 
 
-@pytest.mark.parametrize("condition", CONDITIONS)
+@pytest.mark.parametrize("condition", long_but(CONDITIONS, "depth 2, chunks of 7", "plain torch attention"))
 def test_tokens_do_not_depend_on(condition, check):
     differing, llm = check.run(CONDITIONS[condition])
     llm.close()
     assert differing == 0
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", long_but([1, 2], 2))
 def test_tokens_do_not_depend_on_preemption(depth, check):
     differing, preemptions = check.preempted({"pipeline_depth": depth})
     assert preemptions > 0

@@ -21,7 +21,8 @@ from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.supervisor import SPARE_DELAY_S
 from quire.ops.packed_linear import cpu as linear
 from quire.params import StructuredOutputs
-from tests.poison import CRASH, EXIT, RAISE
+from tests.long import long_but
+from tests.poison import POISONS, RAISE
 
 OPTIONS = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 4, "num_gpu_blocks_override": 64, "device": "cpu"}
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}, "b": {"type": "boolean"}}, "required": ["n", "b"]}
@@ -101,7 +102,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", long_but(LAYOUTS, "guessing"))
 def test_answers_are_those_of_one_process(model, layout):
     options = {**model, **LAYOUTS[layout]}
     found: dict[str, list] = {}
@@ -178,7 +179,7 @@ def test_what_does_not_fit_is_said_before_anything_is_left(model):
         started({**model, "num_gpu_blocks_override": 2})
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("signum", long_but([signal.SIGKILL, signal.SIGSEGV], signal.SIGKILL))
 def test_a_worker_that_dies_is_an_error_with_its_signal(model, signum):
     with Left(), started(model) as llm:
         answers(llm)
@@ -275,13 +276,13 @@ def test_streams_go_on_when_a_worker_is_killed(model):
     run(scenario, options)
 
 
-@pytest.mark.parametrize("mark", [RAISE, EXIT, CRASH], ids=["raise", "exit", "crash"])
-def test_a_request_that_takes_a_worker_down_fails_alone(model, mark):
+@pytest.mark.parametrize("poison", long_but(["raise", "exit", "crash"], "crash"))
+def test_a_request_that_takes_a_worker_down_fails_alone(model, poison):
     async def scenario(llm: AsyncLLM) -> None:
         expected = await asyncio.gather(*(answer(llm, prompt, 20) for prompt in PROMPTS))
         streams = [asyncio.create_task(answer(llm, prompt, 20)) for prompt in PROMPTS]
         with pytest.raises(PoisonError):
-            await answer(llm, list(mark))
+            await answer(llm, list(POISONS[poison]))
         assert await asyncio.gather(*streams) == expected
 
     run(scenario, {**model, "max_num_seqs": 16}, "tests.poison_ranks")

@@ -17,7 +17,8 @@ from quire.config import ServingConfig
 from quire.errors import ConfigError, DeadlineError, EngineError, OverloadedError, PoisonError, RequestError
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.stream import Stream
-from tests.poison import CRASH, EXIT, HANG, RAISE
+from tests.long import long_but
+from tests.poison import POISONS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 
@@ -193,7 +194,7 @@ def test_a_long_text_is_tokenized_off_the_loop(smollm2):
     run(scenario)
 
 
-@pytest.mark.parametrize("num_kills", [1, 3])
+@pytest.mark.parametrize("num_kills", long_but([1, 3], 1))
 def test_a_killed_core_is_replaced_and_no_stream_notices(smollm2, num_kills):
     async def scenario(llm):
         tasks = [asyncio.create_task(answer(llm, prompt, endless(200))) for prompt in prompts(16)]
@@ -259,17 +260,17 @@ def test_an_idle_core_that_stands_still_is_noticed(smollm2):
     run(scenario, serving=ServingConfig(watchdog_s=1.5))
 
 
-@pytest.mark.parametrize("mark", [RAISE, EXIT, CRASH, HANG], ids=["raise", "exit", "crash", "hang"])
-def test_a_poisoned_request_fails_alone(smollm2, mark):
+@pytest.mark.parametrize("poison", long_but(POISONS, "raise", "exit"))
+def test_a_poisoned_request_fails_alone(smollm2, poison):
     async def scenario(llm):
         tasks = [asyncio.create_task(answer(llm, prompt)) for prompt in prompts(31)]
-        poisoned = asyncio.create_task(answer(llm, [*mark, 5]))
+        poisoned = asyncio.create_task(answer(llm, [*POISONS[poison], 5]))
         with pytest.raises(PoisonError, match="others are not affected"):
             await poisoned
         assert await asyncio.gather(*tasks) == list(map(echoed, prompts(31)))
         restarts = llm.num_restarts
         with pytest.raises(PoisonError, match="ten minutes"):
-            await answer(llm, [*mark, 5])
+            await answer(llm, [*POISONS[poison], 5])
         assert await answer(llm, [9, 9, 9]) == [9] * 30
         assert llm.num_restarts == restarts
 

@@ -18,7 +18,8 @@ from quire.frontend.stream import Stream
 from quire.kv.prefix import prefix_digests
 from quire.messages import EngineStats
 from tests.frontend.test_async_llm import answer, echoed, endless, open_files, prompts
-from tests.poison import EXIT, HANG, RAISE
+from tests.long import long_but
+from tests.poison import POISONS
 
 BLOCK = 16
 
@@ -257,12 +258,12 @@ def test_while_a_core_is_replaced_others_get_new_requests_and_the_server_is_heal
     run(scenario, "echo:50", ServingConfig(watchdog_s=2, standby=False))
 
 
-@pytest.mark.parametrize("mark", [RAISE, EXIT, HANG], ids=["raise", "exit", "hang"])
-def test_a_poisoned_request_fails_alone_and_the_other_core_never_restarts(smollm2, mark):
+@pytest.mark.parametrize("poison", long_but(["raise", "exit", "hang"], "exit"))
+def test_a_poisoned_request_fails_alone_and_the_other_core_never_restarts(smollm2, poison):
     async def scenario(llm):
         tasks = [asyncio.create_task(answer(llm, prompt)) for prompt in prompts(31)]
         await asyncio.sleep(0)
-        poisoned = await llm.submit([*mark, 5], endless(5), request_id="bad")
+        poisoned = await llm.submit([*POISONS[poison], 5], endless(5), request_id="bad")
         bad = owner(llm, "bad")
         with pytest.raises(PoisonError, match="others are not affected"):
             await poisoned.wait()
@@ -271,7 +272,7 @@ def test_a_poisoned_request_fails_alone_and_the_other_core_never_restarts(smollm
         assert restarts[bad] > 0 and restarts[1 - bad] == 0
         for _ in range(4):  # whichever core would take it
             with pytest.raises(PoisonError, match="ten minutes"):
-                await answer(llm, [*mark, 5], endless(5))
+                await answer(llm, [*POISONS[poison], 5], endless(5))
         assert [each.num_restarts for each in llm.cores.supervisors] == restarts
 
     run(scenario, "tests.poison", ServingConfig(watchdog_s=2))

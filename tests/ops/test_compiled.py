@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.long import LONG
 
 ROOT = Path(__file__).parents[2]
 # Of a program, by compute capability: of the smallest cards, and of those that tiles are tuned on.
@@ -46,8 +47,9 @@ KERNELS = {
     },
 }
 ONLY_HOPPER = ("overlapped",)
+SHORT = ("packed", "experts", "attentions")
 CASES = [
-    (capability, group)
+    pytest.param(capability, group, marks=[] if capability == "9.0" and group in SHORT else LONG)
     for group in KERNELS
     for capability in SHARED_BYTES
     if capability == "9.0" or group not in ONLY_HOPPER

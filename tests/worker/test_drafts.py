@@ -19,6 +19,7 @@ from quire.messages import AddRequest, StepOutputs
 from quire.models import deepseek_v2
 from quire.models.qwen3 import TINY
 from quire.spec import ngram
+from tests.long import long_but
 from tests.worker.drafting import BigramDrafter
 from tests.worker.test_gpu import DEVICE, HAS_GPU, OPTIONS, PROMPTS, model, tiny
 from tests.worker.test_rounded_cache import saved
@@ -247,9 +248,10 @@ def test_kernels_of_gpus_look_up_too(model):
 
 
 SYNTHETIC = {"method": "ngram", "num_speculative_tokens": 4, "rejection_sample_method": "synthetic"}
+ONE_BY_ONE = {"device": "cpu", "pipeline_depth": 1}
 
 
-@pytest.mark.parametrize("device", [{"device": "cpu", "pipeline_depth": 1}, DEVICE | {"pipeline_depth": 2}], ids=str)
+@pytest.mark.parametrize("device", long_but([ONE_BY_ONE, DEVICE | {"pipeline_depth": 2}], ONE_BY_ONE), ids=str)
 def test_drafts_count_as_right_by_chance(model, device):
     """As often as was asked for, in each place."""
     is_fast = "interpret_triton" not in device
