@@ -294,9 +294,9 @@ def test_whole_numbers_of_any_bits_and_groups(group: int, rows: int):
 
 
 def test_codes_are_kept_as_packed_as_published_checkpoints_have_them():
-    # 4 bits, a float16 scale and a zero point of 4 bits for each 128.
-    w = check_form(random_affine(4, 128, 64, 512, zero_points=True), 1, 4)
-    assert w.nbytes <= 1.05 * 64 * 512 * (4 + (16 + 4) / 128) / 8
+    for group in (32, 64, 128):  # 4 bits, and for each group a float16 scale and a zero point of 4 bits
+        w = check_form(random_affine(4, group, 64, 512, zero_points=True), 1, 4)
+        assert w.nbytes <= 1.05 * 64 * 512 * (4 + (16 + 4) / group) / 8
     w = check_form(random_affine(8, 512, 64, 512, zero_points=False), 1, 8)
     assert w.nbytes <= 1.05 * 64 * 512
 

@@ -45,7 +45,7 @@ if (
 ):  # then tiles are multiplied with vectors, which takes longer: 1.2 times at 128 rows, 2.3 times at 8
     FEW_ROWS |= dict.fromkeys((2, 3, 4, 5, 6, 8), 128)
 SCALE_KINDS = {torch.float16: 0, torch.float32: 1, torch.int8: 2, torch.uint8: 3}  # `ScaleKind` in src/packed.h
-NIBBLES = 4
+NIBBLES, ZEROS = 4, 5
 
 
 class _Scales(ctypes.Structure):
@@ -123,7 +123,11 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 def _scales_view(scales: Scales | None) -> _Scales:
     if scales is None:
         return _Scales()
-    kind = NIBBLES if scales.are_nibbles else SCALE_KINDS[scales.values.dtype]
+    kind = SCALE_KINDS[scales.values.dtype]
+    if scales.are_nibbles:
+        kind = NIBBLES
+    elif scales.are_zeros:
+        kind = ZEROS
     view = _Scales(scales.values.data_ptr(), 0, kind, 0)
     if scales.outer is not None:
         view.outer, view.num_outer = scales.outer.data_ptr(), scales.outer.shape[1]
@@ -155,7 +159,7 @@ def _shift(w: PackedWeight) -> int:
     codes = [0, 2**w.bits - 1] if w.table is None else w.table.tolist()
     largest = w.scales.bound() * max(abs(code - w.zero) for code in codes)
     if w.mins is not None:
-        largest += w.mins.bound()
+        largest += w.mins.bound() * (w.scales.bound() if w.mins.are_zeros else 1)
     _, exponent = math.frexp(largest)
     return max(-14, min(15 - exponent, 15))
 

@@ -51,6 +51,14 @@ class Affine:
     def group(self) -> int:
         return self.codes_NK.shape[1] // self.scales_NG.shape[1]
 
+    @property
+    def zeros_NG(self) -> Tensor | None:
+        """The zero points, if the minimums say just that each group has its own."""
+        scales, mins = self.scales_NG, self.mins_NG
+        if not isinstance(scales, Tensor) or not isinstance(mins, TwoLevel) or mins.outer_NS.shape != scales.shape:
+            return None
+        return mins.codes_NG if torch.equal(mins.outer_NS, -scales) else None
+
     def numbers(self) -> Tensor:
         """The weight in float32, columns in the order of inputs."""
         values = self.codes_NK.float().unflatten(1, (-1, self.group))

@@ -36,6 +36,7 @@ class Scales:
     """Scales, or minimums, of a weight."""
 
     # [P, groups, 16] float16 or float32; int8, which `outer` multiplies; uint8: 2 ** (value - 128).
+    # Minimums may be zero points, int8 without `outer`: -zero * the scale.
     # With `outer`, uint8 [P, groups / 2, 16]: four bits for each of two neighbouring groups, the first in the low ones.
     values: Tensor
     outer: Tensor | None = None  # float16 [P, outer groups, 16]
@@ -47,6 +48,10 @@ class Scales:
     @property
     def are_nibbles(self) -> bool:
         return self.values.dtype == torch.uint8 and self.outer is not None
+
+    @property
+    def are_zeros(self) -> bool:
+        return self.values.dtype == torch.int8 and self.outer is None
 
     def in_float32(self) -> Tensor:
         """[outputs, groups, 1]"""
@@ -115,9 +120,11 @@ class PackedWeight:
         vectors = _from_planes(self.data.view(P, B, self.bits, LANES, 4), self.bits)
         codes = vectors[..., BYTE_ORDER].permute(0, 3, 1, 2, 4).reshape(P * LANES, -1, self.group)
         values = codes.float() if self.table is None else self.table.float()[codes.int()]
-        weight = (values - self.zero) * self.scales.in_float32()
+        scales = self.scales.in_float32()
+        weight = (values - self.zero) * scales
         if self.mins is not None:
-            weight = weight + self.mins.in_float32()
+            mins = self.mins.in_float32()
+            weight = weight + (-mins * scales if self.mins.are_zeros else mins)
         weight = weight.view(P * LANES, self.k)[: self.n]
         if self.order is None:
             return weight
@@ -194,7 +201,7 @@ def pack_form(form: Affine | Table4) -> PackedWeight:
     else:
         bits, zero = form.bits, form.zero
         scales = _pack_scales(form.scales_NG, P)
-        mins = None if form.mins_NG is None else _pack_scales(form.mins_NG, P)
+        mins = _pack_mins(form, P)
         order = None if form.order_K is None else form.order_K.long()
     vectors = _lanes(form.codes_NK, P).view(P, LANES, B, 8, 4).permute(0, 2, 3, 1, 4)[..., BYTE_ORDER]
     data = _to_planes(vectors, bits).reshape(P, B, -1).contiguous()
@@ -216,25 +223,37 @@ def _byte_table(table: tuple[float, ...]) -> tuple[Tensor, int, float]:
     return values, 0, 1.0
 
 
+def _pack_mins(form: Affine, P: int) -> Scales | None:
+    if form.mins_NG is None:
+        return None
+    zeros_NG = form.zeros_NG
+    if zeros_NG is not None and _fits_int8(zeros_NG):
+        return Scales(_placed(zeros_NG.to(torch.int8), P))
+    return _pack_scales(form.mins_NG, P)
+
+
+def _placed(values_NG: Tensor, P: int) -> Tensor:
+    return _lanes(values_NG, P).transpose(1, 2).contiguous()
+
+
 def _pack_scales(scales: Tensor | TwoLevel, P: int, factor: float = 1.0, outer_N: Tensor | None = None) -> Scales:
     """As few bytes as lose nothing."""
-
-    def placed(values_NG: Tensor) -> Tensor:
-        return _lanes(values_NG, P).transpose(1, 2).contiguous()
-
     if outer_N is None and isinstance(scales, TwoLevel) and factor == 1.0:
         if scales.bits == 4 and scales.shape[1] % 2 == 0 and _fits_half(scales.outer_NS):
             low, high = scales.codes_NG.unflatten(1, (-1, 2)).unbind(2)
-            return Scales(placed(low | high << 4), placed(scales.outer_NS.half()))
-        fits_int8 = scales.codes_NG.dtype == torch.int8 or int(scales.codes_NG.max()) < 128
-        if fits_int8 and _fits_half(scales.outer_NS):
-            return Scales(placed(scales.codes_NG.to(torch.int8)), placed(scales.outer_NS.half()))
+            return Scales(_placed(low | high << 4, P), _placed(scales.outer_NS.half(), P))
+        if _fits_int8(scales.codes_NG) and _fits_half(scales.outer_NS):
+            return Scales(_placed(scales.codes_NG.to(torch.int8), P), _placed(scales.outer_NS.half(), P))
     if outer_N is None and isinstance(scales, Tensor) and scales.dtype == torch.uint8 and factor == 0.5:
-        return Scales(placed(scales))
+        return Scales(_placed(scales, P))
     values = float_scales(scales) * factor
     if outer_N is not None:
         values = values * outer_N[:, None]
-    return Scales(placed(values.half() if _fits_half(values) else values))
+    return Scales(_placed(values.half() if _fits_half(values) else values, P))
+
+
+def _fits_int8(codes: Tensor) -> bool:
+    return codes.dtype == torch.int8 or int(codes.max()) < 128
 
 
 def _fits_half(values: Tensor) -> bool:

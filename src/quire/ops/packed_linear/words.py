@@ -273,8 +273,8 @@ def _paired(form: Affine) -> tuple[Tensor, str] | None:
     second = "zeros"
     if isinstance(mins, Tensor) and mins.dtype == scales.dtype and form.zero == 0:
         upper, second = mins.contiguous().view(torch.int16).int(), "minimums"
-    elif isinstance(mins, TwoLevel) and mins.outer_NS.shape == scales.shape and torch.equal(mins.outer_NS, -scales):
-        upper = upper + mins.codes_NG.int()
+    elif (zeros := form.zeros_NG) is not None:
+        upper = upper + zeros.int()
     elif mins is not None:
         return None
     lower = scales.contiguous().view(torch.int16).int() & 0xFFFF

@@ -31,6 +31,7 @@ enum ScaleKind : int32_t {
     kCodes,      // int8, to be multiplied by `outer`
     kExponents,  // uint8: 2^(value - 128)
     kNibbles,    // as kCodes, but of four bits: [panel][group / 2][16], the even group's in the low ones
+    kZeros,      // int8, of mins only: a min is minus this times the scale
 };
 
 // Mirrors `_Scales` in ops/packed_linear/cpu.py.
@@ -182,6 +183,9 @@ INLINE void each_group(const Weight& w, const Scales& scales, int64_t panel, int
             }
             return;
         }
+        case kZeros:
+            for (int i = 0; i < count; ++i) put(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load16(i))));
+            return;
         default:
             for (int i = 0; i < count; ++i) {
                 const __m512i exponents = _mm512_cvtepu8_epi32(load16(i));
@@ -208,8 +212,12 @@ __attribute__((noinline)) Affines expand(const Weight& w, int panel, Range block
     };
     fill(w.scales, memory);
     if (!w.mins.values) return {memory, nullptr};
-    fill(w.mins, memory + (end - begin));
-    return {memory, memory + (end - begin)};
+    __m512* mins = memory + (end - begin);
+    fill(w.mins, mins);
+    if (w.mins.kind == kZeros) {
+        for (int i = 0; i < end - begin; ++i) mins[i] = _mm512_fnmadd_ps(mins[i], memory[i], _mm512_setzero_ps());
+    }
+    return {memory, mins};
 }
 
 INLINE __m512 add_bias(const Job& job, int64_t first, __mmask16 mask, __m512 values) {
