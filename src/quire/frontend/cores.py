@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.config import EngineConfig, ServingConfig
 from quire.errors import QuireError, RequestError
+from quire.frontend.convicted import Convicted
 from quire.frontend.requests import RequestState
 from quire.frontend.routing import Load, choose
 from quire.frontend.stream import Stream
@@ -33,10 +34,10 @@ class Cores:
         processes: Sequence[Process] = (),
     ) -> None:
         """`processes`: those that were started ahead, for the first cores."""
-        refused: dict[bytes, float] = {}
+        convicted = Convicted()
         spares = [*processes, *[None] * config.parallel.num_engines]
         self.supervisors = [
-            Supervisor(config.replace(data_parallel_index=idx), serving, engine, vocabulary, refused, spare)
+            Supervisor(config.replace(data_parallel_index=idx), serving, engine, vocabulary, convicted, spare)
             for idx, (engine, spare) in enumerate(zip(metrics.engines, spares))
         ]
         # All live requests; to be read only.

@@ -30,9 +30,9 @@ from quire.errors import (
     RequestError,
 )
 from quire.frontend.blame import MAX_DEATHS, Blame, Cause
+from quire.frontend.convicted import REFUSED_FOR_S, Convicted
 from quire.frontend.core_client import CoreClient, encode, end_process, start_process
 from quire.frontend.core_load import CoreLoad
-from quire.frontend.requests import RequestState
 from quire.frontend.stream import Stream
 from quire.messages import (
     Abort,
@@ -63,8 +63,6 @@ SPARE_DELAY_S = 2.0
 OUTAGE_PAUSE_S = 2.0  # before the next core looks for the machines it needs
 SLOW_STEPS = 3  # a core may be silent for this many of its longest recent steps
 STEP_DECAY = 0.99  # per step: how long a long step is remembered
-REFUSED_FOR_S = 600.0
-MAX_REFUSED = 1024
 MAX_RESTARTS = 16  # that are remembered for those who watch
 MAX_SOCKET_PATH = 90  # bytes; the system's limit is 107
 MAX_REQUEST_BYTES = 16 << 20  # of a request as it is sent to the core
@@ -81,10 +79,10 @@ class Supervisor:
         serving: ServingConfig,
         metrics: EngineMetrics,
         vocabulary: Callable[[], Vocabulary],
-        refused: dict[bytes, float],
+        convicted: Convicted,
         process: Process | None = None,
     ) -> None:
-        """`refused`: requests that made a core fail: fingerprint -> until when, by time.monotonic(). Of all cores."""
+        """`convicted`: of all cores of the server. `process`: one that was started ahead."""
         parallel = config.parallel
         self.name = f"engine {parallel.data_parallel_index}" if parallel.num_engines > 1 else "the engine"
         self.config = config
@@ -93,7 +91,7 @@ class Supervisor:
         self._vocabulary = vocabulary  # asked for when the first request needs it
         self.live: dict[str, Stream] = {}
         self.blame = Blame()
-        self.refused = refused
+        self.convicted = convicted
         self.core: CoreClient | None = None
         self.spare = process  # one that has imported everything and waits, if there is one
         self.epoch = 0
@@ -141,12 +139,6 @@ class Supervisor:
     def num_to_compute(self) -> int:
         """Tokens of the core's requests that are not computed yet, as far as is known."""
         return self.stats.num_to_compute + self.load.num_unanswered
-
-    @property
-    def num_convicted(self) -> int:
-        """Requests that are refused because they made a core fail."""
-        now = time.monotonic()
-        return sum(until > now for until in self.refused.values())
 
     async def start(self) -> None:
         """Returns when the first core takes requests; raises what kept it from that."""
@@ -271,8 +263,7 @@ class Supervisor:
             raise RequestError(
                 f"the request takes {len(message):,} bytes, and {MAX_REQUEST_BYTES:,} are the limit: send less"
             )
-        if self.refused:
-            self._refuse_poison(request)
+        self.convicted.check(request)
         self.live[request.request_id] = stream
         self.load.expect(stream)
         try:
@@ -570,7 +561,7 @@ class Supervisor:
         self.metrics.restarted(cause.name.lower())
         guilty = self.blame.died(cause, in_flight, self.live)
         if guilty is not None:
-            self._fail_poisoned(guilty)
+            self._convict(guilty)
         if self.blame.hopeless:
             self.failure = EngineError(
                 f"{self.name} died {MAX_DEATHS} times in a row without producing a token: giving up"
@@ -597,25 +588,13 @@ class Supervisor:
     def _patience_s(self) -> float:
         return max(self.serving.watchdog_s, SLOW_STEPS * self.longest_step_s)
 
-    # -- poison --------------------------------------------------------------------------------------------------
-
-    def _fail_poisoned(self, request_id: str) -> None:
+    def _convict(self, request_id: str) -> None:
         stream = self.live.get(request_id)
         if stream is None:
             return
         log.error("request %s takes the engine down: refused for %.0f minutes", request_id, REFUSED_FOR_S / 60)
-        while len(self.refused) >= MAX_REFUSED:
-            del self.refused[next(iter(self.refused))]
-        self.refused[stream.request.fingerprint()] = time.monotonic() + REFUSED_FOR_S
+        self.convicted.add(stream.request)
         self._fail(stream, PoisonError("this request makes the engine fail and was stopped; others are not affected"))
-
-    def _refuse_poison(self, request: RequestState) -> None:
-        fingerprint = request.fingerprint()
-        now = time.monotonic()
-        for known in [known for known, until in self.refused.items() if until <= now]:
-            del self.refused[known]
-        if fingerprint in self.refused:
-            raise PoisonError("this request made the engine fail a short while ago and is refused for ten minutes")
 
     def _end_all(self, error: QuireError) -> None:
         for stream in list(self.live.values()):

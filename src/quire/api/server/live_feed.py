@@ -184,7 +184,7 @@ class LiveFeed:
             "restarts": {"count": supervisor.num_restarts if supervisor is not None else 0, "recent": recent},
             "suspects": {
                 "groups": [len(group) for group in groups[:MAX_GROUPS]],
-                "convicted": supervisor.num_convicted if supervisor is not None else 0,
+                "convicted": len(supervisor.convicted) if supervisor is not None else 0,
             },
             "latency": self._latency(),
         }
