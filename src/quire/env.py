@@ -9,6 +9,7 @@ from pathlib import Path
 from quire.errors import ConfigError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+_LOG_FORMAT = "QUIRE_LOG_FORMAT"  # set by a server for its processes
 API_KEYS = ("QUIRE_API_KEY", "VLLM_API_KEY")  # the first that is set counts
 
 
@@ -28,6 +29,16 @@ def log_level(default: str = "warning") -> str:
 def set_log_level(level: str) -> None:
     """As if QUIRE_LOG_LEVEL had been given: for the processes that this one starts."""
     os.environ["QUIRE_LOG_LEVEL"] = level
+
+
+def set_log_format(log_format: str) -> None:
+    """Of the processes that this one starts."""
+    os.environ[_LOG_FORMAT] = log_format
+
+
+def logs_json() -> bool:
+    """Whether the process that started this one wants lines of JSON."""
+    return os.environ.get(_LOG_FORMAT) == "json"
 
 
 def api_key() -> tuple[str, str] | None:

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Sequence
 
 from quire import env
+from quire.utils.json_lines import JsonFormatter
 
 DUMP_SIGNAL = signal.SIGUSR1  # dumps the stack of each thread; sent before a process that hangs is killed
 GC_THRESHOLD = 50_000  # a step makes thousands of objects and no cycles
@@ -35,8 +36,10 @@ def prepare() -> None:
 
 def log_as(name: str) -> None:
     """Lines of the log say who wrote them."""
-    line = f"%(asctime)s %(levelname).1s {name} %(name)s: %(message)s"
-    logging.basicConfig(level=env.log_level(), format=line, datefmt="%H:%M:%S", force=True)
+    human = logging.Formatter(f"%(asctime)s %(levelname).1s {name} %(name)s: %(message)s", "%H:%M:%S")
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter(name) if env.logs_json() else human)
+    logging.basicConfig(level=env.log_level(), handlers=[handler], force=True)
     logging.getLogger(START_LOG).setLevel(env.log_level("info"))
 
 

@@ -19,6 +19,7 @@ from quire.api.server.guard import Guard
 from quire.api.server.json_cost import JsonCost, json_cost
 from quire.config.server import ServerConfig
 from quire.errors import ConfigError
+from quire.utils.json_lines import JsonFormatter
 
 POLICIES = {("GET", "/live"): "open", ("POST", "/echo"): "user", ("POST", "/reload"): "admin"}
 JSON = ("content-type", "application/json")
@@ -566,7 +567,7 @@ def test_json_lines_hold_the_same_as_members():
     fields = {"request_id": "r1", "status": 200, "ms": 1.5}
     record = logging.LogRecord("quire.server", logging.INFO, "", 0, "%s", ("200 GET",), None)
     record.fields = fields
-    entry = json.loads(logs.JsonFormatter().format(record))
+    entry = json.loads(JsonFormatter().format(record))
     assert entry["message"] == "200 GET" and entry["level"] == "info" and fields.items() <= entry.items()
 
 

@@ -234,6 +234,14 @@ def test_options_come_from_a_file_and_what_is_typed_wins(smollm2, tmp_path):
         assert "sesame" not in server.log() and "k1" not in server.log()
 
 
+def test_every_process_writes_lines_of_json(served_llama):
+    with ServerProcess(*served_llama, "-tp", "2", "--device", "cpu", "--log-format", "json", wait=False) as server:
+        until(lambda: "Quire is serving" in server.log(), 60, "readiness")
+        assert server.stop() == 0
+        entries = [json.loads(line) for line in server.log().splitlines()]
+    assert {entry.get("process") for entry in entries} >= {"worker 0", "worker 1"}
+
+
 def test_with_a_certificate_it_speaks_https(smollm2):
     with ServerProcess("--executor", "echo", "--ssl-certfile", str(CERTIFICATE), wait=False) as server:
         assert f"https://127.0.0.1:{server.port}" in server.wait_ready()

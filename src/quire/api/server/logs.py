@@ -4,7 +4,6 @@ Called by `guard.py` and `run.py`. Prompts are logged only with --log-requests, 
 error only the first words, without what they quote.
 """
 
-import datetime
 import logging
 import re
 import sys
@@ -12,11 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from quire import env
 from quire.api.server.errors import ErrorDetail
 from quire.metrics.serving import ServingMetrics
+from quire.utils.json_lines import JsonFormatter
 
 if TYPE_CHECKING:
     from quire.api.server.generation import Usage
@@ -58,11 +56,12 @@ class CallRecord:
 
 
 def setup(log_format: str, level: str | None = None) -> None:
-    """Sends every logger's lines to stderr in this format.
+    """Sends every logger's lines to stderr in this format, as do the processes that this one starts.
 
-    `level`: the least that is shown, here and by the processes that this one starts. None: what QUIRE_LOG_LEVEL says,
-    else "info" for the server's own lines and "warning" for all others.
+    `level`: the least that is shown, by them too. None: what QUIRE_LOG_LEVEL says, else "info" for the server's own
+    lines and "warning" for all others.
     """
+    env.set_log_format(log_format)
     if level is not None:
         env.set_log_level(level)
     handler = logging.StreamHandler(sys.stderr)
@@ -72,18 +71,6 @@ def setup(log_format: str, level: str | None = None) -> None:
     logging.getLogger().setLevel(env.log_level())
     log.setLevel(env.log_level("info"))
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it would warn of every malformed request
-
-
-class JsonFormatter(logging.Formatter):
-    """One object per line; a record's `fields` are members of it."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        time = datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds")
-        entry = {"time": time, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
-        entry |= getattr(record, "fields", {})
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(entry).decode()
 
 
 def announce(text: str) -> None:
