@@ -203,21 +203,18 @@ __attribute__((noinline)) Affines expand(const Weight& w, int panel, Range block
     const int begin = blocks.begin * per_block, end = blocks.end * per_block;
     const int first = begin / group_steps, last = (end + group_steps - 1) / group_steps;
     auto* memory = static_cast<__m512*>(scratch.get((2 * (end - begin) + 1) * sizeof(__m512)));
-    const auto fill = [&](const Scales& scales, __m512* to) {
+    const auto fill = [&](const Scales& values, __m512* to) {
         int step = begin, next = (first + 1) * group_steps;  // where the next group begins
-        each_group(w, scales, panel, first, last, [&](__m512 value) __attribute__((always_inline)) {
+        each_group(w, values, panel, first, last, [&](__m512 value) __attribute__((always_inline)) {
+            if (values.kind == kZeros) value = _mm512_fnmadd_ps(value, memory[step - begin], _mm512_setzero_ps());
             for (const int stop = std::min(next, end); step < stop; ++step) *to++ = value;
             next += group_steps;
         });
     };
     fill(w.scales, memory);
     if (!w.mins.values) return {memory, nullptr};
-    __m512* mins = memory + (end - begin);
-    fill(w.mins, mins);
-    if (w.mins.kind == kZeros) {
-        for (int i = 0; i < end - begin; ++i) mins[i] = _mm512_fnmadd_ps(mins[i], memory[i], _mm512_setzero_ps());
-    }
-    return {memory, mins};
+    fill(w.mins, memory + (end - begin));
+    return {memory, memory + (end - begin)};
 }
 
 INLINE __m512 add_bias(const Job& job, int64_t first, __mmask16 mask, __m512 values) {
