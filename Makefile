@@ -17,9 +17,10 @@ serve: $(VENV)/.installed
 chat: $(VENV)/.installed
 	@$(BIN)/quire chat
 
-# These watch clocks, sockets and signals, and have the machine to themselves. All others go on two cores at once.
+# These watch clocks, sockets and signals, or divide a model over processes: they have the machine to themselves. All
+# others go on two cores at once.
 ALONE := $(addprefix tests/,test_chaos.py test_soak.py executor/test_ray.py api/test_bench_serve.py api/test_cli.py \
-	$(addprefix api/server/,test_connection.py test_guard.py test_memory.py test_serve.py test_shape.py)) tests/ui
+	$(addprefix api/server/,test_connection.py test_guard.py test_memory.py test_serve.py test_shape.py) layouts ui)
 
 # -O: there an `assert` checks nothing, and what is safe must be so without.
 test: SHORT := -m "not long"
