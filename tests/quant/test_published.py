@@ -32,6 +32,7 @@ from tests.quant.published.common import weights
 
 PATH = "model.layers.0.mlp.down_proj"
 DATA = Path(__file__).parents[1] / "data/quantized"
+KEPT = Path(__file__).with_name("kept")
 NEEDS = {"fp8": "compressed_tensors", "ct": "compressed_tensors", "bnb": "bitsandbytes", "modelopt": "modelopt"}
 OPTIONS = {**oracle.OPTIONS, "device": "cpu"}
 HAS_GPU = torch.cuda.is_available()
@@ -234,9 +235,23 @@ def given(name: str) -> Given:
         settings, tensors, expected = fixture(name)
         values = expected.float()
         return Given(settings, PATH, tensors, values, lambda x: x @ values.T)
+    if (kept := KEPT / f"{name}.pt").exists():
+        settings, path, plain, values, outputs = torch.load(kept)
+        tensors = {end: raw(tensor) for end, tensor in plain.items()}
+        return Given(json.loads(settings), path, tensors, values, lambda x: outputs[: len(x)])
     path = PATH if "partial" in name or "mixed" in name else KEYS
     settings, tensors, values = one_layer(name, path)
     return Given(settings, path, tensors, values, functools.partial(made(name).outputs, path))
+
+
+def keep(name: str) -> None:
+    """Writes what `given` returns, for machines that lack the library."""
+    layer = given(name)
+    with torch.no_grad():
+        outputs = layer.outputs(inputs(max(ROWS), layer.values.shape[1]).float())
+    tensors = {end: made(name).tensors[layer.path + end] for end in layer.tensors}
+    KEPT.mkdir(exist_ok=True)
+    torch.save((json.dumps(layer.settings), layer.path, tensors, layer.values, outputs), KEPT / f"{name}.pt")
 
 
 def inputs(num_rows: int, k: int) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""Prints what the checkpoint of every case consists of."""
+"""Prints what the checkpoint of every case consists of.
+
+With --keep it writes a layer of each, and what its library computes, for tests on machines that lack the library.
+"""
 
 import json
 import sys
@@ -24,5 +27,11 @@ def report(name: str, published: Published) -> None:
     print(f"{len(published.values)} quantized linears, max |value| {largest:.6g}")
 
 
-for name in sys.argv[1:] or CASES:
-    report(name, CASES[name]())
+if sys.argv[1:2] == ["--keep"]:
+    from tests.quant.test_published import keep
+
+    for name in sys.argv[2:] or CASES:
+        keep(name)
+else:
+    for name in sys.argv[1:] or CASES:
+        report(name, CASES[name]())
