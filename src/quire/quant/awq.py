@@ -40,7 +40,7 @@ class Awq(Reader):
 
 def _by_output(words: Tensor) -> Tensor:
     places = torch.tensor(PLACES, device=words.device)
-    return fields(words, 4)[..., places].flatten(1).T.contiguous()
+    return fields(words, 4)[..., places].permute(1, 2, 0).flatten(0, 1)
 
 
 def quantization(settings: dict[str, Any]) -> Callable[[str, Choice], MethodMaker]:

@@ -56,24 +56,26 @@ class Gptq(Reader):
         return k // group
 
     def read(self, part: Part, tensors: dict[str, Tensor]) -> Form:
-        codes_KN = fields(tensors[".qweight"], self.bits).transpose(1, 2).flatten(0, 1)
+        codes_NK = fields(tensors[".qweight"], self.bits).transpose(0, 1).flatten(1)
         words = tensors[".qzeros"]
         if self.adds_one:  # to the words, so that a carry reaches the neighbour it was borrowed from
             words = words + sum(1 << shift for shift in range(0, 32, self.bits))
         zeros_GN = fields(words, self.bits).flatten(1)
         scales_NG = finite(part, tensors, ".scales").T
-        codes_NK = codes_KN.T
         order_K = None
         if self.has_order:
             order_K = group_order(part, tensors, ".g_idx", self._num_groups(part))
-            codes_NK = codes_NK if order_K is None else codes_NK[:, order_K.long()]
-        return affine(codes_NK.contiguous(), scales_NG, zeros_GN.T, self.bits, order_K)
+            codes_NK = codes_NK if order_K is None else codes_NK[:, order_K.long()].contiguous()
+        return affine(codes_NK, scales_NG, zeros_GN.T, self.bits, order_K)
 
 
 def fields(words: Tensor, bits: int) -> Tensor:
-    """The numbers in 32-bit words, low bits first: [..., words] -> uint8 [..., words, 32 / bits]."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
-    return (words.unsqueeze(-1) >> shifts & 2**bits - 1).to(torch.uint8)
+    """The numbers of 2, 4 or 8 bits in 32-bit words, low bits first: [..., words] -> uint8 [..., words, 32 / bits]."""
+    packed = words.contiguous().view(torch.uint8)
+    found = packed.new_empty(*packed.shape, 8 // bits)
+    for place in range(8 // bits):
+        torch.bitwise_and(packed >> place * bits, 2**bits - 1, out=found[..., place])
+    return found.view(*words.shape, 32 // bits)
 
 
 def affine(codes_NK: Tensor, scales_NG: Tensor, zeros_NG: Tensor, bits: int, order_K: Tensor | None = None) -> Affine:

@@ -27,8 +27,10 @@ LANES = 16  # outputs in a panel
 BLOCK = 32  # inputs in a block
 BYTE_ORDER = [0, 2, 1, 3]  # of four neighbouring inputs in their 32-bit lane; the permutation is its own inverse
 CODE_BITS = (2, 3, 4, 5, 6, 8)
+VALUES_AT_ONCE = 1 << 18  # of a weight that is packed
 BYTE_TABLE, FLOAT_TABLE = 104, 204  # kinds of weights, as in src/packed.h
 PLAIN = ("F32", "F16", "BF16")
+Allocate = Callable[..., Tensor]  # as torch.empty
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +192,7 @@ def packable(form: Affine | Table4) -> bool:
     return n > 0 and k > 0 and k % BLOCK == 0 and (form.group == 16 or form.group % BLOCK == 0) and is_code
 
 
-def pack_form(form: Affine | Table4) -> PackedWeight:
+def pack_form(form: Affine | Table4, allocate: Allocate = torch.empty) -> PackedWeight:
     n, k = form.codes_NK.shape
     P, B = -(-n // LANES), k // BLOCK
     bits, zero, table, mins, order = 4, 0, None, None, None
@@ -203,8 +205,11 @@ def pack_form(form: Affine | Table4) -> PackedWeight:
         scales = _pack_scales(form.scales_NG, P)
         mins = _pack_mins(form, P)
         order = None if form.order_K is None else form.order_K.long()
-    vectors = _lanes(form.codes_NK, P).view(P, LANES, B, 8, 4).permute(0, 2, 3, 1, 4)[..., BYTE_ORDER]
-    data = _to_planes(vectors, bits).reshape(P, B, -1).contiguous()
+    data = allocate((P, B, LANES * BLOCK * bits // 8), dtype=torch.uint8)
+    num_panels = max(1, VALUES_AT_ONCE // (LANES * k))
+    for rows, packed in zip(form.codes_NK.split(num_panels * LANES), data.split(num_panels)):
+        vectors = _lanes(rows, len(packed)).view(-1, LANES, B, 8, 4).permute(0, 2, 3, 1, 4)[..., BYTE_ORDER]
+        packed.copy_(_to_planes(vectors, bits).reshape(packed.shape))
     return PackedWeight(data, scales, mins, n, k, bits, form.group, zero, table, order)
 
 
@@ -280,7 +285,7 @@ def gguf_packable(type_name: str, n: int, k: int) -> bool:
     return type_name in GGUF_BLOCK and type_name not in PLAIN and n > 0 and k > 0 and k % GGUF_BLOCK[type_name][0] == 0
 
 
-def empty_gguf(type_name: str, raw: Tensor, n: int, k: int) -> PackedWeight:
+def empty_gguf(type_name: str, raw: Tensor, n: int, k: int, allocate: Allocate = torch.empty) -> PackedWeight:
     """An unfilled weight for `pack_gguf`, after checking that `raw` fits the type and the shape."""
     if not gguf_packable(type_name, n, k):
         raise UnsupportedModelError(f"a {type_name} weight of {n} x {k} cannot be packed: dequantize it instead")
@@ -292,7 +297,7 @@ def empty_gguf(type_name: str, raw: Tensor, n: int, k: int) -> PackedWeight:
     P = -(-n // LANES)
 
     def empty(like: Tensor) -> Tensor:
-        return torch.empty(P, like.shape[1] * k // elements, like.shape[2], dtype=like.dtype)
+        return allocate((P, like.shape[1] * k // elements, like.shape[2]), dtype=like.dtype)
 
     def empty_scales(like: Scales | None) -> Scales | None:
         return None if like is None else Scales(*map(empty, like.tensors))
@@ -302,12 +307,12 @@ def empty_gguf(type_name: str, raw: Tensor, n: int, k: int) -> PackedWeight:
     )
 
 
-def empty_dense(weight: Tensor) -> PackedWeight:
+def empty_dense(weight: Tensor, allocate: Allocate = torch.empty) -> PackedWeight:
     """An unfilled weight for `pack_dense`."""
     n, k = weight.shape
     if n == 0 or k == 0 or k % BLOCK:
         raise UnsupportedModelError(f"a weight of {n} x {k} cannot be packed: inputs must be a multiple of {BLOCK}")
-    data = torch.empty(-(-n // LANES), k // BLOCK, LANES * BLOCK * 2, dtype=torch.uint8)
+    data = allocate((-(-n // LANES), k // BLOCK, LANES * BLOCK * 2), dtype=torch.uint8)
     return PackedWeight(data, None, None, n, k, 16)
 
 
@@ -336,8 +341,15 @@ def gateable(w: PackedWeight) -> bool:
     return w.n % (2 * LANES) == 0
 
 
-def concat(weights: list[PackedWeight], allocate: Callable[..., Tensor] = torch.empty) -> PackedWeight:
-    """One weight with the outputs of all, in order, for fused projections. All need one layout and whole panels."""
+def concat(
+    weights: list[PackedWeight],
+    allocate: Allocate = torch.empty,
+    stays: Callable[[Tensor], bool] = lambda tensor: False,
+) -> PackedWeight:
+    """One weight with the outputs of all, in order, for fused projections. All need one layout and whole panels.
+
+    `stays`: whether a tensor that needs no joining is kept as it is, not copied.
+    """
     first = weights[0]
     if any(_layout(w) != _layout(first) or not _same(w.order, first.order) for w in weights):
         raise ConfigError("packed weights of different layouts cannot be fused: keep them as separate layers")
@@ -345,6 +357,8 @@ def concat(weights: list[PackedWeight], allocate: Callable[..., Tensor] = torch.
         raise ConfigError(f"packed weights can be fused only where outputs are multiples of {LANES}")
 
     def joined(parts: tuple[Tensor, ...]) -> Tensor:
+        if len(parts) == 1 and stays(parts[0]):
+            return parts[0]
         shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
         return torch.cat(parts, out=allocate(shape, dtype=parts[0].dtype))
 
