@@ -235,11 +235,13 @@ def test_options_come_from_a_file_and_what_is_typed_wins(smollm2, tmp_path):
 
 
 def test_every_process_writes_lines_of_json(served_llama):
-    with ServerProcess(*served_llama, "-tp", "2", "--device", "cpu", "--log-format", "json", wait=False) as server:
+    with ServerProcess(
+        *served_llama, "-tp", "2", *"--device cpu --log-format json --log-level info".split(), wait=False
+    ) as server:
         until(lambda: "Quire is serving" in server.log(), 60, "readiness")
         assert server.stop() == 0
         entries = [json.loads(line) for line in server.log().splitlines()]
-    assert {entry.get("process") for entry in entries} >= {"worker 0", "worker 1"}
+    assert {entry.get("process") for entry in entries} >= {"core", "worker 0", "worker 1"}
 
 
 def test_with_a_certificate_it_speaks_https(smollm2):
