@@ -18,9 +18,11 @@ class Convicted:
         return len(self._until)
 
     def add(self, request: RequestState) -> None:
+        fingerprint = request.fingerprint()
+        self._until.pop(fingerprint, None)  # a twin of it may have been convicted before
         while len(self._until) >= MAX_CONVICTED:
             del self._until[next(iter(self._until))]
-        self._until[request.fingerprint()] = time.monotonic() + REFUSED_FOR_S
+        self._until[fingerprint] = time.monotonic() + REFUSED_FOR_S
 
     def check(self, request: RequestState) -> None:
         """PoisonError: the request is one of them."""

@@ -236,8 +236,8 @@ class _HugePages:
         is_large = math.prod(shape) * dtype.itemsize >= self.CHUNK_BYTES
         return self.empty(shape, dtype) if is_large else torch.empty(shape, dtype=dtype)
 
-    def have(self, tensor: Tensor) -> bool:
-        """Of a tensor that `if_large` allocated."""
+    def stays(self, tensor: Tensor) -> bool:
+        """Whether a tensor is not worth a copy of its own: large codes are in huge pages already."""
         return tensor.nbytes >= self.CHUNK_BYTES
 
     def forget(self) -> None:
@@ -262,7 +262,7 @@ def concat(weights: list[PackedWeight]) -> PackedWeight:
 
     All must have the same form and, except for the last, outputs in multiples of 16.
     """
-    joined = packed.concat(weights, huge_pages.empty, huge_pages.have)
+    joined = packed.concat(weights, huge_pages.empty, huge_pages.stays)
     if supported():
         _native(joined)  # now, as it computes with torch, which must not happen while a tape is recorded
         _kernels(joined.kind)  # compiles them, if they never were
