@@ -21,6 +21,7 @@ from quire.ops.attention import triton as attention
 from quire.ops.attention import triton_codes
 from quire.ops.attention.reference import AttentionTables
 from quire.ops.elementwise.triton_rope import rope_and_write
+from quire.ops.linear import rows_hopper
 from quire.ops.mla import triton as mla
 from quire.ops.moe import triton as moe
 from quire.ops.moe import triton_sort
@@ -119,6 +120,18 @@ def overlapped() -> None:
         tiles_hopper.multiply(bf16(64, 128), bf16(64, 1024), w, None, tile, *experts)
 
 
+def few_rows() -> None:
+    for M in (1, 5, 64):
+        for N in (4096, 24576):
+            product = rows_hopper.linear if N == 4096 else rows_hopper.linear_silu_mul
+            product(bf16(M, 4096), bf16(N, 4096), bf16(N))
+            codes, weight = zeros(M, 4096).view(FLOAT8), zeros(N, 4096).view(FLOAT8)
+            of_outputs = rows_hopper.Scales(torch.empty(M, 1), torch.empty(N))
+            of_blocks = rows_hopper.Scales(torch.empty(M, 32), None, torch.empty(N // 128, 32))
+            for scales in (of_outputs, of_blocks):
+                product(codes, weight, scales=scales, dtype=torch.bfloat16)
+
+
 def paired(n: int, k: int) -> Affine:
     scales = torch.ones(n, k // 128, dtype=torch.float16)
     return Affine(zeros(n, k), scales, 4, 0, TwoLevel(zeros(n, k // 128), -scales))
@@ -176,7 +189,7 @@ def rounded_caches() -> None:
     mla.norm_rope_and_write(bf16(2, 16, 64), bf16(2, 576), bf16(512), 1e-6, *place, scales=latent_scales)
 
 
-ALL = experts, packed, packed_experts, overlapped, routers, attentions, latents, rounded_caches
+ALL = experts, packed, packed_experts, overlapped, few_rows, routers, attentions, latents, rounded_caches
 GROUPS = {group.__name__: group for group in ALL}
 
 
@@ -220,7 +233,7 @@ def main() -> None:
         "capability": lambda: (major, minor),
     }
     packed_linear = few, rows, cuts, tiles, tiles_hopper, many_rows
-    for module in (launch, attention, triton_codes, mla, moe, triton_sort, routing, *packed_linear):
+    for module in (launch, attention, triton_codes, mla, moe, triton_sort, routing, rows_hopper, *packed_linear):
         for name, answer in answers.items():
             if hasattr(module, name):
                 setattr(module, name, answer)

@@ -36,6 +36,7 @@ KERNELS = {
         "_add_up_kernel",
     },
     "overlapped": {"_sorted_rows_kernel", "_overlapped_tiles_kernel"},
+    "few_rows": {"_few_rows_kernel"},
     "routers": {"_logits_kernel", "_route_kernel"},
     "attentions": {"_attention"},
     "latents": {"_latent_attention"},
@@ -46,8 +47,8 @@ KERNELS = {
         "_latent_attention",
     },
 }
-ONLY_HOPPER = ("overlapped",)
-SHORT = ("packed", "experts", "attentions")
+ONLY_HOPPER = ("overlapped", "few_rows")
+SHORT = ("packed", "experts", "attentions", "few_rows")
 CASES = [
     pytest.param(capability, group, marks=[] if capability == "9.0" and group in SHORT else LONG)
     for group in KERNELS

@@ -1,8 +1,8 @@
 """Linear layers of 2 to 16 rows, nearly as fast as their weights can be read: steps that verify drafts, small batches.
 
-Twin: `ops/linear/reference.py`. Called by quantization methods where `fits` says so. Knows tensors only. Tensor cores
-multiply; rows are padded to 16, so that a row's sums do not depend on other rows. The first weights are fetched into
-the cache before the input has been computed.
+Twin: `ops/linear/reference.py`. Called by quantization methods where `fits` says so, and `rows_hopper.py` does not take
+the layer. Knows tensors only. Tensor cores multiply; rows are padded to 16, so that a row's sums do not depend on other
+rows. The first weights are fetched into the cache before the input has been computed.
 
 Shape letters: M rows, N outputs, K inputs, F half of a gated projection.
 """

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.errors import UnsupportedModelError
 from quire.ops.elementwise.triton import fits_rounded_rms_norm
+from quire.ops.linear import rows_hopper
 from quire.ops.packed_linear import cuts, many_rows, rows, tiles, words
 from quire.ops.packed_linear import triton as kernels
 from quire.ops.packed_linear.forms import Blocks, Form, Plain, weight_only
@@ -78,6 +79,8 @@ class Words(Quantized):
         if isinstance(piece, words.WordWeight):
             x = _rounded(x, piece)
             given, options = _inputs(x)
+            if _fits_few_rows(given, piece, is_gated=True):
+                return rows_hopper.linear_silu_mul(given, piece.codes, bias, **_float8(piece, **options))
             if kernels.fits(given, piece):
                 return kernels.linear_silu_mul(given, piece, bias, **options)
         return silu_mul(self.apply(x, bias))
@@ -117,6 +120,8 @@ def _multiply(x: Tensor | rows.Rounded, w: Piece, bias: Tensor | None, out_dtype
             raise TypeError("plain weights want inputs as they are")
         return dense.multiply(x, w, bias, out_dtype)
     given, options = _inputs(_rounded(x, w))
+    if _fits_few_rows(given, w):
+        return rows_hopper.linear(given, w.codes, bias, out_dtype, **_float8(w, **options))
     if kernels.fits(given, w):
         return kernels.linear(given, w, bias, out_dtype, **options)
     multiply = tiles.linear if cuts.fits(given, w) else many_rows.linear
@@ -133,6 +138,19 @@ def _rounded(x: Tensor | rows.Rounded, w: words.WordWeight) -> Tensor | rows.Rou
 def _inputs(x: Tensor | rows.Rounded) -> tuple[Tensor, dict[str, Any]]:
     """What kernels multiply, and what else they want to know of it if it is rounded."""
     return (x.codes, {"scales": x.scales, "dtype": x.dtype}) if isinstance(x, rows.Rounded) else (x, {})
+
+
+def _fits_few_rows(x: Tensor, w: words.WordWeight, is_gated: bool = False) -> bool:
+    """Whether `rows_hopper` multiplies; it reads scales of blocks once for all outputs of a program."""
+    if w.scales_NG is not None and (w.rows, w.group) != (rows_hopper.GROUP, rows_hopper.GROUP):
+        return False
+    has_whole_blocks = w.scales_NG is None or not is_gated or w.n // 2 % rows_hopper.BLOCK_N == 0
+    return has_whole_blocks and rows_hopper.fits(x, w.codes)
+
+
+def _float8(w: words.WordWeight, scales: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    """The options of `_inputs`, as `rows_hopper` takes them."""
+    return {"scales": rows_hopper.Scales(scales, w.outer_N, w.scales_NG), "dtype": dtype}
 
 
 class ExpertForms(Words):
