@@ -73,7 +73,8 @@ def command(side: str, workload: str, gguf: Path, folder: Path) -> list[str]:
     if side != "quire":
         return install.command(side, workload, gguf, folder, NUM_THREADS)
     kind = "latency" if workload in workloads.LATENCY_WORKLOADS else "throughput"
-    return [sys.executable, "-m", "quire", "bench", kind, "--model", str(gguf), "--workload", workload, "--json"]
+    options = ["--model", str(gguf), "--workload", workload, "--device", "cpu", "--json"]
+    return [sys.executable, "-m", "quire", "bench", kind, *options]
 
 
 def run_once(command_line: list[str]) -> dict[str, float]:
