@@ -18,15 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from quire.ops.hopper import ask_for_inputs, ask_for_weights, described, new_barriers, wait_for_all_warps
 from quire.ops.launch import INTERPRETED, TRITON_DTYPES, capability, options, pdl
 from quire.ops.moe.activation import gated, linear_activation
 
@@ -37,13 +31,8 @@ RING_BYTES = 216 << 10  # of weights and inputs that a program has on their way:
 MIN_OUTPUTS = 4096  # fewer are too few programs
 FEW_INPUTS, FEW_ROWS = 1024, 8  # up to so many of both, `triton_rows.py` is faster
 MAX_ROWS, MAX_FLOAT8_ROWS = 32, 64  # more are faster with cuBLAS
+DTYPES = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 GROUP = 128  # inputs of float8 that share a scale, if not all do
-GLUON_TYPES = {
-    torch.bfloat16: gl.bfloat16,
-    torch.float16: gl.float16,
-    torch.float8_e4m3fn: gl.float8e4nv,
-}
-wait_for_all_warps = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 and 3.6
 
 
 class Scales(NamedTuple):
@@ -58,7 +47,7 @@ def fits(x_MK: Tensor, weight_NK: Tensor) -> bool:
     """Whether this module can compute the product, and is faster than others."""
     if not x_MK.is_cuda or INTERPRETED or capability()[0] != 9:
         return False
-    if x_MK.dtype != weight_NK.dtype or x_MK.dtype not in GLUON_TYPES:
+    if x_MK.dtype != weight_NK.dtype or x_MK.dtype not in DTYPES:
         return False
     fewest, most = (1, MAX_FLOAT8_ROWS) if x_MK.itemsize == 1 else (2, MAX_ROWS)
     if not fewest <= len(x_MK) <= most or len(weight_NK) < MIN_OUTPUTS:
@@ -117,8 +106,8 @@ def _launch(
     dependent = pdl(x)
     _few_rows_kernel[(triton.cdiv(N, BLOCK_N),)](
         y,
-        _described(x, block_m, block_k),
-        _described(weight, BLOCK_N, block_k),
+        described(x, block_m, block_k),
+        described(weight, BLOCK_N, block_k),
         scales.inputs if scales else None,
         scales.outputs_N if scales else None,
         blocks,
@@ -140,13 +129,6 @@ def _launch(
         num_warps=4,
         **options(dependent),
     )
-
-
-def _described(tensor: Tensor, num_rows: int, num_columns: int) -> TensorDescriptor:
-    """For the copy engine: blocks of a matrix, zeros past its end."""
-    block = [num_rows, num_columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_TYPES[tensor.dtype])
-    return TensorDescriptor.from_tensor(tensor, block, layout)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "K", "G", "x_scales_stride"])
@@ -185,18 +167,14 @@ def _few_rows_kernel(
     first_output = gl.program_id(0) * BLOCK_N
     weights = gl.allocate_shared_memory(weight_desc.dtype, [STAGES * HALVES, BLOCK_N, BLOCK_K], weight_desc.layout)
     x = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
-    arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(arrived.index(slot), count=1)
-    fence_async_shared()
-    wait_for_all_warps()
+    arrived = new_barriers(STAGES)
     for slot in gl.static_range(STAGES):
         wanted = slot < num_steps
-        _ask_for_weights(weight_desc, weights, x_desc, arrived, first_output, slot, slot, N, HALVES, BLOCK_K, wanted)
+        ask_for_weights(weight_desc, weights, x_desc, arrived, first_output, slot, slot, N, HALVES, BLOCK_K, wanted)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for slot in gl.static_range(STAGES):
-        _ask_for_inputs(x_desc, x, arrived, slot, slot, BLOCK_K, slot < num_steps)
+        ask_for_inputs(x_desc, x, arrived, 0, slot, slot, BLOCK_K, slot < num_steps)
 
     m_M = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
     sums = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout)
@@ -224,8 +202,8 @@ def _few_rows_kernel(
         wait_for_all_warps()  # none reads this slot any more
         again = step + STAGES
         wanted = again < num_steps
-        _ask_for_weights(weight_desc, weights, x_desc, arrived, first_output, again, slot, N, HALVES, BLOCK_K, wanted)
-        _ask_for_inputs(x_desc, x, arrived, again, slot, BLOCK_K, wanted)
+        ask_for_weights(weight_desc, weights, x_desc, arrived, first_output, again, slot, N, HALVES, BLOCK_K, wanted)
+        ask_for_inputs(x_desc, x, arrived, 0, again, slot, BLOCK_K, wanted)
         slot += 1
         if slot == STAGES:
             slot = 0
@@ -241,33 +219,6 @@ def _few_rows_kernel(
         y_NM = gated(y_NM, _finished(up_sums, outputs_ptr, bias_ptr, gl.minimum(n_N, N - 1) + N), ACTIVATION)
     inside_NM = (n_N < N)[:, None] & (m_M < M)[None, :]
     gl.store(y_ptr + m_M[None, :] * N + n_N[:, None], y_NM.to(DTYPE).to(y_ptr.dtype.element_ty), inside_NM)
-
-
-@gluon.jit
-def _ask_for_weights(
-    weight_desc,
-    weights,
-    x_desc,
-    arrived,
-    first_output,
-    step,
-    slot,
-    N,
-    HALVES: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    wanted,
-):
-    """`arrived` will tell when these and the step's inputs are there."""
-    here = arrived.index(slot)
-    mbarrier.expect(here, HALVES * weight_desc.block_type.nbytes + x_desc.block_type.nbytes, pred=wanted)
-    for half in gl.static_range(HALVES):
-        at = [first_output + half * N, step * BLOCK_K]
-        tma.async_copy_global_to_shared(weight_desc, at, here, weights.index(slot * HALVES + half), pred=wanted)
-
-
-@gluon.jit
-def _ask_for_inputs(x_desc, x, arrived, step, slot, BLOCK_K: gl.constexpr, wanted):
-    tma.async_copy_global_to_shared(x_desc, [0, step * BLOCK_K], arrived.index(slot), x.index(slot), pred=wanted)
 
 
 @gluon.jit

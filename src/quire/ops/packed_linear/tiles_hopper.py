@@ -15,15 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from quire.ops.hopper import ask_for_inputs, ask_for_weights, described, new_barriers, wait_for_all_warps
 from quire.ops.launch import TRITON_DTYPES, options, pdl
 from quire.ops.moe.activation import gated
 from quire.ops.moe.triton_sort import sorted_rows
@@ -34,7 +28,6 @@ from quire.ops.packed_linear.words import RUN, WordWeight
 WORDS = gl.constexpr(RUN)  # of a row of codes, in a step
 LINE = gl.constexpr(64)  # inputs, 128 bytes: of which tensor cores take columns in one go
 LINE_PLANES = gl.constexpr(4)  # that decode to a line
-wait_for_all_warps = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 and 3.6
 
 
 def multiply(
@@ -61,8 +54,8 @@ def multiply(
     dependent = pdl(x_MK)
     _overlapped_tiles_kernel[num_tiles * triton.cdiv(N, tile.block_n), splits](
         y,
-        _described(x_MK, tile.block_m, RUN * w.planes),
-        _described(w.codes, tile.block_n, RUN),
+        described(x_MK, tile.block_m, RUN * w.planes),
+        described(w.codes, tile.block_n, RUN),
         scales_NG,
         w.outer_N,
         bias,
@@ -91,13 +84,6 @@ def multiply(
         num_warps=tile.num_warps,
         **options(dependent),
     )
-
-
-def _described(tensor: Tensor, num_rows: int, num_columns: int) -> TensorDescriptor:
-    """For the copy engine: blocks of a matrix, zeros past its end."""
-    block = [num_rows, num_columns]
-    dtype = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.int32
-    return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout.get_default_for(block, dtype))
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -166,19 +152,15 @@ def _overlapped_tiles_kernel(
 
     codes = gl.allocate_shared_memory(gl.int32, [STAGES * HALVES, BLOCK_N, WORDS], codes_desc.layout)
     x = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, INPUTS], x_desc.layout)
-    arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(arrived.index(slot), count=1)
-    fence_async_shared()
-    wait_for_all_warps()
+    arrived = new_barriers(STAGES)
     first_output = expert * (HALVES * N) + column
     for slot in gl.static_range(STAGES):
         step = first + slot
-        _ask_for_codes(codes_desc, codes, x_desc, arrived, first_output, step, slot, N, HALVES, step < end)
+        ask_for_weights(codes_desc, codes, x_desc, arrived, first_output, step, slot, N, HALVES, WORDS, step < end)
     if PDL and order_ptr is None:
         tl.extra.cuda.gdc_wait()
     for slot in gl.static_range(STAGES):
-        _ask_for_inputs(x_desc, x, arrived, first_row, first + slot, slot, INPUTS, first + slot < end)
+        ask_for_inputs(x_desc, x, arrived, first_row, first + slot, slot, INPUTS, first + slot < end)
 
     n_N = gl.minimum(column + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, operand)), N - 1)
     row_N = (expert * (HALVES * N) + n_N).to(gl.int64)
@@ -201,8 +183,8 @@ def _overlapped_tiles_kernel(
             acc = warpgroup_mma_wait(0, deps=(acc,))
         wait_for_all_warps()  # none reads this slot any more
         again = step + STAGES
-        _ask_for_codes(codes_desc, codes, x_desc, arrived, first_output, again, slot, N, HALVES, again < end)
-        _ask_for_inputs(x_desc, x, arrived, first_row, again, slot, INPUTS, again < end)
+        ask_for_weights(codes_desc, codes, x_desc, arrived, first_output, again, slot, N, HALVES, WORDS, again < end)
+        ask_for_inputs(x_desc, x, arrived, first_row, again, slot, INPUTS, again < end)
         scales = next_scales
         slot += 1
         if slot == STAGES:
@@ -227,24 +209,6 @@ def _overlapped_tiles_kernel(
             y_NM = gated(y_NM, _finish(acc_up, outer_ptr, bias_ptr, first_output + N, column, N), ACTIVATION)
         y_MN = gl.convert_layout(gl.permute(y_NM.to(DTYPE), (1, 0)), stored)
         gl.store(y_ptr + at_MN, y_MN.to(y_ptr.dtype.element_ty), inside_MN)
-
-
-@gluon.jit
-def _ask_for_codes(
-    codes_desc, codes, x_desc, arrived, first_output, step, slot, N: gl.constexpr, HALVES: gl.constexpr, wanted
-):
-    """`arrived` will tell when these and the step's inputs are there."""
-    here = arrived.index(slot)
-    mbarrier.expect(here, HALVES * codes_desc.block_type.nbytes + x_desc.block_type.nbytes, pred=wanted)
-    for half in gl.static_range(HALVES):
-        at = [first_output + half * N, step * WORDS]
-        tma.async_copy_global_to_shared(codes_desc, at, here, codes.index(slot * HALVES + half), pred=wanted)
-
-
-@gluon.jit
-def _ask_for_inputs(x_desc, x, arrived, first_row, step, slot, INPUTS: gl.constexpr, wanted):
-    at = [first_row, step * INPUTS]
-    tma.async_copy_global_to_shared(x_desc, at, arrived.index(slot), x.index(slot), pred=wanted)
 
 
 @gluon.jit
