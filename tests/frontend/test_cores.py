@@ -329,7 +329,7 @@ def test_all_cores_sleep_and_pause_together(smollm2):
         streams = [await llm.submit(prompt, endless(100)) for prompt in prompts(4)]
         await asyncio.sleep(0.2)
         await llm.pause_generation(mode="keep")
-        assert await llm.is_paused() and all(each.held for each in llm.cores.supervisors)
+        assert await llm.is_paused() and all(each.suspension.is_held for each in llm.cores.supervisors)
         await llm.resume_generation()
         await llm.sleep(mode="keep")
         assert await llm.is_sleeping() and llm.health() == "the engine is asleep"
@@ -343,7 +343,7 @@ def test_all_cores_sleep_and_pause_together(smollm2):
         for prompt, stream in zip(prompts(4), streams):
             assert (await stream.wait()).choices[0].token_ids == echoed(prompt, 100)
         await answer(llm, [1, 2, 3])
-        assert [each.state for each in llm.cores.supervisors] == ["awake", "awake"]
+        assert [each.suspension.state for each in llm.cores.supervisors] == ["awake", "awake"]
 
     run(scenario, "echo:50")
 

@@ -56,9 +56,9 @@ def test_a_core_that_dies_asleep_comes_back_asleep(smollm2, mode):
         stream = await llm.submit(PROMPT, endless(60))
         await anext(aiter(stream))
         await llm.sleep(mode=mode)
-        dead = llm.cores.supervisors[0].core.pid
-        os.kill(dead, signal.SIGKILL)
-        while llm.cores.supervisors[0].core.pid == dead or not llm.cores.supervisors[0].core.ready:
+        (supervisor,) = llm.cores.supervisors
+        os.kill(supervisor.core.pid, signal.SIGKILL)
+        while not supervisor.num_restarts or not supervisor.is_ready:
             await asyncio.sleep(0.05)
         assert llm.health() == "the engine is asleep"
         await asyncio.sleep(1.5)

@@ -24,7 +24,7 @@ from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.model import ModelInfo
 from quire.frontend.requests import RequestState
 from quire.frontend.stream import Stream
-from quire.frontend.supervisor import Mode
+from quire.frontend.suspension import Mode
 from quire.messages import Check, EngineStats, ResetPrefixCache
 from quire.metrics.serving import ServingMetrics
 from quire.outputs import RequestOutput

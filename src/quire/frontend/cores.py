@@ -18,7 +18,8 @@ from quire.frontend.convicted import Convicted
 from quire.frontend.requests import RequestState
 from quire.frontend.routing import Load, choose
 from quire.frontend.stream import Stream
-from quire.frontend.supervisor import Mode, State, Supervisor
+from quire.frontend.supervisor import Supervisor
+from quire.frontend.suspension import Mode, State
 from quire.kv.prefix import prefix_digests
 from quire.messages import EngineStats, Question, Sleep, Vocabulary
 from quire.metrics.serving import ServingMetrics
@@ -80,11 +81,11 @@ class Cores:
 
     @property
     def state(self) -> State:
-        return next((each.state for each in self.lasting if each.state != "awake"), "awake")
+        return next((state for each in self.lasting if (state := each.suspension.state) != "awake"), "awake")
 
     @property
     def paused(self) -> bool:
-        return any(supervisor.paused for supervisor in self.supervisors)
+        return any(supervisor.suspension.is_paused for supervisor in self.supervisors)
 
     @property
     def num_live(self) -> int:
@@ -113,16 +114,16 @@ class Cores:
 
     async def sleep(self, question: Sleep, mode: Mode) -> None:
         """As `Supervisor.sleep`, of all cores."""
-        await _all(supervisor.sleep(question, mode) for supervisor in self.lasting)
+        await _all(supervisor.suspension.sleep(question, mode) for supervisor in self.lasting)
 
     async def wake_up(self) -> None:
-        await _all(supervisor.wake_up() for supervisor in self.lasting)
+        await _all(supervisor.suspension.wake_up() for supervisor in self.lasting)
 
     async def pause(self, mode: Mode) -> None:
-        await _all(supervisor.pause(mode) for supervisor in self.lasting)
+        await _all(supervisor.suspension.pause(mode) for supervisor in self.lasting)
 
     async def resume(self) -> None:
-        await _all(supervisor.resume() for supervisor in self.lasting)
+        await _all(supervisor.suspension.resume() for supervisor in self.lasting)
 
     # -- requests ------------------------------------------------------------------------------------------------
 

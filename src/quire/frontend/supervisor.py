@@ -1,7 +1,8 @@
 """Keeps a core running for the live requests: starts it, hands out what it gives, replaces it when it dies or stalls.
 
 Made by `cores.py`, for each core of a server. The truth about each request is in its RequestState, so a fresh core gets
-every unfinished request with the tokens it has, and streams go on. Who may run after a crash is decided in `blame.py`.
+every unfinished request with the tokens it has, and streams go on. Who may run after a crash is decided in `blame.py`,
+and whether anybody may in `suspension.py`.
 Knows requests and processes, not text or protocols.
 """
 
@@ -15,7 +16,6 @@ from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 from quire import errors
 from quire.config import EngineConfig, ServingConfig
@@ -24,7 +24,6 @@ from quire.errors import (
     DeadlineError,
     EngineError,
     InternalError,
-    OverloadedError,
     PoisonError,
     QuireError,
     RequestError,
@@ -34,6 +33,7 @@ from quire.frontend.convicted import REFUSED_FOR_S, Convicted
 from quire.frontend.core_client import CoreClient, encode, end_process, start_process
 from quire.frontend.core_load import CoreLoad
 from quire.frontend.stream import Stream
+from quire.frontend.suspension import Suspension
 from quire.messages import (
     Abort,
     Answer,
@@ -41,15 +41,12 @@ from quire.messages import (
     EngineStats,
     Failed,
     FromCore,
-    Hold,
     LiveUpdate,
     Prefixes,
     Question,
     Ready,
-    Sleep,
     StepOutputs,
     Vocabulary,
-    WakeUp,
     Watch,
 )
 from quire.metrics.engine import EngineMetrics
@@ -58,7 +55,6 @@ from quire.utils.loop_share import LoopShare
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
-DRAIN_TICK_S = 0.02
 SPARE_DELAY_S = 2.0
 OUTAGE_PAUSE_S = 2.0  # before the next core looks for the machines it needs
 SLOW_STEPS = 3  # a core may be silent for this many of its longest recent steps
@@ -66,10 +62,6 @@ STEP_DECAY = 0.99  # per step: how long a long step is remembered
 MAX_RESTARTS = 16  # that are remembered for those who watch
 MAX_SOCKET_PATH = 90  # bytes; the system's limit is 107
 MAX_REQUEST_BYTES = 16 << 20  # of a request as it is sent to the core
-
-
-Mode = Literal["abort", "wait", "keep"]  # what becomes of requests that run when it sleeps or pauses
-State = Literal["awake", "falling asleep", "asleep", "waking up"]
 
 
 class Supervisor:
@@ -101,17 +93,13 @@ class Supervisor:
         self.num_restarts = 0
         self.restarts: deque[tuple[float, Cause, bool]] = deque(maxlen=MAX_RESTARTS)  # when, why, whether it was ready
         self._on_live: Callable[[bytes], None] | None = None  # gets what the core shows those who watch
-        self.paused = False  # requests that the core has not seen wait
-        self.held = False  # the others, too
         self.failure: QuireError | None = None  # why there is no core and will be none
         self.outage: ClusterError | None = None  # there is no core until the machines are back that it needs
         self.silent_s = 0.0  # since the core's last message
         self.longest_step_s = 0.0  # decays
-        # Asleep, the core has given the device's memory back, and requests wait here.
-        self.state: State = "awake"
-        self.is_loading = False  # the core moves much memory: that may take as long as its start
         self._asked: list[asyncio.Future[str]] = []  # questions that the core has not answered, oldest first
         self._unsent = asyncio.Event()  # live requests may wait to be sent to the core
+        self.suspension = Suspension(self.live, self.ask, self._unsent.set, self._tell_watched)
         self._sending = False  # the task that sends them is at work: new requests wait until their turn
         self.num_kv_tokens = 0  # that fit into the KV cache; the core says so when it is ready
         self._first_core = asyncio.Event()
@@ -177,8 +165,8 @@ class Supervisor:
             return str(self.outage)
         if self._ready_core is None:
             return "the engine is starting"
-        if self.state != "awake":
-            return f"the engine is {self.state}"
+        if self.suspension.state != "awake":
+            return f"the engine is {self.suspension.state}"
         if self.silent_s > self._patience_s:
             return f"the engine has not moved for {self.silent_s:.0f} s"
         return None
@@ -201,53 +189,8 @@ class Supervisor:
     def _tell_watched(self) -> None:
         """A core that loads nothing before it is woken up takes any message for that: it is told afterwards."""
         core = self._ready_core
-        if core is not None and self.state != "asleep":
+        if core is not None and self.suspension.state != "asleep":
             core.send(Watch(self._on_live is not None))
-
-    async def sleep(self, question: Sleep, mode: Mode) -> None:
-        """Has the core give the device's memory back; does nothing if it has already.
-
-        `mode`: what becomes of live requests: they are aborted, waited for, or kept, and go on when it wakes up.
-        """
-        if self._is_settled("asleep"):
-            return
-        self.state = "falling asleep"
-        try:
-            if mode == "abort":
-                for stream in list(self.live.values()):
-                    stream.abort()
-            while mode == "wait" and self.live:
-                await asyncio.sleep(DRAIN_TICK_S)
-        except BaseException:  # whoever asked gave up
-            self.state = "awake"
-            raise
-        await asyncio.shield(asyncio.create_task(self._move(question, "asleep", "awake")))
-
-    async def wake_up(self) -> None:
-        """Returns when the core takes requests again; those that were kept go on. Does nothing if it is awake."""
-        if self._is_settled("awake"):
-            return
-        self.state = "waking up"
-        await asyncio.shield(asyncio.create_task(self._move(WakeUp(), "awake", "asleep")))
-
-    def _is_settled(self, wanted: str) -> bool:
-        """OverloadedError: it is on the way from one state to the other."""
-        if self.state not in ("asleep", "awake"):
-            raise OverloadedError(f"the engine is {self.state}: try again in a moment")
-        return self.state == wanted
-
-    async def _move(self, question: Sleep | WakeUp, wanted: State, before: State) -> None:
-        """Not to be interrupted: the core does it in any case. EngineError: it died, and the next one is as before."""
-        self.is_loading = True
-        try:
-            problem = await self.ask(question)
-            self.state = before if problem else wanted
-        finally:
-            self.is_loading = False
-        self._unsent.set()  # requests that were kept
-        self._tell_watched()
-        if problem:
-            raise EngineError(f"the engine is {before}: {problem}")
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -292,31 +235,6 @@ class Supervisor:
         if self.blame.forget(request_id):
             self._unsent.set()
 
-    async def pause(self, mode: Mode) -> None:
-        """Requests that come from now on wait for `resume`. Those that the core has are aborted, waited for, or kept
-        as they are until then."""
-        self.paused = True
-        await self._hold(mode == "keep")
-        if mode == "abort":
-            for stream in self.running():
-                stream.abort()
-        while mode == "wait" and self.paused and self.running():
-            await asyncio.sleep(DRAIN_TICK_S)
-
-    async def resume(self) -> None:
-        self.paused = False
-        await self._hold(False)
-
-    async def _hold(self, is_held: bool) -> None:
-        if self.held != is_held:
-            self.held = is_held
-            await self.ask(Hold(is_held))
-        self._unsent.set()
-
-    def running(self) -> list[Stream]:
-        """Those that were sent to a core."""
-        return [stream for stream in self.live.values() if stream.epoch >= 0]
-
     def expire(self, stream: Stream) -> None:
         """The request's time is up."""
         if stream.request.request_id in self.live:
@@ -329,8 +247,7 @@ class Supervisor:
         """
         core, request = self._ready_core, stream.request
         is_sent = stream.epoch == self.epoch
-        is_held = self.state != "awake" or self.held or (self.paused and stream.epoch < 0)
-        if core is None or is_sent or is_held:
+        if core is None or is_sent or self.suspension.holds(stream):
             return
         if not self.blame.may_run(request.request_id):
             return
@@ -480,7 +397,8 @@ class Supervisor:
             spare, self.spare = self.spare, None
             if self._closing:
                 return
-            await core.start(spare if spare is not None and spare.returncode is None else None, self.state == "asleep")
+            is_usable = spare is not None and spare.returncode is None
+            await core.start(spare if is_usable else None, self.suspension.state == "asleep")
             attendants = self._pump(core), self._send_unsent(), self._watch(core)
             tasks = [asyncio.create_task(self._prepare_spare(core)), *map(asyncio.create_task, attendants)]
             cause = await self._until_exit(core, tasks[1:])
@@ -578,7 +496,7 @@ class Supervisor:
             now = time.monotonic()
             self.silent_s += min(now - last, 2 * TICK_S)
             last = now
-            is_loading = self.is_loading or not core.ready
+            is_loading = self.suspension.is_loading or not core.ready
             if self.silent_s > (self.serving.startup_timeout_s if is_loading else self._patience_s):
                 log.error("%s has not moved for %.0f s: replacing it", self.name, self.silent_s)
                 await core.dump_and_kill()

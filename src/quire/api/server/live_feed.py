@@ -194,11 +194,11 @@ class LiveFeed:
             return "failed"
         if supervisor is None or not supervisor.is_ready:
             return "starting"
-        if supervisor.state != "awake":
-            return supervisor.state
+        if supervisor.suspension.state != "awake":
+            return supervisor.suspension.state
         if supervisor.health() is not None:
             return "silent"
-        return "paused" if supervisor.paused else "awake"
+        return "paused" if supervisor.suspension.is_paused else "awake"
 
     def _latency(self) -> dict[str, Any]:
         latencies = self.metrics.latencies or Latencies()
