@@ -1,8 +1,9 @@
 """Checks and times the linear kernels of one row and of few rows: `PYTHONPATH=src python benchmarks/gpu_linear.py`.
 
 First it compares the plain and the gated form with their float32 twins. Then, for the linear layers of published
-models, it compares ways to cut the work (`Config`) with what runs with more rows: cuBLAS, and the gated activation
-after it. All run in CUDA graphs that cycle through several times as many weights as the L2 cache holds.
+models, it compares ways to cut the work (`Config`) with cuBLAS, and the gated activation after it, and with what a
+model uses, on Hopper mostly `rows_hopper.py`. All run in CUDA graphs that cycle through several times as many weights
+as the L2 cache holds.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from quire.ops.elementwise.triton import silu_mul
 from quire.ops.linear import reference as ref
 from quire.ops.linear import triton as one_row
 from quire.ops.linear import triton_rows as few_rows
+from quire.quant.plain import dense_gpu
 
 Config = one_row.Config | few_rows.Config
 
@@ -46,6 +48,12 @@ class Case(NamedTuple):
         if self.gated:
             return ops.linear_silu_mul(x, weight, cut=cut)
         return ops.linear(x, weight, out_dtype=self.out_dtype, cut=cut)
+
+    def in_model(self, x: Tensor, weight: Tensor) -> Tensor:
+        ops = next((ops for ops in dense_gpu.FEW_ROWS if ops.fits(x, weight)), None)
+        if ops is None:
+            return self.cublas(x, weight)
+        return ops.linear_silu_mul(x, weight) if self.gated else ops.linear(x, weight, out_dtype=self.out_dtype)
 
     def cublas(self, x: Tensor, weight: Tensor) -> Tensor:
         y = functional.linear(x, weight)
@@ -124,6 +132,7 @@ def time_case(case: Case) -> list[dict]:
         cublas = graph_us(lambda weight, x=x: case.cublas(x, weight), weights)
         cuts = case.cuts(M)
         us = {cut: graph_us(lambda weight, x=x, cut=cut: case.ours(x, weight, cut), weights) for cut in cuts}
+        in_model = graph_us(lambda weight, x=x: case.in_model(x, weight), weights)
         default, best = cuts[0], min(us, key=us.get)
         results.append(
             {
@@ -132,6 +141,7 @@ def time_case(case: Case) -> list[dict]:
                 "N": case.N,
                 "K": case.K,
                 "cublas_us": cublas,
+                "in_model_us": in_model,
                 "default_us": us[default],
                 "best": best._asdict(),
                 "best_us": us[best],
@@ -139,7 +149,7 @@ def time_case(case: Case) -> list[dict]:
             }
         )
         rate = num_bytes / us[default] / 1e6
-        figures = f"{cublas:8.2f} {us[default]:8.2f} {rate:6.2f} {us[best]:8.2f}"
+        figures = f"{cublas:8.2f} {in_model:8.2f} {us[default]:8.2f} {rate:6.2f} {us[best]:8.2f}"
         print(f"{case.name:>14} {M:>2}  {figures}  {tuple(best)}", flush=True)
     return results
 
@@ -160,7 +170,7 @@ def main() -> None:
         print("both forms equal their float32 twins")
         list(compiled)
     print("us of a call")
-    print(f"{'case':>14} {'M':>2}  {'cuBLAS':>8} {'default':>8} {'TB/s':>6} {'best':>8}  its cut")
+    print(f"{'case':>14} {'M':>2}  {'cuBLAS':>8} {'model':>8} {'default':>8} {'TB/s':>6} {'best':>8}  its cut")
     results = [result for case in cases for result in time_case(case)]
     if args.json:
         with open(args.json, "w") as file:

@@ -1,9 +1,9 @@
 """Checks and times products with packed weights: `python benchmarks/gpu_packed.py [--kinds …] [--rows …] [--shape …]`.
 
 With PYTHONPATH=src. Every case is compared with its twin first. Then each way of computing it is timed in CUDA graphs:
-the kernel for one row, tiles, and the library (with unpacking, where it has no product of such codes). Shapes are the
-four linear layers of Qwen3-8B, added up, or the experts of a mixture. The floor is the time to read the weights once,
-or to do all multiplications. `--sweep` tries other tiles.
+the kernel for one row, that of few rows on Hopper (float8 only), tiles, and the library (with unpacking, where it has
+no product of such codes). Shapes are the four linear layers of Qwen3-8B, added up, or the experts of a mixture. The
+floor is the time to read the weights once, or to do all multiplications. `--sweep` tries other tiles.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import torch
 from graph_time import graph_us
 from torch import Tensor
 
+from quire.ops.linear import rows_hopper
 from quire.ops.moe import triton as moe
 from quire.ops.packed_linear import many_rows, rows, tiles, words
 from quire.ops.packed_linear import triton as one_row
@@ -25,6 +26,7 @@ from quire.ops.packed_linear.forms import Affine, Float8, Form, Table4, TwoLevel
 from quire.ops.rounding.reference import FLOAT8
 from quire.ops.routing.reference import Routing
 from quire.ops.routing.triton import route
+from quire.quant.kept.triton import fits_few_rows, float8_options
 
 BYTES_PER_S, FLOPS_PER_S, FLOPS8_PER_S = 4.3e12, 780e12, 1400e12  # the most measured on an H200
 CYCLE_BYTES = 256 << 20  # of weights that take turns, so that the cache does not help
@@ -124,8 +126,17 @@ def by_library(x: Tensor, w: words.WordWeight) -> Tensor:
     return many_rows.linear(inputs, w, scales=found, dtype=x.dtype)
 
 
-def ways(num_rows: int, sweep: bool) -> dict[str, Callable[[Tensor, words.WordWeight], Tensor]]:
+def by_few_rows(x: Tensor, w: words.WordWeight) -> Tensor:
+    inputs, found = rows.round_inputs(x, w)
+    if found is None or not fits_few_rows(inputs, w):
+        raise ValueError("not a product of few rows")
+    return rows_hopper.linear(inputs, w.codes, **float8_options(w, found, x.dtype))
+
+
+def ways(kind: str, num_rows: int, sweep: bool) -> dict[str, Callable[[Tensor, words.WordWeight], Tensor]]:
     found: dict[str, Callable] = {"library": by_library, "tiles": by_tiles}
+    if kind in ("fp8", "block") and num_rows <= rows_hopper.MAX_FLOAT8_ROWS:
+        found["few rows"] = by_few_rows
     if num_rows == 1:
         found["one row"] = by_one_row
         for constants in ONE_ROW if sweep else ():
@@ -143,7 +154,7 @@ def compile_linear(kind: str, layer: str, num_rows: int, sweep: bool) -> None:
     w = weight(kind, n, k)
     x = torch.randn(num_rows, k, device="cuda", dtype=torch.bfloat16)
     expected = words.linear(x, w).float()
-    for name, way in ways(num_rows, sweep).items():
+    for name, way in ways(kind, num_rows, sweep).items():
         try:
             error = (way(x, w).float() - expected).abs().max() / expected.square().mean().sqrt()
         except Exception as problem:
@@ -163,7 +174,7 @@ def time_linear(kind: str, all_rows: list[int], sweep: bool) -> None:
         for num_rows in all_rows:
             x = torch.randn(num_rows, k, device="cuda", dtype=torch.bfloat16)
             floors[num_rows] += max(num_bytes(w) / BYTES_PER_S, 2 * num_rows * n * k / rate) * 1e6
-            for name, way in ways(num_rows, sweep).items():
+            for name, way in ways(kind, num_rows, sweep).items():
                 try:
                     us = graph_us(lambda given, x=x, way=way: way(x, given), turns)
                 except Exception:

@@ -12,7 +12,7 @@ from quire.ops.linear import reference, rows_hopper
 from quire.ops.packed_linear import rows, words
 from quire.ops.packed_linear.forms import Float8
 from quire.ops.rounding.reference import FLOAT8
-from quire.quant.kept.triton import _fits_few_rows, _float8
+from quire.quant.kept.triton import fits_few_rows, float8_options
 from quire.quant.plain import dense_gpu
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -74,9 +74,9 @@ def test_rounded_inputs_times_float8_give_what_the_twin_gives(rounds, N, K, dtyp
         x = random(M, K, dtype=dtype)
         codes, scales = rows.round_rows(x, rounds, 0.01)
         given = {"scales": scales, "dtype": dtype}
-        found = rows_hopper.linear(codes, weight.codes, bias, **_float8(weight, **given))
+        found = rows_hopper.linear(codes, weight.codes, bias, **float8_options(weight, **given))
         check(found, words.linear(x, weight, bias))
-        found = rows_hopper.linear_silu_mul(codes, gate_up.codes, **_float8(gate_up, **given))
+        found = rows_hopper.linear_silu_mul(codes, gate_up.codes, **float8_options(gate_up, **given))
         check(found, silu_mul(words.linear(x, gate_up)))
 
 
@@ -112,6 +112,6 @@ def test_others_keep_what_it_cannot_take():
         check(dense_gpu.multiply(x[:M], weight, None, torch.float32), reference.linear(x[:M], weight).float())
     blocks = float8(8256, 576, "float8 group")
     codes, _ = rows.round_rows(random(33, 576), "float8 group")
-    assert _fits_few_rows(codes, blocks) and not _fits_few_rows(codes[:, :560], blocks)
-    assert _fits_few_rows(codes, float8(8320, 576, "float8 group"), is_gated=True)
-    assert not _fits_few_rows(codes, float8(8256 + 32, 576, "float8 group"), is_gated=True)
+    assert fits_few_rows(codes, blocks) and not fits_few_rows(codes[:, :560], blocks)
+    assert fits_few_rows(codes, float8(8320, 576, "float8 group"), is_gated=True)
+    assert not fits_few_rows(codes, float8(8256 + 32, 576, "float8 group"), is_gated=True)

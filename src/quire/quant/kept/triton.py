@@ -79,8 +79,8 @@ class Words(Quantized):
         if isinstance(piece, words.WordWeight):
             x = _rounded(x, piece)
             given, options = _inputs(x)
-            if _fits_few_rows(given, piece, is_gated=True):
-                return rows_hopper.linear_silu_mul(given, piece.codes, bias, **_float8(piece, **options))
+            if fits_few_rows(given, piece, is_gated=True):
+                return rows_hopper.linear_silu_mul(given, piece.codes, bias, **float8_options(piece, **options))
             if kernels.fits(given, piece):
                 return kernels.linear_silu_mul(given, piece, bias, **options)
         return silu_mul(self.apply(x, bias))
@@ -120,8 +120,8 @@ def _multiply(x: Tensor | rows.Rounded, w: Piece, bias: Tensor | None, out_dtype
             raise TypeError("plain weights want inputs as they are")
         return dense.multiply(x, w, bias, out_dtype)
     given, options = _inputs(_rounded(x, w))
-    if _fits_few_rows(given, w):
-        return rows_hopper.linear(given, w.codes, bias, out_dtype, **_float8(w, **options))
+    if fits_few_rows(given, w):
+        return rows_hopper.linear(given, w.codes, bias, out_dtype, **float8_options(w, **options))
     if kernels.fits(given, w):
         return kernels.linear(given, w, bias, out_dtype, **options)
     multiply = tiles.linear if cuts.fits(given, w) else many_rows.linear
@@ -140,7 +140,7 @@ def _inputs(x: Tensor | rows.Rounded) -> tuple[Tensor, dict[str, Any]]:
     return (x.codes, {"scales": x.scales, "dtype": x.dtype}) if isinstance(x, rows.Rounded) else (x, {})
 
 
-def _fits_few_rows(x: Tensor, w: words.WordWeight, is_gated: bool = False) -> bool:
+def fits_few_rows(x: Tensor, w: words.WordWeight, is_gated: bool = False) -> bool:
     """Whether `rows_hopper` multiplies; it reads scales of blocks once for all outputs of a program."""
     if w.scales_NG is not None and (w.rows, w.group) != (rows_hopper.GROUP, rows_hopper.GROUP):
         return False
@@ -148,7 +148,7 @@ def _fits_few_rows(x: Tensor, w: words.WordWeight, is_gated: bool = False) -> bo
     return has_whole_blocks and rows_hopper.fits(x, w.codes)
 
 
-def _float8(w: words.WordWeight, scales: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+def float8_options(w: words.WordWeight, scales: Tensor, dtype: torch.dtype) -> dict[str, Any]:
     """The options of `_inputs`, as `rows_hopper` takes them."""
     return {"scales": rows_hopper.Scales(scales, w.outer_N, w.scales_NG), "dtype": dtype}
 
