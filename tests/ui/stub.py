@@ -6,10 +6,11 @@ what a model cannot be made to say.
 
 import itertools
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -250,6 +251,21 @@ class StubServer(ThreadingHTTPServer):
     daemon_threads = True
     stub: Stub
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.connections: list[socket.socket] = []
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        connection, address = super().get_request()
+        self.connections.append(connection)
+        return connection, address
+
+    def hang_up(self) -> None:
+        """A browser would go on over a connection that it has kept."""
+        for connection in self.connections:
+            with suppress(OSError):  # closed already
+                connection.shutdown(socket.SHUT_RDWR)
+
 
 @contextmanager
 def serving(port: int = 0) -> Iterator[tuple[str, Stub]]:
@@ -262,3 +278,4 @@ def serving(port: int = 0) -> Iterator[tuple[str, Stub]]:
     finally:
         server.shutdown()
         server.server_close()
+        server.hang_up()
