@@ -113,7 +113,7 @@ class Cores:
         return "; ".join(f"{supervisor.name}: {problem}" for supervisor, problem in zip(asked, problems) if problem)
 
     async def sleep(self, question: Sleep, mode: Mode) -> None:
-        """As `Supervisor.sleep`, of all cores."""
+        """As `Suspension.sleep`, of all cores."""
         await _all(supervisor.suspension.sleep(question, mode) for supervisor in self.lasting)
 
     async def wake_up(self) -> None:

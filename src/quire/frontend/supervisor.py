@@ -2,8 +2,7 @@
 
 Made by `cores.py`, for each core of a server. The truth about each request is in its RequestState, so a fresh core gets
 every unfinished request with the tokens it has, and streams go on. Who may run after a crash is decided in `blame.py`,
-and whether anybody may in `suspension.py`.
-Knows requests and processes, not text or protocols.
+and whether anybody may in `suspension.py`. Knows requests and processes, not text or protocols.
 """
 
 import asyncio
