@@ -43,4 +43,6 @@ def grow(shape: Path, model: Path) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 4 or sys.argv[1] not in ("shrink", "grow"):
         sys.exit(__doc__)
+    if not Path(sys.argv[2]).is_file():
+        sys.exit(f"{sys.argv[2]}: no such file")
     {"shrink": shrink, "grow": grow}[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
